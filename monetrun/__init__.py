@@ -1,0 +1,21 @@
+"""monetrun: train an unmodified PyTorch script under a memory budget."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# name -> module: resolved on first use, so that an installed monetrun costs other Python processes nothing
+_PUBLIC = {
+    "apply": "monetrun.worker",
+}
+
+__all__ = ["__version__", "apply"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'monetrun' has no attribute {name!r}")

@@ -1,0 +1,193 @@
+"""The joint forward and backward graph of a model, and what its operators cost.
+
+Torch is not imported here: a graph is frozen dataclasses of ints and strings, and has a JSON form (``codec``).
+A ``Tensor`` is one *storage*: views of it are not in the graph, since they hold no memory of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from monetrun import codec
+
+FORWARD = "forward"
+BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One storage.
+
+    Attributes:
+        id: its index in ``Graph.tensors``.
+        nbytes: bytes allocated for it.
+        external: it exists before the graph runs (parameters, the batch, tangents, constants). It is always
+            alive and its bytes are not the graph's: they belong to the base on which a budget stands.
+        kept: it stays from its first writing to the end (the model's outputs, the gradients).
+        name: for messages.
+    """
+
+    id: int
+    nbytes: int
+    external: bool = False
+    kept: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to run an operator.
+
+    Attributes:
+        name: ``"default"`` is the kernel that eager launches; others are declared in ``monetrun.ops``.
+        inputs: ids of the tensors this implementation reads (a ReLU's backward may read another one).
+        in_place_of: id of the input whose storage the first output takes over, or None. Legal only in a step
+            after which that input is not read again before it is next written; never an external or kept one.
+        exact: whether its result has the same bits as the default's.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    in_place_of: int | None = None
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator.
+
+    Attributes:
+        id: its index in ``Graph.operators``, which is also the order in which the plain step runs them.
+        name: for messages (``"layer1.0.conv1"``, or the graph node's name).
+        target: what it calls (``"aten.convolution.default"``).
+        phase: ``"forward"`` or ``"backward"``. All forward operators come before all backward ones.
+        outputs: ids of the tensors it writes. Every non-external tensor has exactly one writer.
+        implementations: at least one; the first is the default.
+        replayable: it may run again in the backward pass (not random, mutates nothing).
+        optional: not in the plain step; runs only in schedules that want its output (a ReLU's bit mask).
+        signature: hash of target, shapes, dtypes, layouts and constants: operators of one signature cost the same.
+    """
+
+    id: int
+    name: str
+    target: str
+    phase: str
+    outputs: tuple[int, ...]
+    implementations: tuple[Implementation, ...]
+    replayable: bool = True
+    optional: bool = False
+    signature: str = ""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """What the default implementation reads."""
+        return self.implementations[0].inputs
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A joint graph in the order in which the plain step runs it."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    operators: tuple[Operator, ...]
+
+    @cached_property
+    def forward_count(self) -> int:
+        """How many operators, from the first, are forward ones."""
+        return sum(op.phase == FORWARD for op in self.operators)
+
+    @cached_property
+    def writer(self) -> tuple[int, ...]:
+        """For each tensor the operator that writes it, -1 for an external one."""
+        writer = [-1] * len(self.tensors)
+        for op in self.operators:
+            for t in op.outputs:
+                writer[t] = op.id
+        return tuple(writer)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of structure, shapes, dtypes and layouts; names are left out."""
+        return _digest(
+            [
+                [(t.nbytes, t.external, t.kept) for t in self.tensors],
+                [(_structure(op), op.signature) for op in self.operators],
+            ]
+        )
+
+    @cached_property
+    def structural_fingerprint(self) -> str:
+        """Hash of the structure alone: the same model at another batch size or length has the same one."""
+        return _digest([[(t.external, t.kept) for t in self.tensors], [_structure(op) for op in self.operators]])
+
+
+def _structure(op: Operator) -> tuple[object, ...]:
+    # in place or not is left out: it follows from shapes, which a smaller batch may broadcast differently
+    reads = [i.inputs for i in op.implementations if i.in_place_of is None]
+    return (op.target, op.phase, op.outputs, reads, op.replayable, op.optional)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(codec.dumps(value).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What each implementation of each operator costs on one device.
+
+    Attributes:
+        device: where they were measured, or the name of the model that computed them.
+        seconds: ``seconds[operator][implementation]``.
+        workspace_bytes: bytes allocated and freed inside the operator, beside its outputs; same indices.
+    """
+
+    device: str
+    seconds: tuple[tuple[float, ...], ...]
+    workspace_bytes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all values."""
+        return _digest([self.device, self.seconds, self.workspace_bytes])
+
+
+def check(graph: Graph, costs: Costs | None = None) -> None:
+    """Raise ``ValueError`` if the graph breaks what its fields promise (for files and for tests)."""
+    writer: dict[int, int] = {}
+    phases = [op.phase for op in graph.operators]
+    if phases != sorted(phases, key=(FORWARD, BACKWARD).index):
+        raise ValueError("a forward operator stands after a backward one")
+    for i, t in enumerate(graph.tensors):
+        if t.id != i or t.nbytes < 0:
+            raise ValueError(f"tensor {i}: id {t.id}, {t.nbytes} bytes")
+    for i, op in enumerate(graph.operators):
+        if op.id != i or not op.implementations:
+            raise ValueError(f"operator {i}: id {op.id}, {len(op.implementations)} implementations")
+        for impl in op.implementations:
+            for t in impl.inputs:
+                if not 0 <= t < len(graph.tensors):
+                    raise ValueError(f"operator {i} reads tensor {t}, which does not exist")
+                if not graph.tensors[t].external and t not in writer:
+                    raise ValueError(f"operator {i} reads tensor {t} before it is written")
+            if impl.in_place_of is not None and (impl.in_place_of not in impl.inputs or not op.outputs):
+                raise ValueError(f"operator {i} is in place of tensor {impl.in_place_of}, which it does not read")
+        for t in op.outputs:
+            if t in writer or graph.tensors[t].external:
+                raise ValueError(f"tensor {t} is written by operator {i} and by another, or is external")
+            writer[t] = i
+    for t in graph.tensors:
+        if not t.external and t.id not in writer:
+            raise ValueError(f"tensor {t.id} is never written")
+    if costs is not None:
+        for table in (costs.seconds, costs.workspace_bytes):
+            if [len(row) for row in table] != [len(op.implementations) for op in graph.operators]:
+                raise ValueError("costs and graph have different operators or implementations")
+
+
+def replace(graph: Graph, **changes: object) -> Graph:
+    """A copy of ``graph`` with some fields changed."""
+    return dataclasses.replace(graph, **changes)  # type: ignore[arg-type]
