@@ -10,6 +10,7 @@
     +-- PlanMismatch               83   the plan is not for this model, or ranks disagree
     +-- BudgetExceeded             84   a step wanted more than the budget
     +-- NeverTrained               85   the script ended without a training step
+    +-- ScriptFailed                    the user's script failed in its trial run; its own exit code
     +-- ScheduleError              70   a schedule breaks the replay rules (never runs)
     +-- DeviceQueryFailed          70   the free memory of a device could not be read
 
@@ -106,6 +107,14 @@ class NeverTrained(MonetrunError):
     """The script ended without a training step."""
 
     exit_code = 85
+
+
+class ScriptFailed(MonetrunError):
+    """The user's script failed before training; its own traceback has been printed, its own exit code is passed on."""
+
+    def __init__(self, message: str, hint: str = "", *, exit_code: int = 1) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code if exit_code >= 0 else 128 - exit_code
 
 
 class ScheduleError(MonetrunError):

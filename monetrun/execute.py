@@ -8,6 +8,7 @@ interpreter and without any bookkeeping at run time.
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,7 +158,7 @@ class _Builder:
             arguments, keywords = fx.map_arg((args, node.kwargs), load)
             new = into.graph.call_function(target, arguments, keywords)
         new.meta = _metadata(node)
-        new.meta["monetrun_step"] = step.operator
+        new.meta["monetrun_again"] = again
         written = self.joint.graph.operators[step.operator].outputs
         # a kept tensor written again is a copy that nobody reads: its readers go on with the first
         stale = {t for t in written if not (again and self.joint.graph.tensors[t].kept)}
@@ -187,7 +188,7 @@ def _views_by_storage(joint: JointGraph) -> dict[int, list[fx.Node]]:
 
 
 def _metadata(node: fx.Node) -> dict[str, Any]:
-    keep = ("val", "tensor_meta", "nn_module_stack", "stack_trace", "desc", "partitioner_tag")
+    keep = ("val", "tensor_meta", "nn_module_stack", "stack_trace", "desc", "partitioner_tag", "monetrun_again")
     return {k: v for k, v in node.meta.items() if k in keep}
 
 
@@ -229,3 +230,50 @@ def device_of(joint: JointGraph) -> torch.device:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             return value.device
     return torch.device("cpu")
+
+
+# ---- what recomputation costs, measured
+
+
+class Stopwatch:
+    """Adds up the seconds of the stretches in which a backward runs forward operators again."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+        self.synchronize: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        """A stretch begins."""
+        self.synchronize()
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """It ends."""
+        self.synchronize()
+        self.seconds += time.perf_counter() - self._started
+
+
+stopwatch = Stopwatch()
+
+
+def _start_again() -> None:
+    stopwatch.start()
+
+
+def _stop_again() -> None:
+    stopwatch.stop()
+
+
+def timed(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a backward module that reports to ``stopwatch``; for a few steps, the rest run without it."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    running = False
+    for node in module.graph.nodes:
+        again = bool(node.meta.get("monetrun_again", running and node.op == "call_function"))
+        if node.op != "placeholder" and again != running:
+            graph.call_function(_start_again if again else _stop_again)
+            running = again
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)

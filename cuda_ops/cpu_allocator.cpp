@@ -1,0 +1,218 @@
+// Counts, to the byte, what torch allocates on the CPU, and refuses what would pass a limit.
+//
+// A c10::Allocator that forwards to the one it finds. It is reached through plain C functions (ctypes), so that
+// nothing but c10's headers is needed and a build takes seconds. c10's allocator interface is not part of torch's
+// stable ABI: the library is built against the torch that loads it.
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
+
+#include <pthread.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+namespace {
+
+constexpr int64_t kNoLimit = -1;
+constexpr auto kRelaxed = std::memory_order_relaxed;
+
+// Relaxed order is enough: each counter's own modification order is total, and nothing else is published by them.
+std::atomic<int64_t> allocated{0};
+std::atomic<int64_t> peak{0};
+std::atomic<int64_t> limit{kNoLimit};
+std::atomic<int64_t> last_refused{0};
+
+void raise_peak(int64_t value) {
+  int64_t seen = peak.load(kRelaxed);
+  while (seen < value && !peak.compare_exchange_weak(seen, value, kRelaxed)) {
+  }
+}
+
+// The size of each block, by its address. A header inside the block would change its alignment and what the
+// profiler sees; a context of our own would make the pointer useless to raw_allocate and to lazy clones.
+struct Shard {
+  std::mutex mutex;
+  std::unordered_map<void*, int64_t> sizes;
+};
+constexpr size_t kShards = 64;  // threads rarely meet; blocks are 64-byte aligned, so the low bits say nothing
+using Shards = std::array<Shard, kShards>;
+
+Shards& shards() {
+  static Shards* table = new Shards;  // never destroyed: tensors are freed during and after static destruction
+  return *table;
+}
+
+Shard& shard_of(void* block) {
+  const auto bits = reinterpret_cast<uintptr_t>(block) >> 6;
+  return shards()[(bits ^ (bits >> 8)) % kShards];
+}
+
+// 0 for a block that was allocated before the wrapper was installed.
+int64_t forget(void* block) {
+  Shard& shard = shard_of(block);
+  const std::lock_guard<std::mutex> guard(shard.mutex);
+  const auto found = shard.sizes.find(block);
+  if (found == shard.sizes.end()) {
+    return 0;
+  }
+  const int64_t nbytes = found->second;
+  shard.sizes.erase(found);
+  return nbytes;
+}
+
+c10::Allocator* wrapped = nullptr;
+c10::DeleterFnPtr wrapped_deleter = nullptr;
+
+void counted_delete(void* block) {
+  const int64_t nbytes = forget(block);  // before the free: the address may be another thread's a moment later
+  wrapped_deleter(block);
+  allocated.fetch_sub(nbytes, kRelaxed);
+}
+
+std::string readable(int64_t nbytes) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%.2f MiB (%lld bytes)", static_cast<double>(nbytes) / (1 << 20),
+                static_cast<long long>(nbytes));
+  return text;
+}
+
+[[noreturn]] void refuse(int64_t nbytes, int64_t held, int64_t cap) {
+  last_refused.store(nbytes, kRelaxed);
+  c10::reportOutOfMemoryToProfiler(nbytes, held, cap, c10::Device(c10::DeviceType::CPU));
+  const int64_t free_bytes = cap > held ? cap - held : 0;
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "CPU out of memory under monetrun's limit: wanted ", readable(nbytes),
+                   ", free ", readable(free_bytes), ", limit ", readable(cap), ".");
+  std::abort();  // not reached; TORCH_CHECK_WITH is not declared noreturn
+}
+
+// Adds nbytes if the sum stays within the limit, in one atomic step, and gives the sum.
+int64_t reserve(int64_t nbytes) {
+  int64_t held = allocated.load(kRelaxed);
+  do {
+    const int64_t cap = limit.load(kRelaxed);
+    if (cap != kNoLimit && nbytes > cap - held) {
+      refuse(nbytes, held, cap);
+    }
+  } while (!allocated.compare_exchange_weak(held, held + nbytes, kRelaxed));
+  return held + nbytes;
+}
+
+struct CountingAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t n) override {
+    if (n == 0 || n > static_cast<size_t>(std::numeric_limits<int64_t>::max())) {
+      return own(wrapped->allocate(n));  // nothing to count; or an absurd size, which the wrapped one refuses
+    }
+    const auto nbytes = static_cast<int64_t>(n);
+    const int64_t sum = reserve(nbytes);
+    try {
+      c10::DataPtr data = own(wrapped->allocate(n));
+      Shard& shard = shard_of(data.get());
+      {
+        const std::lock_guard<std::mutex> guard(shard.mutex);
+        shard.sizes[data.get()] = nbytes;
+      }
+      raise_peak(sum);
+      return data;
+    } catch (...) {
+      allocated.fetch_sub(nbytes, kRelaxed);
+      throw;
+    }
+  }
+
+  bool is_simple_data_ptr(const c10::DataPtr& data) const override {
+    return wrapped->is_simple_data_ptr(data);
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &counted_delete;
+  }
+
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    wrapped->copy_data(dest, src, count);
+  }
+
+ private:
+  // raw_deleter's contract (c10/core/Allocator.h): every pointer of that allocator carries exactly that deleter.
+  static c10::DataPtr own(c10::DataPtr data) {
+    TORCH_CHECK(data.compare_exchange_deleter(wrapped_deleter, &counted_delete),
+                "the wrapped CPU allocator gave a pointer without its own deleter");
+    return data;
+  }
+};
+
+// A forked child (a DataLoader's worker) must not inherit a locked shard, nor a limit that is not its own.
+void before_fork() {
+  for (Shard& shard : shards()) {
+    shard.mutex.lock();
+  }
+}
+
+void after_fork() {
+  for (Shard& shard : shards()) {
+    shard.mutex.unlock();
+  }
+}
+
+void after_fork_in_child() {
+  after_fork();
+  limit.store(kNoLimit, kRelaxed);
+}
+
+}  // namespace
+
+#define MONETRUN_API extern "C" __attribute__((visibility("default")))
+
+// 0: installed (now or before); 1: the present allocator has no raw deleter; 2: one of higher priority stays.
+MONETRUN_API int monetrun_cpu_allocator_install() noexcept {
+  static std::mutex once;
+  const std::lock_guard<std::mutex> guard(once);
+  static CountingAllocator* const counting = new CountingAllocator;  // torch keeps the address for good
+  c10::Allocator* const present = c10::GetCPUAllocator();
+  if (present == counting) {
+    return 0;
+  }
+  if (wrapped == nullptr) {
+    const c10::DeleterFnPtr deleter = present->raw_deleter();
+    if (deleter == nullptr) {
+      return 1;
+    }
+    wrapped = present;
+    wrapped_deleter = deleter;
+    pthread_atfork(before_fork, after_fork, after_fork_in_child);
+  }
+  c10::SetCPUAllocator(counting, std::numeric_limits<uint8_t>::max());
+  return c10::GetCPUAllocator() == counting ? 0 : 2;
+}
+
+MONETRUN_API int64_t monetrun_cpu_allocator_allocated_bytes() noexcept {
+  return allocated.load(kRelaxed);
+}
+
+MONETRUN_API int64_t monetrun_cpu_allocator_peak_bytes() noexcept {
+  return peak.load(kRelaxed);
+}
+
+MONETRUN_API void monetrun_cpu_allocator_reset_peak() noexcept {
+  peak.store(allocated.load(kRelaxed), kRelaxed);
+  raise_peak(allocated.load(kRelaxed));  // what another thread allocated between the load and the store
+}
+
+MONETRUN_API void monetrun_cpu_allocator_set_limit(int64_t nbytes) noexcept {
+  limit.store(nbytes < 0 ? kNoLimit : nbytes, kRelaxed);
+}
+
+MONETRUN_API int64_t monetrun_cpu_allocator_limit_bytes() noexcept {
+  return limit.load(kRelaxed);
+}
+
+// 0 when nothing was refused yet.
+MONETRUN_API int64_t monetrun_cpu_allocator_last_refused_bytes() noexcept {
+  return last_refused.load(kRelaxed);
+}

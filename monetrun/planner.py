@@ -1,0 +1,224 @@
+"""The conductor: from a recorded training step and a budget to the plan of all its graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from monetrun import solve
+from monetrun.budget import format_budget, format_bytes
+from monetrun.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.graph import Costs, Graph
+from monetrun.plan import GraphPlan, Options, Plan, Schedule, Solution, plain_schedule
+from monetrun.solve import greedy
+from monetrun.step import StepRecord, StepTimeline, replay, round_graph
+
+# A graph's frontier is searched in this many halvings when its rounds cannot be solved as one.
+_HALVINGS = 7
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What is known of a step before any budget: the plain step, and the most frugal one."""
+
+    plain: StepTimeline
+    frugal: StepTimeline
+    plain_schedules: tuple[Schedule, ...]
+    frugal_schedules: tuple[Schedule, ...]
+
+
+def baseline(record: StepRecord) -> Baseline:
+    """Replay the step plainly, and with the least memory that is known to be possible."""
+    plain = tuple(plain_schedule(g) for g in record.graphs)
+    frugal = list(greedy.most_frugal(g, c) for g, c in zip(record.graphs, record.costs, strict=True))
+    best = replay(record, frugal)
+    # the least peak of a graph alone need not give the least peak of the step: what it saves counts for the others
+    for bounds in record.rounds:
+        joined = round_graph(record, bounds)
+        if joined is None:
+            continue
+        parts = joined.split(greedy.most_frugal(joined.graph, joined.costs))
+        trial = [parts.get(k, s) for k, s in enumerate(frugal)]
+        timeline = replay(record, trial)
+        if timeline.peak_bytes < best.peak_bytes:
+            frugal, best = trial, timeline
+    return Baseline(replay(record, plain), best, plain, tuple(frugal))
+
+
+def plan_step(
+    record: StepRecord,
+    budget_bytes: int,
+    algorithm: str = "hierarchical",
+    options: Options | None = None,
+    known: Baseline | None = None,
+) -> Plan:
+    """Find the cheapest schedules under which no moment of the step holds more than ``budget_bytes``.
+
+    Args:
+        record: from a trial run.
+        budget_bytes: of the whole step on one device.
+        algorithm: a name that ``solve.solver`` knows.
+        options: for the solver; its ``seconds`` are shared by the rounds that need solving.
+        known: the record's baseline, when the caller has it already.
+
+    Raises:
+        InfeasibleBudget: less than the smallest budget known to be feasible; names it and the operator that sets it.
+        NoPlanInTime: the solver found nothing within the budget in its time.
+    """
+    options = options or Options()
+    base = known or baseline(record)
+    if base.frugal.peak_bytes > budget_bytes:
+        raise infeasible(record, budget_bytes, base)
+    solver = solve.solver(algorithm)
+    found = _solve(record, budget_bytes, solver, options, base)
+    timeline = replay(record, found.schedules)
+    if timeline.peak_bytes > budget_bytes:
+        raise NoPlanInTime(
+            f"{algorithm} has no plan within {format_bytes(budget_bytes)} after {options.seconds:g} s",
+            "give it more time (--solver-seconds), more memory, or --algorithm hierarchical",
+        )
+    plain_seconds = base.plain.seconds
+    overhead = timeline.seconds / plain_seconds - 1.0 if plain_seconds else 0.0
+    return Plan(
+        graphs=tuple(
+            GraphPlan(g.fingerprint, g.structural_fingerprint, s)
+            for g, s in zip(record.graphs, found.schedules, strict=True)
+        ),
+        budget_bytes=budget_bytes,
+        plain_peak_bytes=base.plain.peak_bytes,
+        planned_peak_bytes=timeline.peak_bytes,
+        overhead=overhead,
+        bound=min(overhead, max(0.0, found.bound_seconds / plain_seconds - 1.0)) if plain_seconds else 0.0,
+        status=found.status,
+        solver=algorithm,
+        device=record.device,
+        torch_version=record.torch_version,
+        ledger=ledger(record, timeline.peak_bytes),
+    )
+
+
+def infeasible(record: StepRecord, budget_bytes: int, base: Baseline) -> InfeasibleBudget:
+    """The error that names the smallest feasible budget, and what sets it."""
+    smallest = base.frugal.peak_bytes
+    return InfeasibleBudget(
+        f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}\n"
+        f"  floor: {base.frugal.peak_name}",
+        f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(base.plain.peak_bytes)})",
+        budget_bytes=budget_bytes,
+        smallest_bytes=smallest,
+        operator=base.frugal.peak_name,
+    )
+
+
+def ledger(record: StepRecord, peak_bytes: int) -> dict[str, int]:
+    """What the peak consists of, adding up to it; what is not named is the graphs' own."""
+    rows = {name: nbytes for name, nbytes in record.ledger.items() if nbytes > 0}
+    rest = peak_bytes - sum(rows.values())
+    return {**rows, "activations and workspace": max(0, rest)}
+
+
+@dataclass(frozen=True)
+class _Found:
+    schedules: tuple[Schedule, ...]
+    bound_seconds: float
+    status: str
+
+
+def _solve(
+    record: StepRecord, budget_bytes: int, solver: Callable[..., Solution], options: Options, base: Baseline
+) -> _Found:
+    schedules = list(base.plain_schedules)
+    bound = base.plain.seconds
+    status = "optimal"
+    tight = [b for b in record.rounds if _peak_in(record, schedules, b) > budget_bytes]
+    # the round that needs most first: the schedules it is given then hold in most others too
+    tight.sort(key=lambda b: -_peak_in(record, base.frugal_schedules, b))
+    for bounds in tight:
+        if _peak_in(record, schedules, bounds) <= budget_bytes:
+            continue
+        joined = round_graph(record, bounds)
+        if joined is None:
+            continue
+        start = replay(record, schedules).start_bytes[bounds[0]]
+        share = replace(options, seconds=options.seconds / len(tight))
+        solution = solver(joined.graph, joined.costs, budget_bytes - start, share)
+        if solution.schedule is None:
+            status = "unknown"
+            continue
+        parts = joined.split(solution.schedule)
+        schedules = [parts.get(k, s) for k, s in enumerate(schedules)]
+        plain = sum(c.seconds[op.id][0] for g, c in _members(record, parts) for op in g.operators if not op.optional)
+        bound += max(0.0, solution.bound_seconds - plain)
+        status = solution.status if status == "optimal" else status
+    if replay(record, schedules).peak_bytes > budget_bytes:
+        schedules = _one_parameter(record, budget_bytes, base)
+        status = "feasible"
+    return _Found(tuple(schedules), bound, status)
+
+
+def _members(record: StepRecord, parts: dict[int, Schedule]) -> list[tuple[Graph, Costs]]:
+    return [(record.graphs[k], record.costs[k]) for k in parts]
+
+
+def _peak_in(record: StepRecord, schedules: Sequence[Schedule], bounds: tuple[int, int]) -> int:
+    """The peak within one round."""
+    cut = replace(record, events=record.events[: bounds[1]])
+    timeline = replay(cut, schedules)
+    own = replace(record, events=record.events[slice(*bounds)], base_bytes=timeline.start_bytes[bounds[0]])
+    return replay(own, schedules).peak_bytes
+
+
+def _one_parameter(record: StepRecord, budget_bytes: int, base: Baseline) -> list[Schedule]:
+    """Schedules within the budget for steps whose rounds do not join (a graph called twice before its backward).
+
+    Every graph is given the same fraction of the way from its floor to its plain peak, the largest that fits.
+    """
+    from monetrun.simulate import simulate
+
+    pairs = list(zip(record.graphs, record.costs, strict=True))
+    floors = [simulate(g, c, s).peak_bytes for (g, c), s in zip(pairs, base.frugal_schedules, strict=True)]
+    plains = [simulate(g, c, s).peak_bytes for (g, c), s in zip(pairs, base.plain_schedules, strict=True)]
+    best, low, high = list(base.frugal_schedules), 0.0, 1.0
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        trial = []
+        for (g, c), floor, plain, frugal in zip(pairs, floors, plains, base.frugal_schedules, strict=True):
+            solution = greedy.solve(g, c, int(floor + share * (plain - floor)), Options(seconds=0.2))
+            trial.append(solution.schedule or frugal)
+        if replay(record, trial).peak_bytes <= budget_bytes:
+            best, low = trial, share
+        else:
+            high = share
+    return best
+
+
+def carry_over(plan_schedule: Schedule, graph: Graph, costs: Costs, budget_bytes: int) -> Schedule | None:
+    """The same steps for the same model at other shapes, if ``simulate`` accepts them there and they fit.
+
+    Steps in place are dropped to the default where the other shapes do not allow them.
+    """
+    from monetrun.errors import ScheduleError
+    from monetrun.plan import Step
+    from monetrun.simulate import simulate
+
+    def fitted(step: Step) -> Step:
+        known = len(graph.operators[step.operator].implementations)
+        return step if step.implementation < known else Step(step.operator)
+
+    schedule = Schedule(
+        tuple(fitted(s) for s in plan_schedule.forward), tuple(fitted(s) for s in plan_schedule.backward)
+    )
+    try:
+        peak = simulate(graph, costs, schedule).peak_bytes
+    except ScheduleError:
+        return None
+    return schedule if peak <= budget_bytes else None
+
+
+def timed(action: Callable[[], Any]) -> tuple[Any, float]:
+    """What ``action`` gives, and the seconds it took."""
+    start = time.perf_counter()
+    result = action()
+    return result, time.perf_counter() - start

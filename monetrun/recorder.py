@@ -1,0 +1,215 @@
+"""The first training step, run on the most frugal schedules and watched: gives the ``StepRecord`` that is planned from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from monetrun import cost
+from monetrun.capture import JointGraph
+from monetrun.cost import OperatorCost
+from monetrun.graph import BACKWARD, FORWARD, Costs
+from monetrun.meter import Meter
+from monetrun.plan import Schedule
+from monetrun.simulate import Timeline, simulate
+from monetrun.solve import greedy
+from monetrun.step import OUTSIDE, Event, StepRecord
+from monetrun.store import Store, key
+
+_log = logging.getLogger("monetrun")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """What the meter saw: a call of a graph, an optimizer's step, or what the script did between."""
+
+    kind: str
+    graph: int
+    name: str
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+
+class Recorder:
+    """Gives every captured graph its most frugal schedule, and notes what the step allocates around the calls.
+
+    Args:
+        meter: of the device that the model is on.
+        device: that device.
+        known: costs measured before, by signature.
+    """
+
+    def __init__(self, meter: Meter, device: torch.device, known: Mapping[str, OperatorCost]) -> None:
+        self.meter = meter
+        self.device = device
+        self.known = dict(known)
+        self.joints: list[JointGraph] = []
+        self.schedules: list[Schedule] = []
+        self.stretches: list[_Stretch] = []
+        self.state_bytes = 0
+        self.parameters: list[torch.Tensor] = []
+        self.gradient_bytes = 0
+        self.zeroed = ""  # "before", "between" or "after" forward and backward: where gradients are dropped
+        self._number: dict[str, int] = {}
+        self._start = 0
+        self._running = False
+
+    def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
+        """The graph's number, and the schedule of the least peak that is known for it."""
+        number = self._number.get(joint.graph.fingerprint)
+        if number is None:
+            number = self._number[joint.graph.fingerprint] = len(self.joints)
+            self.joints.append(joint)
+            self.schedules.append(greedy.most_frugal(joint.graph, estimated(joint)))
+        return number, self.schedules[number]
+
+    # ---- what happens in the step
+
+    def entering(self, phase: str, graph: int) -> None:
+        """A graph's call begins; what lies between it and the last one is the script's."""
+        if not self.stretches and not self._running:
+            self.meter.reset_peak()
+            self._start = self.meter.current_bytes()
+        self._close(OUTSIDE)
+        self._running = True
+
+    def left(self, phase: str, graph: int) -> None:
+        """A graph's call has ended."""
+        self._close(phase, graph)
+        self._running = False
+
+    def optimizer_begins(self) -> None:
+        """An optimizer's step begins."""
+        if self.stretches:
+            self._close(OUTSIDE)
+
+    def optimizer_ended(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
+        """It has ended; what stays allocated is the optimizer's state. ``parameters``: all that are trained."""
+        self.parameters = list(parameters)
+        self.gradient_bytes = _bytes_of(p.grad for p in self.parameters)
+        if self.stretches:
+            self._close(OUTSIDE, name=f"{name}.step")
+            stretch = self.stretches[-1]
+            self.state_bytes += max(0, stretch.end_bytes - stretch.start_bytes)
+
+    def gradients_dropped(self) -> None:
+        """The script called ``zero_grad`` and let go of the gradients."""
+        if not self.zeroed:
+            seen = {s.kind for s in self.stretches}
+            self.zeroed = "before" if not seen else "after" if BACKWARD in seen else "between"
+
+    def _close(self, kind: str, graph: int = -1, name: str = "") -> None:
+        self.meter.synchronize()
+        now = self.meter.current_bytes()
+        peak = max(now, self._start, self.meter.peak_bytes())
+        self.stretches.append(_Stretch(kind, graph, name, self._start, peak, now))
+        self._start = now
+        self.meter.reset_peak()
+
+    @property
+    def complete(self) -> bool:
+        """Whether a backward was seen."""
+        return any(s.kind == BACKWARD for s in self.stretches)
+
+    # ---- the record
+
+    def measure(self, store: Store | None) -> list[Costs]:
+        """Measure what is not known of the operators' costs, and share it through the store."""
+        where = cost_key(self.device)
+        known = dict(self.known)
+        for joint in self.joints:
+            known.update(cost.measure(joint, known, self.meter, self.device))
+        if store is not None:
+            known = {**known, **store.update("costs", where, known, OperatorCost)}
+        return [cost.costs_of(joint, known, device_name(self.device)) for joint in self.joints]
+
+    def record(self, costs: list[Costs]) -> StepRecord:
+        """The step in its steady state: optimizer state, last step's outputs and gradients lie under it."""
+        timelines = [
+            simulate(j.graph, c, s) for j, c, s in zip(self.joints, costs, self.schedules, strict=True)
+        ]
+        saved = [_end_of_forward(t, s) for t, s in zip(timelines, self.schedules, strict=True)]
+        events: list[Event] = []
+        first = self.stretches[0].end_bytes if self.stretches else 0
+        now = first
+        for stretch in self.stretches[1:]:
+            if stretch.kind == OUTSIDE:
+                delta, peak = stretch.end_bytes - now, max(0, stretch.peak_bytes - now)
+                grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
+                events.append(Event(OUTSIDE, -1, delta - grown, max(0, peak - grown), stretch.name))
+                now = stretch.end_bytes
+                continue
+            events.append(Event(stretch.kind, stretch.graph))
+            after = timelines[stretch.graph].after_bytes
+            if stretch.kind == FORWARD:
+                now += saved[stretch.graph]
+            else:
+                now += after[-1] - saved[stretch.graph]
+            _log.debug(
+                "%s %d: simulated %d, measured %d", stretch.kind, stretch.graph, now, stretch.end_bytes
+            )
+        gradients = self.gradient_bytes
+        end = self.stretches[-1].end_bytes if self.stretches else 0
+        left = max(0, end - first - self.state_bytes - gradients)
+        under = gradients if self.zeroed == "between" else 0
+        if left or under:
+            # last step's outputs are held until this step's forward has given new ones
+            events.insert(0, Event(OUTSIDE, -1, left + under, left + under, "last step's outputs"))
+            back = next((i for i, e in enumerate(events) if e.kind == BACKWARD), len(events))
+            events.insert(back, Event(OUTSIDE, -1, -left - under, 0, "last step's outputs"))
+        weights = _bytes_of(self.parameters)
+        return StepRecord(
+            graphs=tuple(j.graph for j in self.joints),
+            costs=tuple(costs),
+            events=tuple(events),
+            base_bytes=first + self.state_bytes,
+            ledger={
+                "parameters": weights,
+                "gradients": gradients,
+                "optimizer state": self.state_bytes,
+                "script (batch, buffers, ...)": max(0, first - weights),
+            },
+            device=device_name(self.device),
+            torch_version=torch.__version__,
+            exact=self.meter.exact,
+        )
+
+
+def estimated(joint: JointGraph) -> Costs:
+    """Costs from bytes and flops alone, for when nothing has been measured."""
+    known: dict[str, OperatorCost] = {}
+    for op, node in zip(joint.graph.operators, joint.nodes, strict=True):
+        if op.signature not in known:
+            known[op.signature] = cost.estimate(node)
+    return cost.costs_of(joint, known, "estimate")
+
+
+def device_name(device: torch.device) -> str:
+    """``"cpu"``, or the GPU's model."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def cost_key(device: torch.device) -> str:
+    """The store's key for costs measured here: device, torch, and how many threads compute."""
+    parts: list[Any] = [device_name(device), torch.__version__, torch.get_num_threads()]
+    if device.type == "cuda":
+        parts.append(torch.backends.cudnn.version())
+    return key(*parts)
+
+
+def _end_of_forward(timeline: Timeline, schedule: Schedule) -> int:
+    cut = len(schedule.forward)
+    return timeline.after_bytes[cut - 1] if cut else 0
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.layout == torch.strided:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())

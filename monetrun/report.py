@@ -1,0 +1,123 @@
+"""What monetrun prints: a ledger before training, and what was measured after it. Logs go to stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from monetrun import codec
+from monetrun.budget import format_bytes
+from monetrun.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the ranks measured, together.
+
+    Attributes:
+        plan: the plan they ran, if any.
+        measured_peak_bytes: the most that any rank allocated in a training step, None if nothing counted it.
+        measured_overhead: recomputation's share of the timed calls' other seconds (largest of the ranks), or None.
+        steps: training steps of rank 0.
+        warnings: of all ranks.
+    """
+
+    plan: Plan | None
+    measured_peak_bytes: int | None
+    measured_overhead: float | None
+    steps: int
+    warnings: tuple[str, ...]
+
+
+def gather(reports: Sequence[Mapping[str, Any]]) -> Outcome:
+    """Put the ranks' reports together.
+
+    Raises:
+        ValueError: a report is not what a worker writes.
+    """
+    plans = [codec.from_plain(Plan, r["plan"]) for r in reports if r.get("plan")]
+    peaks = [int(r["measured_peak_bytes"]) for r in reports if r.get("exact") and r.get("measured_peak_bytes")]
+    overheads = [float(r["measured_overhead"]) for r in reports if r.get("measured_overhead") is not None]
+    warnings = sorted({w for r in reports for w in r.get("warnings", ())})
+    return Outcome(
+        plan=plans[0] if plans else None,
+        measured_peak_bytes=max(peaks) if peaks else None,
+        measured_overhead=max(overheads) if overheads else None,
+        steps=max((int(r.get("steps", 0)) for r in reports), default=0),
+        warnings=tuple(warnings),
+    )
+
+
+def console(file: TextIO | None = None) -> Console:
+    """Where reports go: stderr, without colour when it is no terminal or ``NO_COLOR`` is set."""
+    return Console(file=file, stderr=file is None, highlight=False, soft_wrap=True)
+
+
+def share(nbytes: int, whole: int) -> str:
+    """``"0.50x"``."""
+    return f"{nbytes / whole:.2f}x" if whole else ""
+
+
+def plan_lines(plan: Plan, title: str, operators: tuple[int, int] | None = None) -> list[str]:
+    """The ledger: what the peak consists of, line by line, adding up to it."""
+    lines = [
+        f"[bold]{title}[/bold]",
+        f"  plain peak {format_bytes(plan.plain_peak_bytes)} | budget {format_bytes(plan.budget_bytes)} | "
+        f"planned {format_bytes(plan.planned_peak_bytes)} ({share(plan.planned_peak_bytes, plan.plain_peak_bytes)}) | "
+        f"overhead {plan.overhead:+.1%} (bound {plan.bound:.1%}, gap {plan.gap:.1%})",
+        "  " + " + ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in plan.ledger.items()),
+    ]
+    again = again_count(plan)
+    total = sum(len(g.schedule.forward) for g in plan.graphs)
+    in_place = sum(s.implementation > 0 for g in plan.graphs for s in (*g.schedule.forward, *g.schedule.backward))
+    lines.append(f"  {again} of {total} forward operators run again; in place: {in_place}")
+    return lines
+
+
+def again_count(plan: Plan) -> int:
+    """How many forward operators run again in the backward pass, each counted as often as it does."""
+    count = 0
+    for graph in plan.graphs:
+        forward = {s.operator for s in graph.schedule.forward}
+        count += sum(s.operator in forward for s in graph.schedule.backward)
+    return count
+
+
+def outcome_lines(outcome: Outcome) -> list[str]:
+    """The end of a run: planned beside measured."""
+    plan = outcome.plan
+    if plan is None:
+        return ["[bold]monetrun[/bold]: nothing was planned"]
+    measured = outcome.measured_peak_bytes
+    counted = "not counted (see monetrun doctor)" if measured is None else format_bytes(measured)
+    if measured is not None:
+        counted += f" ({share(measured, plan.plain_peak_bytes)})"
+    overhead = outcome.measured_overhead
+    return [
+        f"[bold]monetrun[/bold]  {outcome.steps} training steps",
+        f"  plain peak     {format_bytes(plan.plain_peak_bytes)}",
+        f"  budget         {format_bytes(plan.budget_bytes)} ({share(plan.budget_bytes, plan.plain_peak_bytes)})",
+        f"  planned peak   {format_bytes(plan.planned_peak_bytes)} "
+        f"({share(plan.planned_peak_bytes, plan.plain_peak_bytes)})",
+        f"  measured peak  {counted}",
+        f"  overhead       {plan.overhead:+.1%} planned, "
+        + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
+    ]
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    """The same, for ``--json``."""
+    plan = outcome.plan
+    return {
+        "plain_peak_bytes": plan and plan.plain_peak_bytes,
+        "budget_bytes": plan and plan.budget_bytes,
+        "planned_peak_bytes": plan and plan.planned_peak_bytes,
+        "measured_peak_bytes": outcome.measured_peak_bytes,
+        "planned_overhead": plan and plan.overhead,
+        "measured_overhead": outcome.measured_overhead,
+        "steps": outcome.steps,
+        "warnings": list(outcome.warnings),
+    }

@@ -1,0 +1,60 @@
+"""Improve a schedule where that needs no search: drop runs that nothing reads, run in place where it is legal."""
+
+from __future__ import annotations
+
+from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.plan import Options, Schedule, Step
+
+
+def without_dead_runs(graph: Graph, schedule: Schedule) -> Schedule:
+    """Leave out the runs whose outputs nothing reads: they cost seconds and bytes for nothing."""
+    wanted: set[int] = set()
+    kept_written = {t for s in schedule.forward for t in graph.operators[s.operator].outputs if graph.tensors[t].kept}
+    parts: list[tuple[Step, ...]] = []
+    for part, steps in ((BACKWARD, schedule.backward), (FORWARD, schedule.forward)):
+        left = []
+        for step in reversed(steps):
+            op = graph.operators[step.operator]
+            if op.phase != part or op.optional:
+                fresh = {t for t in op.outputs if t not in kept_written or part == FORWARD}
+                if not fresh & wanted:
+                    continue
+            wanted.difference_update(t for t in op.outputs if t not in kept_written or part == FORWARD)
+            wanted.update(op.implementations[step.implementation].inputs)
+            left.append(step)
+        parts.append(tuple(left[::-1]))
+    return Schedule(parts[1], parts[0])
+
+
+def at_least_as_good(graph: Graph, costs: Costs, operator: int, k: int, j: int) -> bool:
+    """Whether implementation k, in place, reads what j reads and costs no more of anything."""
+    one, other = (graph.operators[operator].implementations[i] for i in (k, j))
+    seconds, workspaces = costs.seconds[operator], costs.workspace_bytes[operator]
+    if other.in_place_of is not None and j < k:  # of two equal ones the first stays
+        return False
+    return set(one.inputs) <= set(other.inputs) and seconds[k] <= seconds[j] and workspaces[k] <= workspaces[j]
+
+
+def in_place_where_legal(graph: Graph, costs: Costs, schedule: Schedule, options: Options) -> Schedule:
+    """Use in-place implementations wherever the replay allows it: they take fewer bytes and cost no more."""
+    wanted: set[int] = set()
+    steps = list(schedule.forward + schedule.backward)
+    for i in range(len(steps) - 1, -1, -1):
+        op = graph.operators[steps[i].operator]
+        k = steps[i].implementation
+        for j, impl in enumerate(op.implementations):
+            t = impl.in_place_of
+            if t is None or op.implementations[k].in_place_of is not None:
+                continue
+            if options.implementations is not None and impl.name not in options.implementations:
+                continue
+            target = graph.tensors[t]
+            legal = not (target.external or target.kept or t in wanted)
+            legal = legal and target.nbytes == graph.tensors[op.outputs[0]].nbytes
+            same_reads = set(impl.inputs) == set(op.implementations[k].inputs)
+            if legal and same_reads and at_least_as_good(graph, costs, op.id, j, k):
+                steps[i] = Step(op.id, j)
+        wanted.difference_update(op.outputs)
+        wanted.update(op.implementations[steps[i].implementation].inputs)
+    cut = len(schedule.forward)
+    return Schedule(tuple(steps[:cut]), tuple(steps[cut:]))

@@ -1,0 +1,48 @@
+"""Packaging. The native sources of ``cuda_ops`` travel with the package and are compiled at first use."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="monetrun",
+    version="0.1.0",
+    description="Train an unmodified PyTorch script under a memory budget",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    packages=["monetrun", "monetrun.ops", "monetrun.solve", "monetrun.cuda_ops"],
+    package_dir={"monetrun": "monetrun", "monetrun.cuda_ops": "cuda_ops"},
+    package_data={"monetrun.cuda_ops": ["*.cpp", "*.hpp", "*.cu"]},
+    install_requires=[
+        "torch>=2.11",
+        "torchvision",
+        "cvxpy>=1.6",
+        "pyscipopt>=5.5",
+        "highspy>=1.8",
+        "nvidia-ml-py>=12.560",
+        "click>=8.1",
+        "psutil>=5.9",
+        "rich>=13",
+    ],
+    extras_require={
+        "test": [
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "scikit-learn>=1.4",
+            "ruff>=0.11",
+            "mypy>=1.15",
+            "import-linter>=2.1",
+        ],
+        "report": ["matplotlib>=3.8"],
+        "recipes": ["scikit-learn>=1.4"],
+    },
+    entry_points={
+        "console_scripts": ["monetrun = monetrun.cli:console"],
+        # torch calls it at the end of `import torch`; without monetrun's variables it returns at once
+        "torch.backends": ["monetrun = monetrun.autoload:autoload"],
+    },
+)

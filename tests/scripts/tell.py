@@ -1,0 +1,17 @@
+"""Write what this worker was given to $TELL/<rank>.json."""
+
+import json
+import os
+import sys
+
+told = {
+    "argv": sys.argv,
+    "orig_argv": sys.orig_argv[1:],
+    "environ": dict(os.environ),
+    "cwd": os.getcwd(),
+    "path": sys.path,
+    "affinity": sorted(os.sched_getaffinity(0)),
+    "name": __name__,
+}
+with open(os.path.join(os.environ["TELL"], os.environ["RANK"] + ".json"), "w") as file:
+    json.dump(told, file)

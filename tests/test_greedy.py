@@ -1,0 +1,152 @@
+"""The search: its memory of bytes equals the judge's, its schedules fit, and are never worse than plain."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import joint_graphs
+from test_simulate import make
+
+from monetrun import simulate as simulate_module
+from monetrun.graph import Costs, Graph
+from monetrun.plan import Options, Schedule, plain_schedule
+from monetrun.simulate import core, simulate
+from monetrun.solve import evict, greedy
+
+needs_native = pytest.mark.skipif(core()[0] is None, reason=core()[1])
+QUICK = Options(seconds=0.02)
+
+
+def long_chain(n: int = 12) -> tuple[Graph, Costs]:
+    """n forward operators of equal size and cost in a row; the backward of each reads its output."""
+    forward = [f"f: {i - 1 if i else ''} > {i}" for i in range(n)]
+    backward = [f"b: {n + i - 1 if i else ''} {n - 1 - i} > {n + i}" for i in range(n)]
+    graph, costs = make(" ".join(["10"] * (2 * n)), *forward, *backward)
+    return graph, Costs("test", ((1.0,),) * (2 * n), costs.workspace_bytes)
+
+
+@needs_native
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_search_counts_the_bytes_and_seconds_that_simulate_counts(data):
+    graph, costs = data.draw(joint_graphs())
+    plain = simulate(graph, costs, plain_schedule(graph))
+    budget = data.draw(st.integers(0, plain.peak_bytes))
+    view = greedy._View(graph, costs, QUICK)
+    with greedy._Search(view, budget, plain_schedule(graph)) as search:
+        search.greedy()
+        search.anneal(data.draw(st.integers(0, 3000)), 3.0, 0.1, 0.0, until_it_fits=False)
+        current = search.read(1)
+        assert current is not None
+        timeline = simulate(graph, costs, current)
+        assert timeline.peak_bytes == search.peak_bytes()
+        assert timeline.seconds == pytest.approx(search.seconds())
+        best = search.best()
+        if best is not None:
+            assert simulate(graph, costs, best).peak_bytes <= budget
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_solution_fits_and_costs_between_its_bound_and_what_is_plain(data):
+    graph, costs = data.draw(joint_graphs())
+    plain = simulate(graph, costs, plain_schedule(graph))
+    budget = data.draw(st.integers(0, plain.peak_bytes + 1))
+    solution = greedy.solve(graph, costs, budget, QUICK)
+    if solution.schedule is None:
+        assert budget < plain.peak_bytes
+        assert solution.status in ("infeasible", "unknown")
+        return
+    timeline = simulate(graph, costs, solution.schedule)
+    assert timeline.peak_bytes <= budget
+    assert solution.bound_seconds <= timeline.seconds + 1e-9
+    if budget >= plain.peak_bytes:
+        assert timeline.seconds <= plain.seconds
+
+
+@needs_native
+def test_the_same_inputs_give_the_same_schedule():
+    graph, costs = long_chain()
+    first, second = (greedy.solve(graph, costs, 60, Options(seconds=0.05)) for _ in range(2))
+    assert first.schedule is not None
+    assert first.schedule == second.schedule
+
+
+@needs_native
+def test_a_chain_in_half_of_its_memory_recomputes_each_dropped_operator_once():
+    graph, costs = long_chain()
+    assert simulate(graph, costs, plain_schedule(graph)).peak_bytes == 130
+    solution = greedy.solve(graph, costs, 80, Options(seconds=0.2))
+    assert solution.schedule is not None
+    timeline = simulate(graph, costs, solution.schedule)
+    assert timeline.peak_bytes <= 80
+    assert timeline.seconds == 24 + 5  # seven of twelve stay; two steps need room for input and output
+
+
+@needs_native
+def test_tight_budgets_recompute_an_operator_more_than_once():
+    graph, costs = long_chain()
+    frugal = simulate(graph, costs, greedy.most_frugal(graph, costs, Options(seconds=2.0)))
+    assert frugal.peak_bytes == 40
+    assert frugal.seconds > 24 + 12
+
+
+def test_a_budget_below_the_largest_step_is_infeasible():
+    graph, costs = make("8 8 8k 4", "f: > 0", "f: 0 > 1", "b: 0 1 > 2", "b: 0 > 3")
+    assert greedy.least_step_bytes(graph, costs) == 24
+    solution = greedy.solve(graph, costs, 23, QUICK)
+    assert (solution.status, solution.schedule) == ("infeasible", None)
+    assert greedy.solve(graph, costs, 24, QUICK).status == "optimal"
+
+
+@needs_native
+def test_in_place_variants_are_used_where_legal_and_named():
+    graph, costs = make("8 8 8 1", "f: > 0", "f: 0 > 1 i0", "b: 1 > 2 i1", "b: 2 > 3")
+    assert simulate(graph, costs, plain_schedule(graph)).peak_bytes == 16
+    solution = greedy.solve(graph, costs, 9, QUICK)
+    assert solution.schedule is not None
+    assert [s.implementation for s in solution.schedule.forward + solution.schedule.backward] == [0, 1, 1, 0]
+
+
+@needs_native
+def test_an_optional_operator_runs_when_its_output_makes_a_tensor_needless():
+    # the backward of op1 reads 64 bytes, or the 2-byte mask that op2 makes of them
+    graph, costs = make("64 64 2 1 1", "f: > 0 r", "f: 0 > 1 r", "f: 1 > 2 o", "f: 1 > 3 r", "b: 1 > 4 a2")
+    solution = greedy.solve(graph, costs, 128, QUICK)
+    assert solution.schedule == plain_schedule(graph)
+    big, costs = make(
+        "64 64 2 64 1 1", "f: > 0 r", "f: 0 > 1 r", "f: 1 > 2 o", "f: 1 > 3 r", "f: 3 > 4 r", "b: 1 4 > 5 a2"
+    )
+    assert simulate(big, costs, plain_schedule(big)).peak_bytes == 129
+    solution = greedy.solve(big, costs, 131 - 1, Options(seconds=0.05))
+    assert solution.schedule is not None
+    assert simulate(big, costs, solution.schedule).peak_bytes <= 130
+
+
+@needs_native
+def test_options_forbid_implementations_and_recomputation():
+    graph, costs = make("8 8 8 1", "f: > 0", "f: 0 > 1 i0", "b: 1 > 2 i1", "b: 2 > 3")
+    assert greedy.solve(graph, costs, 9, Options(seconds=0.02, implementations=())).schedule is None
+    chain, chain_costs = long_chain()
+    assert greedy.solve(chain, chain_costs, 100, Options(seconds=0.02, recompute=False)).schedule is None
+    assert greedy.solve(chain, chain_costs, 100, Options(seconds=0.02)).schedule is not None
+
+
+@needs_native
+def test_improving_a_schedule_never_makes_it_worse():
+    graph, costs = long_chain()
+    start = evict.dropping(graph, set(range(1, 12, 2)))
+    peak_bytes = simulate(graph, costs, start).peak_bytes
+    solution = greedy.improve(graph, costs, peak_bytes, start, QUICK)
+    assert solution.schedule is not None
+    assert simulate(graph, costs, solution.schedule).seconds <= simulate(graph, costs, start).seconds
+
+
+def test_without_a_compiler_a_schedule_is_found_all_the_same(monkeypatch):
+    monkeypatch.setattr(simulate_module, "core", lambda: (None, "no compiler"))
+    monkeypatch.setattr(greedy, "core", lambda: (None, "no compiler"))
+    graph, costs = long_chain()
+    solution = greedy.solve(graph, costs, 100, QUICK)
+    assert isinstance(solution.schedule, Schedule)
+    assert simulate(graph, costs, solution.schedule).peak_bytes <= 100

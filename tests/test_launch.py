@@ -1,0 +1,606 @@
+"""The command line, held against torchrun's own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from monetrun import cli, launch
+from monetrun.errors import MonetrunError, NeverTrained, ScriptNotFound, UsageError
+from monetrun.script import check_script
+from monetrun.traceback_file import install_excepthook
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = SCRIPTS.parent.parent
+BEHAVE = str(SCRIPTS / "behave.py")
+TELL = str(SCRIPTS / "tell.py")
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+MONETRUN = [sys.executable, "-m", "monetrun"]
+
+
+@pytest.fixture(autouse=True)
+def plain_surroundings(monkeypatch, tmp_path):
+    """Workers find monetrun in a checkout; folders that are left behind show in tmp_path; no PET_ from outside."""
+    for name in list(os.environ):
+        if name.startswith(("PET_", "TORCHELASTIC_", "OMP_NUM_THREADS", "LOGLEVEL")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return launch.parser().parse_args(list(words))
+
+
+def launched(*words: str) -> int:
+    """Launch from this process, which has torch loaded already: two seconds less."""
+    return launch.launch(parsed(*words), {})
+
+
+def left_behind(tmp_path: Path) -> list[str]:
+    return sorted(p.name for p in (tmp_path / "tmp").iterdir() if p.name.startswith("torchelastic_"))
+
+
+def told(folder: Path) -> dict[str, dict]:
+    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+
+
+# ---- the grammar
+
+
+def outcome(parser: argparse.ArgumentParser, words: list[str]) -> object:
+    """The namespace that parsing gives, or what kind of failure it is."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return {k: v for k, v in vars(parser.parse_args(words)).items() if k not in parser_own}
+    except UsageError:
+        return 2
+    except SystemExit as end:
+        return end.code
+
+
+parser_own: frozenset[str] = frozenset()
+
+
+def test_every_abbreviation_of_every_torchrun_option_means_what_it_means_to_torchrun(monkeypatch):
+    from torch.distributed import run
+
+    plain, ours = run.get_args_parser(), launch.parser()
+    monkeypatch.setattr(sys.modules[__name__], "parser_own", ours.own)
+    values = {"start_method": "fork", "numa_binding": "node", "print_completion": "bash"}
+    tried = accepted = 0
+    for option, action in plain._option_string_actions.items():
+        value = values.get(action.dest, "2")
+        for length in range(2, len(option) + 1):
+            word = option[:length]
+            if word == "--":
+                continue
+            flag = [word, "train.py", "--budget", "x"]
+            for words in (flag, [word, value, *flag[1:]], [f"{word}={value}", *flag[1:]]):
+                expected = outcome(plain, words)
+                assert outcome(ours, words) == expected, words
+                tried += 1
+                accepted += isinstance(expected, dict)
+    assert tried > 1500
+    assert accepted > 500
+
+
+def test_options_of_ours_are_not_abbreviated_and_torchrun_has_none_of_that_name():
+    from torch.distributed import run
+
+    ours = launch.parser()
+    names = {name for name, action in ours._option_string_actions.items() if action.dest in ours.own}
+    assert {"--budget", "--strict", "--no-probe", "--plan", "--json", "--quiet", "--no-cache"} < names
+    assert not names & set(run.get_args_parser()._option_string_actions)
+    with pytest.raises(UsageError, match="did you mean --budget"):
+        parsed("--budge", "1GiB", "train.py")
+
+
+def test_our_options_have_the_stated_defaults_and_values():
+    defaults = parsed("train.py")
+    assert {name: getattr(defaults, name) for name in sorted(launch.parser().own - {"version"})} == {
+        "algorithm": "hierarchical",
+        "budget": "auto",
+        "json": False,
+        "no_cache": False,
+        "no_implementations": False,
+        "no_probe": False,
+        "no_recompute": False,
+        "plan": None,
+        "quiet": False,
+        "solver": "scip",
+        "solver_seconds": 20.0,
+        "strict": False,
+    }
+    args = parsed("--budget=80%", "--solver-seconds", "1.5", "--nproc-per-node", "2", "--solver", "highs", "train.py")
+    assert (args.budget, args.solver_seconds, args.nproc_per_node, args.solver) == ("80%", 1.5, "2", "highs")
+    with pytest.raises(UsageError, match="positive number of seconds, got '-1'"):
+        parsed("--solver-seconds", "-1", "train.py")
+
+
+def test_what_follows_the_script_is_the_scripts():
+    words = ["--budget", "3", "--", "-h", "--nproc-per-node=4", "", "a b", "plan"]
+    args = parsed("--budget", "1GiB", "train.py", *words)
+    assert (args.budget, args.training_script, args.nproc_per_node) == ("1GiB", "train.py", "1")
+    assert args.training_script_args == words
+
+
+def test_pet_variables_set_torchruns_defaults(monkeypatch):
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    monkeypatch.setenv("PET_STANDALONE", "1")
+    assert (parsed("train.py").nproc_per_node, parsed("train.py").standalone) == ("3", True)
+    assert parsed("--nproc-per-node", "2", "train.py").nproc_per_node == "2"
+    assert launch.local_world_size(parsed("train.py")) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nproc-per-node", "many"], "Unsupported nproc_per_node value: many"),
+        (["--nproc-per-node", "0"], "no worker to start"),
+        (["--nnodes", "2:1"], "min_nodes must be > 0"),
+        (["--nnodes", "1:2:3"], "MIN:MAX"),
+        (["--redirects", "7"], "7 does not match"),
+        (["--max-restarts", "-1"], "max_restarts must be >= 0"),
+    ],
+)
+def test_a_value_that_torchrun_refuses_is_one_message_and_exit_code_2(words, said, capsys):
+    assert cli.main([*words, BEHAVE]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.startswith("monetrun: error: ")
+    assert "Traceback" not in printed
+
+
+# ---- the script
+
+
+def test_a_missing_script_is_named_with_what_is_near(capsys, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["trian.py", "--epochs", "3"]) == 2
+    assert capsys.readouterr().err == "monetrun: error: there is no script 'trian.py'\n  did you mean train.py?\n"
+    assert cli.main([]) == 2
+    assert "no script was given" in capsys.readouterr().err
+
+
+def test_the_script_is_checked_as_python_would_look_for_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text("")
+    (tmp_path / "app" / "train.py").write_text("raise SystemExit(7)")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
+    (tmp_path / "tool").write_text("#!/bin/sh\n")
+    (tmp_path / "my-train.py").write_text("")
+    (tmp_path / "difflib").mkdir()
+    (tmp_path / "difflib" / "train.py").write_text("")  # shadows a module that the launcher has loaded
+    (tmp_path / "difflib" / "__init__.py").write_text("")
+    for words in (
+        ["-m", "my-train"],
+        ["-m", "difflib.train"],
+        ["app"],
+        ["-m", "app"],
+        ["-m", "app.train"],
+        ["app/train.py"],
+        ["-m", "timeit"],
+        ["-"],
+    ):
+        check_script(parsed(*words))
+    check_script(parsed("--no-python", "sh"))
+    for words, said in (
+        (["bare"], "bare is a folder without a __main__.py"),
+        (["nowhere/train.py"], "there is no folder 'nowhere' either"),
+        (["-m", "app.trian"], "did you mean app.train?"),
+        (["-m", "ap"], "did you mean app?"),
+        (["-m", "app/train.py"], "leave out -m"),
+        (["app.train"], "there is a module of that name: -m app.train"),
+        (["-m", "bare"], "no module 'bare'"),
+        (["-m", ""], "no module ''"),
+        (["-m", "app..train"], "no module 'app..train'"),
+        ([""], "there is no script ''"),
+        (["--no-python", "no-such-program"], "there is no program 'no-such-program'"),
+    ):
+        with pytest.raises(ScriptNotFound) as error:
+            check_script(parsed(*words))
+        assert said in str(error.value), words
+    for words, said in ((["--no-python", "./tool"], "not executable"), (["binary"], "a binary file")):
+        with pytest.raises(UsageError, match=said):
+            check_script(parsed(*words))
+
+
+def test_looking_for_a_module_runs_none_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("open('ran', 'w')")
+    with pytest.raises(ScriptNotFound):
+        check_script(parsed("-m", "script.py"))
+    check_script(parsed("-m", "script"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_package_that_builds_its_own_path_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "train.py").write_text("")
+    (tmp_path / "spread").mkdir()
+    (tmp_path / "spread" / "__init__.py").write_text("__path__.append('elsewhere')")
+    check_script(parsed("-m", "spread.train"))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("import a_module_that_is_missing")
+    check_script(parsed("-m", "broken.train"))  # the worker's own traceback says it best
+
+
+# ---- what a worker sees
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [TELL, "--budget", "3", "", "a b"],
+        ["--nproc-per-node", "2", "-m", "tell", "--", "-x", "${local_rank}"],
+    ],
+)
+def test_a_worker_sees_exactly_what_torchrun_gives_it(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(SCRIPTS)
+    seen = []
+    for command in (TORCHRUN, MONETRUN):
+        folder = tmp_path / command[-1]
+        folder.mkdir()
+        monkeypatch.setenv("TELL", str(folder))
+        subprocess.run([*command, *words], check=True, timeout=60, capture_output=True)
+        ranks = told(folder)
+        for rank in ranks.values():
+            for varying in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TELL"):
+                assert rank["environ"].pop(varying)
+        seen.append(ranks)
+    assert seen[0] == seen[1]
+    threads = [rank["environ"].get("OMP_NUM_THREADS") for rank in seen[1].values()]
+    assert threads in ([None], ["1", "1"])
+    assert len(left_behind(tmp_path)) == 1  # torchrun's
+
+
+def test_the_given_environment_reaches_the_workers_and_this_process_keeps_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("TELL", str(tmp_path))
+    before, handlers = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    args = parsed("--nproc-per-node=2", "--no-python", sys.executable, TELL)
+    assert launch.launch(args, {"MONETRUN_TEST": "planned"}) == 0
+    assert [rank["environ"]["MONETRUN_TEST"] for rank in told(tmp_path).values()] == ["planned", "planned"]
+    assert dict(os.environ) == before
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert args.rdzv_id == "none"
+
+
+def test_a_taken_default_port_does_not_stop_a_standalone_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TELL", str(tmp_path))
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # taken by another: all the better
+            taken.bind(("", 29500))
+            taken.listen()
+        assert launched("--standalone", TELL) == 0
+    assert told(tmp_path)["0"]["environ"]["MASTER_PORT"] != "29500"
+
+
+# ---- how it ends
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit:0", 0), ("exit:3", 3), ("kill:9", 137), ("kill:11", 139)])
+def test_the_exit_code_is_the_workers_own(how, code, capfd, tmp_path):
+    assert launched(BEHAVE, f"0={how}") == code
+    printed = capfd.readouterr().err
+    assert ("SIGKILL" in printed) == (how == "kill:9")
+    assert ("rank 0 failed: " in printed) == bool(code)
+    assert "torch" not in printed
+    assert left_behind(tmp_path) == []
+
+
+def test_one_workers_traceback_is_printed_as_python_prints_it_and_once(capfd):
+    assert launched(BEHAVE, "0=raise") == 1
+    ours = capfd.readouterr().err
+    environment = {**os.environ, "RANK": "0"}
+    plain = subprocess.run([sys.executable, BEHAVE, "0=raise"], env=environment, capture_output=True, text=True)
+    assert ours == plain.stderr
+    assert ours.endswith("ValueError: a bad batch\n")
+
+
+def test_the_first_rank_to_fail_is_named_and_its_traceback_comes_last(capfd, tmp_path):
+    assert launched("--nproc-per-node=2", "--quiet", BEHAVE, "0=obey", "1=raise") == 1
+    lines = capfd.readouterr().err.splitlines()
+    culprit = next(i for i, line in enumerate(lines) if line.startswith("monetrun: rank 1 failed first: "))
+    assert lines[culprit].count("rank") == 1
+    assert lines[culprit + 1] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: a bad batch"
+    assert 'raise ValueError("a bad batch")' in "\n".join(lines[culprit:])
+    assert not [line for line in lines if "torch" in line]
+    assert left_behind(tmp_path) == []
+
+
+def test_run_path_shows_the_traceback_of_a_script_that_runs_inside_torch():
+    done = subprocess.run([*MONETRUN, "--run-path", BEHAVE, "0=raise"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == "ready\n"
+    assert done.stderr.count("monetrun: rank 0 failed: exit code 1") == 1
+    assert done.stderr.endswith("ValueError: a bad batch\n")
+
+
+def test_an_uncaught_error_of_our_own_ends_the_launch_with_its_own_code():
+    assert launched(BEHAVE, "0=refuse") == 84
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch leaves the log files open
+def test_redirected_output_is_kept_and_the_traceback_still_shown(capfd, tmp_path):
+    assert launched("--redirects=3", BEHAVE, "0=raise") == 1
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "ValueError: a bad batch" in printed.err
+    (folder,) = left_behind(tmp_path)
+    assert folder in printed.err
+    (log,) = (tmp_path / "tmp" / folder).rglob("stdout.log")
+    assert log.read_text() == "ready\n"
+
+
+def test_the_shutdown_timeout_holds_when_a_worker_fails(monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    began = time.monotonic()
+    assert launched("--nproc-per-node=2", BEHAVE, "0=exit:3", "1=stay") == 3
+    assert time.monotonic() - began < 15  # torch's own default is 30
+
+
+def interrupted(*words: str, signals: list[int]) -> tuple[int, float, str]:
+    """Exit code, seconds from the first signal to the end, and stderr of a launch that gets these signals."""
+    process = subprocess.Popen([*MONETRUN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    began = time.monotonic()
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.5)
+    error = process.communicate(timeout=40)[1]
+    return process.returncode, time.monotonic() - began, error
+
+
+def test_ctrl_c_and_sigterm_stop_at_once(tmp_path, monkeypatch):
+    code, _, error = interrupted(BEHAVE, "0=obey", signals=[signal.SIGTERM])
+    assert (code, error) == (143, "monetrun: stopped by SIGTERM\n")
+    # the worker does not listen: the first Ctrl-C waits for it as long as was asked for, the second does not
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
+    code, seconds, error = interrupted(BEHAVE, "0=stay", signals=[signal.SIGINT, signal.SIGINT])
+    assert code == 130
+    assert seconds < 30
+    assert error.endswith("monetrun: stopped by SIGINT\n")
+    assert left_behind(tmp_path) == []
+
+
+def test_one_ctrl_c_waits_less_than_torch_unless_told_how_long(monkeypatch):
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    closed = []
+    monkeypatch.setattr(PContext, "close", lambda self, death_sig, timeout: closed.append((death_sig, timeout)))
+    workers, args = SimpleNamespace(pids=dict), parsed("train.py")
+    with launch._prompt_shutdown(args):
+        PContext.close(workers, signal.SIGINT, 30)
+        PContext.close(workers, signal.SIGTERM, 30)
+        PContext.close(workers)
+    args.shutdown_timeout = 7
+    with launch._prompt_shutdown(args):
+        PContext.close(workers, signal.SIGINT, 30)
+        PContext.close(workers)
+    assert closed == [
+        (signal.SIGINT, launch.INTERRUPT_GRACE_SECONDS),
+        (signal.SIGTERM, 30),
+        (None, 30),
+        (signal.SIGINT, 7),
+        (None, 7),
+    ]
+
+
+def failure(exitcode: int, timestamp: int, raised_ns: int = 0, pid: int = 1) -> SimpleNamespace:
+    message = {"extraInfo": {"timestamp": str(timestamp), "timestamp_ns": str(raised_ns)}} if raised_ns else "none"
+    return SimpleNamespace(exitcode=exitcode, timestamp=timestamp, message=message, pid=pid)
+
+
+@pytest.mark.parametrize(
+    ("failures", "culprit"),
+    [
+        ([failure(1, 9, 9_600_000_000), failure(1, 9, 9_500_000_000)], 1),  # within one second, by nanoseconds
+        ([failure(1, 9, 9_600_000_000), failure(-9, 9)], 1),  # killed, which made the other's connection fail
+        ([failure(-9, 9, pid=7), failure(3, 10)], 1),  # killed, but by the agent, since the other had failed
+        ([failure(1, 9, 9_500_000_000, pid=7), failure(-15, 10)], 1),  # raised when it was told to stop
+        ([failure(1, 9), failure(1, 9, 9_500_000_000)], 1),  # who has a reason is believed
+        ([failure(1, 8), failure(1, 9, 9_500_000_000)], 0),
+    ],
+)
+def test_the_first_failure_is_told_within_a_second(failures, culprit):
+    assert launch.first_failure(dict(enumerate(failures)), {7}, 0.1) == culprit
+
+
+# ---- the error file
+
+
+def test_the_error_file_is_what_torchs_own_handler_writes(tmp_path, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
+
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    files = []
+    for name in ("torch", "ours"):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / name))
+        try:
+            raise ValueError("a bad batch")
+        except ValueError as error:
+            if name == "torch":
+                ErrorHandler().record_exception(error)
+            else:
+                install_excepthook()
+                sys.excepthook(type(error), error, error.__traceback__)
+        files.append(json.loads((tmp_path / name).read_text())["message"])
+    assert files[1]["extraInfo"].pop("timestamp_ns")[:6] == files[0]["extraInfo"]["timestamp"][:6]
+    for file in files:
+        file["extraInfo"]["timestamp"] = ""
+    assert files[0] == files[1]
+    read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "ours"))
+    assert read.message["message"] == "ValueError: a bad batch"
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["ours", "torch"]
+
+
+def test_the_excepthook_chains_once_and_keeps_quiet_outside_a_worker(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: called.append(error))
+    plain = sys.excepthook
+    install_excepthook()
+    assert sys.excepthook is plain
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no folder" / "file"))
+    install_excepthook()
+    installed = sys.excepthook
+    install_excepthook()
+    assert sys.excepthook is installed
+    error = KeyError("x")
+    sys.excepthook(KeyError, error, None)  # nor does a file that cannot be written hide the traceback
+    assert called == [(KeyError, error, None)]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "file"))
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert len(called) == 2
+    assert not (tmp_path / "file").exists()
+
+
+# ---- main
+
+
+def test_planning_stands_between_parsing_and_launching_and_reporting_after(tmp_path, monkeypatch):
+    monkeypatch.setenv("TELL", str(tmp_path))
+    finished = []
+
+    def prepare(args):
+        os.environ["OMP_NUM_THREADS"] = "17"  # a solver's doing, say: not the workers' business
+        return {"MONETRUN_TEST": args.budget}
+
+    args = parsed("--budget", "1GiB", TELL)
+    assert cli.run_command(args, prepare, lambda args, code: finished.append((args.budget, code))) == 0
+    environ = told(tmp_path)["0"]["environ"]
+    assert (environ["MONETRUN_TEST"], environ.get("OMP_NUM_THREADS")) == ("1GiB", None)
+    assert finished == [("1GiB", 0)]
+
+
+def test_sigterm_while_planning_ends_with_143_and_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TELL", str(tmp_path))
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        cli.run_command(parsed(TELL), lambda args: os.kill(os.getpid(), signal.SIGTERM) or {})
+    assert end.value.code == 143
+    assert told(tmp_path) == {}
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--master-port", "PORT"], "the nodes did not meet at 127.0.0.1:PORT: .*EADDRINUSE"),
+        (
+            ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=join_timeout=1"],
+            "the nodes did not meet at localhost:0: RendezvousTimeoutError",
+        ),
+    ],
+)
+def test_nodes_that_do_not_meet_are_one_message(words, said, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(MonetrunError, match=said.replace("PORT", port)):
+            launched(*(word.replace("PORT", port) for word in words), BEHAVE)
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (NeverTrained("no step", "train"), 85, "monetrun: error: no step\n  train\n"),
+        (MonetrunError("odd"), 70, "monetrun: error: odd\n"),
+        (KeyboardInterrupt(), 130, "monetrun: stopped by SIGINT\n"),
+    ],
+)
+def test_main_prints_an_error_once_and_ends_with_its_code(error, code, printed, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(cli, "check_script", fail)
+    assert cli.main(["train.py"]) == code
+    assert capsys.readouterr().err == printed
+
+
+def test_a_fault_of_our_own_shows_its_traceback_and_ends_with_70(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "check_script", lambda args: 1 / 0)
+    assert cli.main(["train.py"]) == 70
+    printed = capsys.readouterr().err
+    assert "ZeroDivisionError" in printed
+    assert "please report it" in printed
+
+
+def test_the_first_word_decides_between_a_command_and_a_script(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "kept"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache").write_text("print('a script')")
+    scripts = []
+    monkeypatch.setattr(cli, "run_command", lambda args: scripts.append(args.training_script) or 0)
+    assert cli.main(["./cache", "list"]) == 0
+    assert cli.main(["--quiet", "cache", "list"]) == 0
+    assert scripts == ["./cache", "cache"]
+    assert cli.main(["cache", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"root": str(tmp_path / "kept"), "entries": []}
+    assert cli.main(["cache"]) == 2
+    assert cli.main(["cache", "burn"]) == 2
+    assert "No such command 'burn'" in capsys.readouterr().err
+
+
+def test_the_cache_is_listed_and_cleared(monkeypatch, capsys, tmp_path):
+    from monetrun.plan import Step
+    from monetrun.store import Store
+
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "kept"))
+    Store(tmp_path / "kept").put("plan", "abc", Step(3))
+    assert cli.main(["cache", "list"]) == 0
+    assert capsys.readouterr().out.split()[:2] == ["plan", "abc"]
+    assert cli.main(["cache", "clear"]) == 0
+    assert capsys.readouterr().err == f"removed 1 entries from {tmp_path / 'kept'}\n"
+    assert cli.main(["cache", "list"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_help_and_version_do_not_load_torch():
+    code = (
+        "import sys; from monetrun.cli import main; main(['--help']); main(['--version']); "
+        "main(['cache', 'list']); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "--budget" in done.stdout
+    assert "torchrun --help" in done.stdout
+    assert "doctor" in done.stdout
+    assert launch.parser().format_help() in launch.help_text()
+
+
+def test_doctor_says_what_is_there_and_what_is_not(monkeypatch, capsys, tmp_path):
+    (tmp_path / "closed").write_text("")
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "closed" / "kept"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code = cli.main(["doctor", "--json"])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert checks["torch"]["state"] == "ok"
+    assert checks["compiler"]["state"] == checks["allocator"]["state"] == "warning"
+    assert "no-such-compiler" in checks["compiler"]["found"]
+    assert checks["cache"]["state"] == "warning"
+    assert code == int(any(check["state"] == "missing" for check in checks.values()))
