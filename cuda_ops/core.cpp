@@ -39,6 +39,10 @@ int32_t monet_search_anneal(Search* search, int64_t iterations, double hot, doub
   return search->anneal(iterations, hot, cold, time_limit, until_it_fits);
 }
 
+int32_t monet_search_ruin(Search* search, int64_t iterations, double hot, double cold, double time_limit) {
+  return search->ruin(iterations, hot, cold, time_limit);
+}
+
 void monet_search_return_to_best(Search* search) { search->return_to_best(); }
 
 int64_t monet_search_peak(Search* search) { return search->state().peak(); }

@@ -131,12 +131,20 @@ class Search {
     const double ratio = std::log(cold / hot);
     if (!(price_ > 0)) price_ = 1e-3 * mean_seconds_ / std::max(1, state_.budget());
     double temperature = hot * mean_seconds_;
-    int64_t fitting = 0;
-    constexpr int64_t kBlock = 1024;
+    const double first_price = price_;
+    int64_t fitting = 0, misses = 0;
+    constexpr int64_t kBlock = 1024, kPatience = 64;
     for (int64_t i = 0; i < iterations; ++i) {
       if (i % kBlock == 0) {
         temperature = hot * mean_seconds_ * std::exp(ratio * static_cast<double>(i) / static_cast<double>(iterations));
         if (i) price_ *= fitting < kBlock / 4 ? 1.05 : fitting > kBlock / 2 ? 1 / 1.05 : 1.0;
+        price_ = std::clamp(price_, first_price / 64, first_price * 64);
+        misses = fitting ? 0 : misses + 1;
+        if (misses > kPatience && has_best()) {  // frozen above the budget
+          return_to_best();
+          price_ = first_price;
+          misses = 0;
+        }
         fitting = 0;
         if (time_limit > 0 &&
             std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() > time_limit)
@@ -163,6 +171,51 @@ class Search {
         }
       }
       fitting += state_.excess() == 0;
+    }
+    return true;
+  }
+
+  // Ruin and recreate: take out some recomputations, put in others greedily where it is above the budget, take out
+  // those that have become needless. It crosses what annealing can not: one large recomputation for many small ones.
+  // Starts from the best; does nothing where there is none. True when it ran to the end of `iterations`.
+  bool ruin(int64_t iterations, double hot, double cold, double time_limit) {
+    if (!has_best() || targets_.empty()) return true;
+    const auto start = std::chrono::steady_clock::now();
+    return_to_best();
+    for (int64_t i = 0; i < iterations; ++i) {
+      if (i % 16 == 0 && time_limit > 0 &&
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() > time_limit)
+        return false;
+      const double done = static_cast<double>(i) / static_cast<double>(iterations);
+      const double temperature = hot * mean_seconds_ * std::exp(std::log(cold / hot) * done);
+      const double seconds = state_.seconds();
+      const auto& again = state_.recomputations();
+      for (int32_t k = random_.below(4); k >= 0 && !again.empty(); --k) {
+        const int32_t s = again[random_.below(static_cast<int32_t>(again.size()))];
+        const int32_t kind = random_.below(8);
+        if (kind < 4)
+          remove_all(state_.op_at(s));
+        else if (kind < 7)
+          remove_with_feeders(s);
+        else
+          move_remove_run(s);
+      }
+      if (random_.below(3) == 0) move_insert();
+      const bool fits = refill();
+      if (fits) purge();
+      const double change = state_.seconds() - seconds;
+      if (fits && (change <= 0 || random_.uniform() < std::exp(-change / temperature))) {
+        state_.commit();
+        ++accepted_;
+        note_best();
+      } else {
+        state_.undo();
+      }
+      if (crowded_) {
+        crowded_ = false;
+        ++relayouts_;
+        state_.relayout();
+      }
     }
     return true;
   }
@@ -276,6 +329,57 @@ class Search {
     for (int32_t t : state_.reads_of(impl)) drop_unwanted(t, s);
   }
 
+  // Put in recomputations until it fits, each the best of a few that free bytes where there are most.
+  bool refill() {
+    static constexpr int32_t kDepths[] = {0, 1, 2, 4, 16};
+    for (int32_t round = 0; state_.excess() > 0; ++round) {
+      if (round == 128) return false;
+      const int32_t high = state_.highest();
+      const int64_t excess = state_.excess();
+      const double seconds = state_.seconds();
+      const size_t mark = state_.changes();
+      double best = 0.0;
+      int32_t best_before = 0, best_depth = 0, best_tensor = -1, seen = 0;
+      for (int32_t draw = 0; draw < 200 && seen < 12; ++draw) {
+        const int32_t t = draw_target();
+        const auto& e = state_.events(t);
+        size_t i = 0;
+        while (i < e.size() && SearchState::slot_of(e[i]) < high) ++i;
+        if (i == 0 || i == e.size() || !SearchState::is_read(e[i])) continue;
+        const int32_t r = SearchState::slot_of(e[i]);
+        if (r < g_.forward || r == high) continue;
+        ++seen;
+        const int32_t depth = kDepths[random_.below(5)];
+        if (insert_before(r, state_.writer(t), 1.0, depth, state_.units(t) / 32)) {
+          const double score = static_cast<double>(excess - state_.excess()) /
+                               std::max(state_.seconds() - seconds, 1e-9 * mean_seconds_);
+          if (score > best) best = score, best_before = r, best_depth = depth, best_tensor = t;
+        }
+        state_.undo(mark);
+      }
+      if (best_tensor < 0) return false;
+      insert_before(best_before, state_.writer(best_tensor), 1.0, best_depth, state_.units(best_tensor) / 32);
+    }
+    return true;
+  }
+
+  // Take out, in random order, every recomputation without which it fits as well.
+  void purge() {
+    order_ = state_.recomputations();
+    for (size_t i = order_.size(); i > 1; --i) std::swap(order_[i - 1], order_[random_.below(static_cast<int32_t>(i))]);
+    for (int32_t s : order_) {
+      if (state_.op_at(s) < 0 || !state_.is_recomputation(state_.op_at(s))) continue;
+      const size_t mark = state_.changes();
+      remove_with_feeders(s);
+      if (state_.excess() > 0) state_.undo(mark);
+    }
+  }
+
+  int32_t draw_target() {
+    const double x = random_.uniform() * weights_.back();
+    return targets_[std::upper_bound(weights_.begin(), weights_.end() - 1, x) - weights_.begin()];
+  }
+
   void remove_all(int32_t op) {
     const auto writes = state_.writes_of(op);
     if (writes.begin() == writes.end()) return;
@@ -313,8 +417,7 @@ class Search {
   bool move_insert() {
     static constexpr double kChains[] = {0, 0, 0, 0.5, 0.8, 1};
     for (int attempt = 0; attempt < 8; ++attempt) {
-      const double x = random_.uniform() * weights_.back();
-      const int32_t t = targets_[std::upper_bound(weights_.begin(), weights_.end() - 1, x) - weights_.begin()];
+      const int32_t t = draw_target();
       const auto& e = state_.events(t);
       if (e.size() < 2) continue;
       const size_t i = 1 + random_.below(static_cast<int32_t>(e.size()) - 1);
@@ -438,6 +541,7 @@ class Search {
   double best_seconds_ = std::numeric_limits<double>::infinity();
   std::vector<Step> best_;
   int32_t best_forward_ = 0;
+  std::vector<int32_t> order_;
   bool crowded_ = false;
 };
 

@@ -100,7 +100,13 @@ class SearchState {
   bool recomputable(int32_t t) const { return recomputable_[t]; }
   int32_t writer(int32_t t) const { return writer_[t]; }
   int32_t units(int32_t t) const { return units_[t]; }
-  const FlatGraph& graph() const { return g_; }
+
+  // The slot with the most bytes.
+  int32_t highest() const {
+    const int32_t k = static_cast<int32_t>(std::max_element(top_.begin(), top_.end()) - top_.begin());
+    const auto first = alive_.begin() + k * kBlock;
+    return static_cast<int32_t>(std::max_element(first, first + kBlock) - alive_.begin());
+  }
 
   struct Span {
     const int32_t* first;
@@ -180,8 +186,8 @@ class SearchState {
   void commit() { log_.clear(); }
   size_t changes() const { return log_.size(); }  // since the last commit or undo
 
-  void undo() {
-    for (size_t i = log_.size(); i-- > 0;) {
+  void undo(size_t mark = 0) {  // down to what changes() was then
+    for (size_t i = log_.size(); i-- > mark;) {
       const auto& change = log_[i];
       if (change.op == kPut)
         take(change.slot);
@@ -190,7 +196,7 @@ class SearchState {
       else
         put(change.slot, change.op, change.impl);
     }
-    log_.clear();
+    log_.resize(mark);
   }
 
  private:
@@ -201,7 +207,7 @@ class SearchState {
   static constexpr int32_t kPut = -1, kSlid = -2;
 
   struct Change {
-    int32_t slot, op, impl;  // op: what was taken out, or kPut or kSlid (from slot + 1)
+    int32_t slot = 0, op = 0, impl = 0;  // op: what was taken out, or kPut or kSlid (from slot + 1)
   };
 
   void prepare() {

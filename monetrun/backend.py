@@ -56,7 +56,6 @@ class Backend:
         self.name = name
         self.observed = observed
         self.captured = 0
-        self._current: tuple[int, Calls] | None = None
         self._aot = aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
@@ -72,27 +71,33 @@ class Backend:
             return self._aot(module, inputs)  # type: ignore[no-any-return]
 
     def _partition(
-        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         started = time.perf_counter()
-        joint = capture(module, num_fwd_outputs, self.name)
+        joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
         number, schedule = self.chooser.choose(joint)
         modules = execute.build(joint, schedule)
         _log.debug("%s: %d operators in %.2f s", self.name, len(joint.nodes), time.perf_counter() - started)
         self.captured += 1
-        self._current = (number, Calls(self.chooser.meter))
+        calls = Calls(self.chooser.meter)
+        for part in modules:  # the backward may be compiled much later, after other graphs
+            part.meta["monetrun"] = (number, calls)
         return modules
 
     def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        assert self._current is not None
-        number, calls = self._current
+        number, calls = module.meta["monetrun"]
         if self.observed:
             return self._watched("forward", number, execute.boxed(module))
         return calls.forward(execute.boxed(module))
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        assert self._current is not None
-        number, calls = self._current
+        number, calls = module.meta["monetrun"]
         if self.observed:
             return self._watched("backward", number, execute.boxed(module))
         timed = execute.boxed(execute.timed(module))

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ class JointGraph:
         outputs: the forward's outputs (nodes, or constants) in AOTAutograd's order.
         gradients: the backward's outputs, likewise.
         overwrites: for each (operator, implementation) in place, the position of the argument overwritten.
+        transient: external tensors that are neither parameters nor buffers: activations given by others, tangents.
     """
 
     module: fx.GraphModule
@@ -81,6 +82,7 @@ class JointGraph:
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
     overwrites: dict[tuple[int, int], int]
+    transient: frozenset[int]
 
     @property
     def primals(self) -> list[fx.Node]:
@@ -116,24 +118,28 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
         module.graph.erase_node(node)
 
 
-def capture(module: fx.GraphModule, forward_outputs: int, name: str) -> JointGraph:
+def capture(
+    module: fx.GraphModule, forward_outputs: int, name: str, static_inputs: Sequence[int] = ()
+) -> JointGraph:
     """Describe a joint module.
 
     Args:
         module: AOTAutograd's joint module; convolution backwards in it are split in place.
         forward_outputs: how many of its outputs are the forward's; the others are gradients.
         name: of the model, for messages.
+        static_inputs: positions of the inputs that are parameters or buffers.
 
     Raises:
         CaptureFailed: the module has symbolic shapes, or an operator whose outputs are not tensors.
     """
     split_convolution_backward(module)
-    return _Reader(module, forward_outputs, name).read()
+    return _Reader(module, forward_outputs, name, frozenset(static_inputs)).read()
 
 
 class _Reader:
-    def __init__(self, module: fx.GraphModule, forward_outputs: int, name: str) -> None:
+    def __init__(self, module: fx.GraphModule, forward_outputs: int, name: str, static: frozenset[int]) -> None:
         self.module = module
+        self.static = static
         self.name = name
         self.tensors: list[Tensor] = []
         self.by_storage: dict[int, int] = {}
@@ -171,7 +177,13 @@ class _Reader:
             self.outputs,
             self.gradients,
             overwrites,
+            self._transient(),
         )
+
+    def _transient(self) -> frozenset[int]:
+        inputs = self.module.graph.find_nodes(op="placeholder")
+        static = {self.storage[n] for i, n in enumerate(inputs) if i in self.static and n in self.storage}
+        return frozenset(self.storage[n] for n in inputs if n in self.storage) - static
 
     def _phases(self) -> tuple[list[fx.Node], list[fx.Node]]:
         """Nodes of the forward and of the backward, in order; input mutations end the forward."""

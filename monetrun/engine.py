@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from monetrun.recorder import Recorder, cost_key
 from monetrun.settings import PROBE
 from monetrun.simulate import simulate
 from monetrun.solve import greedy
-from monetrun.step import BACKWARD, FORWARD, StepRecord, replay
+from monetrun.step import BACKWARD, FORWARD, StepRecord, call, replay
 from monetrun.store import Store
 
 if TYPE_CHECKING:
@@ -292,14 +291,8 @@ class Engine:
 
 def _outside_of(record: StepRecord, schedules: list[Schedule], k: int) -> int:
     """How much more lies under graph ``k``'s backward than under its forward, at most."""
-    timeline = replay(record, schedules)
-    graph, costs, schedule = record.graphs[k], record.costs[k], schedules[k]
-    cut = len(schedule.forward)
-    saved = simulate(graph, costs, schedule).after_bytes[cut - 1] if cut else 0
-    starts = list(zip(record.events, timeline.start_bytes, strict=True))
+    starts = list(zip(record.events, replay(record, schedules).start_bytes, strict=True))
+    saved = call(record.graphs[k], record.costs[k], schedules[k]).saved_bytes
     forward = [start for event, start in starts if event.graph == k and event.kind == FORWARD]
     backward = [start - saved for event, start in starts if event.graph == k and event.kind == BACKWARD]
     return max(0, max(backward, default=0) - min(forward, default=0))
-
-
-Compile = Callable[..., Any]

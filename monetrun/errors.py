@@ -59,6 +59,7 @@ class InfeasibleBudget(MonetrunError):
     Attributes:
         budget_bytes: what was asked for.
         smallest_bytes: the smallest budget for which a schedule is known, in bytes.
+        plain_bytes: what the plain step takes, 0 when unknown.
         operator: the name of the operator that sets it.
     """
 
@@ -71,11 +72,13 @@ class InfeasibleBudget(MonetrunError):
         *,
         budget_bytes: int = 0,
         smallest_bytes: int = 0,
+        plain_bytes: int = 0,
         operator: str = "",
     ) -> None:
         super().__init__(message, hint)
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
+        self.plain_bytes = plain_bytes
         self.operator = operator
 
 

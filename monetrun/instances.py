@@ -1,9 +1,10 @@
 """Planning problems as JSON files: a joint graph, its costs and the budgets to plan it for.
 
 The format: ``tensor_bytes[t]``; ``ops`` in the order they run, each with ``reads`` and ``writes`` (tensor numbers),
-``backward``, ``random`` and ``seconds``; ``kept``: tensors that stay from their writing to the end; ``plain_peak_bytes``,
-``gradient_bytes`` and ``best_known[column] = {budget_bytes, overhead}``. A schedule is a list of operator numbers: every
-operator once in this order, and any non-random forward operator again anywhere in the backward part.
+``backward``, ``random`` and ``seconds``; ``kept``: tensors that stay from their writing to the end;
+``plain_peak_bytes``, ``gradient_bytes`` and ``best_known[column] = {budget_bytes, overhead}``. A schedule is a list of
+operator numbers: every operator once in this order, and any non-random forward operator again anywhere in the
+backward part.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ def _instance(data: dict[str, Any]) -> Instance:
     for i, op in enumerate(data["ops"]):
         if op["backward"]:
             phase = BACKWARD
+        for t in (*op["reads"], *op["writes"]):
+            if not 0 <= t < len(data["tensor_bytes"]):
+                raise ValueError(f"operator {i} has tensor {t}, but there are {len(data['tensor_bytes'])}")
         # a forward operator that runs behind backward ones (a copy into a running mean) stays where it is
         operators.append(
             Operator(

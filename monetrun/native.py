@@ -18,7 +18,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from monetrun.errors import MonetrunError
@@ -101,8 +101,9 @@ def build(
     links += [f"-Wl,-rpath,{folder}" for folder in library_folders]
     links += [f"-l{name}" for name in libraries]
     digest = hashlib.sha256()
-    for part in (*_sources(path), _identity(cxx), *arguments, *links, key):
-        digest.update(part if isinstance(part, bytes) else part.encode())
+    texts = (_identity(cxx), *arguments, *links, key)
+    for part in (*_sources(path), *(text.encode() for text in texts)):
+        digest.update(part)
         digest.update(b"\0")
     if "-march=native" in flags:
         digest.update(_processor().encode())
@@ -152,9 +153,7 @@ def _load(
     key: str,
 ) -> tuple[ctypes.CDLL | None, str]:
     try:
-        path = build(
-            source, flags, includes=includes, library_folders=library_folders, libraries=libraries, key=key
-        )
+        path = build(source, flags, includes=includes, library_folders=library_folders, libraries=libraries, key=key)
         return ctypes.CDLL(str(path)), ""
     except NativeBuildFailed as error:
         return None, str(error)
@@ -198,7 +197,7 @@ def _processor() -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path):  # type: ignore[no-untyped-def]
+def _locked(path: Path) -> Iterator[None]:
     with open(path, "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -108,6 +108,7 @@ def infeasible(record: StepRecord, budget_bytes: int, base: Baseline) -> Infeasi
         f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(base.plain.peak_bytes)})",
         budget_bytes=budget_bytes,
         smallest_bytes=smallest,
+        plain_bytes=base.plain.peak_bytes,
         operator=base.frugal.peak_name,
     )
 

@@ -15,9 +15,8 @@ from monetrun.cost import OperatorCost
 from monetrun.graph import BACKWARD, FORWARD, Costs
 from monetrun.meter import Meter
 from monetrun.plan import Schedule
-from monetrun.simulate import Timeline, simulate
 from monetrun.solve import greedy
-from monetrun.step import OUTSIDE, Event, StepRecord
+from monetrun.step import OUTSIDE, Event, StepRecord, call
 from monetrun.store import Store, key
 
 _log = logging.getLogger("monetrun")
@@ -130,10 +129,6 @@ class Recorder:
 
     def record(self, costs: list[Costs]) -> StepRecord:
         """The step in its steady state: optimizer state, last step's outputs and gradients lie under it."""
-        timelines = [
-            simulate(j.graph, c, s) for j, c, s in zip(self.joints, costs, self.schedules, strict=True)
-        ]
-        saved = [_end_of_forward(t, s) for t, s in zip(timelines, self.schedules, strict=True)]
         events: list[Event] = []
         first = self.stretches[0].end_bytes if self.stretches else 0
         now = first
@@ -144,15 +139,12 @@ class Recorder:
                 events.append(Event(OUTSIDE, -1, delta - grown, max(0, peak - grown), stretch.name))
                 now = stretch.end_bytes
                 continue
-            events.append(Event(stretch.kind, stretch.graph))
-            after = timelines[stretch.graph].after_bytes
-            if stretch.kind == FORWARD:
-                now += saved[stretch.graph]
-            else:
-                now += after[-1] - saved[stretch.graph]
-            _log.debug(
-                "%s %d: simulated %d, measured %d", stretch.kind, stretch.graph, now, stretch.end_bytes
-            )
+            joint, schedule = self.joints[stretch.graph], self.schedules[stretch.graph]
+            released = self._released(stretch, costs[stretch.graph])
+            events.append(Event(stretch.kind, stretch.graph, released=released))
+            known = call(joint.graph, costs[stretch.graph], schedule, released)
+            now += known.saved_bytes if stretch.kind == FORWARD else known.backward_delta_bytes
+            _log.debug("%s %d: simulated %d, measured %d", stretch.kind, stretch.graph, now, stretch.end_bytes)
         gradients = self.gradient_bytes
         end = self.stretches[-1].end_bytes if self.stretches else 0
         left = max(0, end - first - self.state_bytes - gradients)
@@ -179,6 +171,20 @@ class Recorder:
             exact=self.meter.exact,
         )
 
+    def _released(self, stretch: _Stretch, costs: Costs) -> tuple[int, ...]:
+        """The external tensors that a backward was seen to free: the largest that explain the bytes."""
+        if stretch.kind != BACKWARD:
+            return ()
+        joint = self.joints[stretch.graph]
+        expected = call(joint.graph, costs, self.schedules[stretch.graph]).backward_delta_bytes
+        missing = expected - (stretch.end_bytes - stretch.start_bytes)
+        chosen = []
+        for t in sorted(joint.transient, key=lambda t: (-joint.graph.tensors[t].nbytes, t)):
+            if 0 < joint.graph.tensors[t].nbytes <= missing:
+                chosen.append(t)
+                missing -= joint.graph.tensors[t].nbytes
+        return tuple(chosen)
+
 
 def estimated(joint: JointGraph) -> Costs:
     """Costs from bytes and flops alone, for when nothing has been measured."""
@@ -200,11 +206,6 @@ def cost_key(device: torch.device) -> str:
     if device.type == "cuda":
         parts.append(torch.backends.cudnn.version())
     return key(*parts)
-
-
-def _end_of_forward(timeline: Timeline, schedule: Schedule) -> int:
-    cut = len(schedule.forward)
-    return timeline.after_bytes[cut - 1] if cut else 0
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:

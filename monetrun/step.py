@@ -14,7 +14,7 @@ from functools import cached_property
 
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor
 from monetrun.plan import Schedule, Step
-from monetrun.simulate import Timeline, simulate
+from monetrun.simulate import simulate
 
 OUTSIDE = "outside"
 
@@ -29,6 +29,8 @@ class Event:
         delta_bytes: outside: allocated at its end, less at its start.
         peak_bytes: outside: the most allocated during it, less at its start.
         name: for messages (``"SGD.step"``).
+        released: backward: the graph's external tensors that nothing but its saved values holds by then (what
+            another graph gave it, tangents); they are freed within the call, after their last reader.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class Event:
     delta_bytes: int = 0
     peak_bytes: int = 0
     name: str = ""
+    released: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,39 +110,84 @@ def replay(record: StepRecord, schedules: Sequence[Schedule]) -> StepTimeline:
     Raises:
         ScheduleError: a schedule is not valid for its graph.
     """
-    timelines = [simulate(*gcs) for gcs in zip(record.graphs, record.costs, schedules, strict=True)]
-    saved = [_saved_bytes(t, s) for t, s in zip(timelines, schedules, strict=True)]
+    calls: dict[tuple[int, tuple[int, ...]], Call] = {}
+
+    def called(event: Event) -> Call:
+        key = (event.graph, event.released)
+        if key not in calls:
+            k = event.graph
+            calls[key] = call(record.graphs[k], record.costs[k], schedules[k], event.released)
+        return calls[key]
+
     now, peak, at, name = record.base_bytes, record.base_bytes, 0, "before the first forward"
     seconds = 0.0
     starts = []
     for i, event in enumerate(record.events):
         starts.append(now)
         if event.kind == OUTSIDE:
-            high, after, step = now + event.peak_bytes, now + event.delta_bytes, -1
+            high, after = now + event.peak_bytes, now + event.delta_bytes
+        elif event.kind == FORWARD:
+            high, after = now + called(event).forward_peak_bytes, now + called(event).saved_bytes
+            seconds += called(event).seconds
         else:
-            timeline, schedule = timelines[event.graph], schedules[event.graph]
-            cut = len(schedule.forward)
-            if event.kind == FORWARD:
-                during, offset = timeline.during_bytes[:cut], 0
-                under, after = now, now + saved[event.graph]
-                seconds += timeline.seconds
-            else:
-                during, offset = timeline.during_bytes[cut:], cut
-                under = now - saved[event.graph]
-                after = under + (timeline.after_bytes[-1] if timeline.after_bytes else 0)
-            most = max(during, default=0)
-            high, step = under + most, offset + (during.index(most) if during else 0)
+            high, after = now + called(event).backward_peak_bytes, now + called(event).backward_delta_bytes
         if high > peak:
             peak, at, name = high, i, event.name
             if event.kind != OUTSIDE:
+                step = called(event).peak_steps[event.kind == BACKWARD]
                 name = _step_name(record.graphs[event.graph], schedules[event.graph], step, event.kind)
         now = after
     return StepTimeline(peak, at, name, tuple(starts), seconds)
 
 
-def _saved_bytes(timeline: Timeline, schedule: Schedule) -> int:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a graph's forward and backward do to the bytes allocated, under one schedule.
+
+    Attributes:
+        forward_peak_bytes: the most during the forward, less at its start.
+        saved_bytes: allocated at the forward's end (saved values and outputs), less at its start.
+        backward_peak_bytes: the most during the backward, less at its start.
+        backward_delta_bytes: allocated at the backward's end, less at its start (negative: it frees).
+        peak_steps: where the two peaks are, as indices of the whole schedule.
+        seconds: of both.
+    """
+
+    forward_peak_bytes: int
+    saved_bytes: int
+    backward_peak_bytes: int
+    backward_delta_bytes: int
+    peak_steps: tuple[int, int]
+    seconds: float
+
+
+def call(graph: Graph, costs: Costs, schedule: Schedule, released: Sequence[int] = ()) -> Call:
+    """Simulate ``schedule``; external tensors that are ``released`` in the backward are freed after their last reader.
+
+    Raises:
+        ScheduleError: the schedule is not valid for the graph.
+    """
+    timeline = simulate(graph, costs, schedule)
     cut = len(schedule.forward)
-    return timeline.after_bytes[cut - 1] if cut else 0
+    saved = timeline.after_bytes[cut - 1] if cut else 0
+    forward, backward = timeline.during_bytes[:cut], list(timeline.during_bytes[cut:])
+    freed = 0
+    for t in released:
+        readers = [
+            i
+            for i, step in enumerate(schedule.backward)
+            if t in graph.operators[step.operator].implementations[step.implementation].inputs
+        ]
+        freed += graph.tensors[t].nbytes
+        for i in range(readers[-1] + 1 if readers else 0, len(backward)):
+            backward[i] -= graph.tensors[t].nbytes
+    high = (max(forward, default=0), max(backward, default=0))
+    steps = (
+        forward.index(high[0]) if forward else -1,
+        cut + backward.index(high[1]) if backward else -1,
+    )
+    end = timeline.after_bytes[-1] if timeline.after_bytes else 0
+    return Call(high[0], saved, high[1] - saved, end - saved - freed, steps, timeline.seconds)
 
 
 def _step_name(graph: Graph, schedule: Schedule, step: int, phase: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -97,7 +98,7 @@ class Session:
         self.inside = threading.local()
         self.warned: set[str] = set()
         self.engine: Any = None  # monetrun.engine.Engine, from the first training forward on
-        self.in_step = False
+        self._undo = contextlib.ExitStack()
 
     # ---- watching
 
@@ -130,17 +131,33 @@ class Session:
             (Optimizer, "zero_grad", zeroed_optimizer, zero_optimizer),
             (nn.Module, "zero_grad", zeroed_module, zero_module),
         ):
-            function.__wrapped__ = original  # type: ignore[attr-defined]
-            function.__doc__ = original.__doc__
+            functools.update_wrapper(function, original)
             setattr(owner, name, function)
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.step_begins(optimizer))
-        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self.step_ended(optimizer))
+            self._undo.callback(setattr, owner, name, original)
+        for register, action in (
+            (register_optimizer_step_pre_hook, lambda optimizer, args, kwargs: self.step_begins(optimizer)),
+            (register_optimizer_step_post_hook, lambda optimizer, args, kwargs: self.step_ended(optimizer)),
+        ):
+            self._undo.callback(register(action).remove)
         cpu_allocator.install()  # counting begins before the script allocates anything
         if self.settings.mode == PROBE:
             from monetrun import probe
 
             probe.stand_in_for_the_other_ranks(self.settings.world_size)
         atexit.register(self.report)
+
+    def close(self) -> None:
+        """Watch no more: what was patched is as before, models run plainly, and allocations are not limited."""
+        global _session
+        self._undo.close()
+        atexit.unregister(self.report)
+        for module in [p.module() for p in self.planned]:
+            if module is not None:
+                module._compiled_call_impl = None
+        if cpu_allocator.install():
+            cpu_allocator.set_limit(None)
+        if _session is self:
+            _session = None
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer has parameters: put triggers on the modules that own them."""

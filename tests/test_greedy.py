@@ -88,7 +88,7 @@ def test_a_chain_in_half_of_its_memory_recomputes_each_dropped_operator_once():
 def test_tight_budgets_recompute_an_operator_more_than_once():
     graph, costs = long_chain()
     frugal = simulate(graph, costs, greedy.most_frugal(graph, costs, Options(seconds=2.0)))
-    assert frugal.peak_bytes == 40
+    assert frugal.peak_bytes == 30
     assert frugal.seconds > 24 + 12
 
 

@@ -69,9 +69,7 @@ def schedule(forward: str, backward: str) -> Schedule:
 
 
 # a chain x -> a(8) -> b(4) -> c(2), backwards dc(2), db(4), da(8, kept)
-CHAIN = make(
-    "5x 8 4 2 2 4 8k", "f: 0 > 1", "f: 1 > 2", "f: 2 > 3", "b: 3 2 > 4", "b: 4 2 1 > 5", "b: 5 1 > 6"
-)
+CHAIN = make("5x 8 4 2 2 4 8k", "f: 0 > 1", "f: 1 > 2", "f: 2 > 3", "b: 3 2 > 4", "b: 4 2 1 > 5", "b: 5 1 > 6")
 
 
 def test_a_tensor_lives_from_its_write_to_its_last_read():

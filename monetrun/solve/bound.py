@@ -340,7 +340,7 @@ def relax(
             variables[name] = cp.Variable(size, name=name, boolean=True)
     constraints = rows.constraints(variables)
     for columns in picks.values():
-        constraints.append(cp.sum(variables["M"][list(columns)]) == 1)
+        constraints.append(np.ones(len(columns)) @ variables["M"][list(columns)] == 1)
     objective: cp.Expression = cp.Constant(0.0)
     if runs:
         objective += np.array(run_seconds) @ variables["R"]
@@ -446,7 +446,7 @@ def start_from(graph: Graph, relaxation: Relaxation, schedule: Schedule) -> dict
     for i, step in enumerate(steps):
         segments.append(place)
         op = graph.operators[step.operator]
-        if i >= len(schedule.forward) and op.phase == FORWARD or op.optional:
+        if op.optional or (i >= len(schedule.forward) and op.phase == FORWARD):
             if (column := relaxation.runs.get((op.id, place))) is not None:
                 value["R"][column] = 1.0
         elif op.id in forward_points:

@@ -1,15 +1,17 @@
 """Greedy eviction, then annealing: a schedule at once, a good one in seconds.
 
-A schedule under search *is* its sequence of steps (``cuda_ops/search_state.hpp``): a forward operator may be put into the
-backward part anywhere, any number of times, and taken out again; lifetimes, and with them the bytes at every step,
+A schedule under search *is* its sequence of steps (``cuda_ops/search_state.hpp``): a forward operator may be put into
+the backward part anywhere, any number of times, and taken out again; lifetimes, and with them the bytes at every step,
 follow. Every such sequence is valid, so every schedule can be reached, and a change costs microseconds because it
 moves the ends of a few intervals.
 
 *Greedy*: put in, one after another, the recomputation (of a tensor before one of its reads, with or without what it
 is computed from) that takes off most of the bytes-above-budget area per second. *Annealing* on seconds + price x area,
 the price following the budget: put in a chain of recomputations, take one or all of an operator out, move one, let
-one serve the readers of the next, take out a run of them, change an implementation. In-place variants are no
-choice: they are used wherever they are legal.
+one serve the readers of the next, take out a run of them, change an implementation. *Ruin and recreate* (Schrimpf et
+al., J. Comput. Phys. 159, 2000): take out a few recomputations, put in others greedily where the bytes are above the
+budget, take out what has become needless; it exchanges one large recomputation for many small ones, which
+annealing does not. In-place variants are no choice: they are used wherever they are legal.
 
 The number of iterations follows from ``options.seconds`` and the graph's size alone, so the same inputs give the same
 schedule, unless the machine is so busy that the time limit itself ends the search (about half of what the limit
@@ -23,15 +25,23 @@ import dataclasses
 import time
 from array import array
 
-from monetrun.errors import ScheduleError
 from monetrun.graph import Costs, Graph, Implementation
 from monetrun.plan import Options, Schedule, Solution, Step, plain_schedule
 from monetrun.simulate import Timeline, core, flatten, simulate
 from monetrun.solve import evict
 
-# iterations per second = this / (steps + 100): about half of what a 2.6 GHz Zen 4 core does (2026-11)
-_ITERATIONS_TIMES_STEPS_PER_SECOND = 2.5e8
-_RUNS = ((0.25, 1.0, 0.01), (0.25, 0.3, 0.003), (0.2, 3.0, 0.003), (0.3, 0.1, 0.001))  # share, hot, cold
+# annealing iterations per second = this / (steps + 100): about half of what an idle 2.6 GHz Zen 4 core does (2026-11)
+_ITERATIONS_TIMES_STEPS_PER_SECOND = 2.0e8
+_RUIN = 200  # iterations of annealing in the time of one ruin and recreation
+# what is run, its share of the iterations, and its first and last temperature in mean seconds of a recomputation
+_RUNS = (
+    ("ruin", 0.25, 2.0, 0.1),
+    ("anneal", 0.15, 0.1, 0.003),
+    ("ruin", 0.25, 0.5, 0.02),
+    ("anneal", 0.15, 0.5, 0.003),
+    ("ruin", 0.2, 0.2, 0.01),
+)
+_REACH_RUNS = ((10.0, 0.1), (30.0, 0.3), (3.0, 0.1))  # temperatures to reach a budget that greedy did not
 
 
 def solve(graph: Graph, costs: Costs, budget_bytes: int, options: Options = Options()) -> Solution:  # noqa: B008
@@ -155,12 +165,20 @@ class _View:
             return [] if found is None else [self._outer(found)]
         total = self.iterations(self.options.seconds)
         with _Search(self, budget_bytes, schedule) as search:
-            search.greedy()
-            for share, hot, cold in _RUNS:
+            fits = search.greedy()
+            for hot, cold in _REACH_RUNS:
                 left = deadline - time.perf_counter()
-                if left <= 0:
+                if fits or left <= 0:
                     break
-                search.anneal(int(share * total), hot, cold, left, until_it_fits=False)
+                fits = search.anneal(total // 4, hot, cold, left, until_it_fits=True)
+            for kind, share, hot, cold in _RUNS:
+                left = deadline - time.perf_counter()
+                if not fits or left <= 0:
+                    break
+                if kind == "ruin":
+                    search.ruin(int(share * total / _RUIN), hot, cold, left)
+                else:
+                    search.anneal(int(share * total), hot, cold, left, until_it_fits=False)
                 search.return_to_best()
             best = search.best()
         return [] if best is None else [self._outer(best)]
@@ -211,10 +229,9 @@ def _restricted(graph: Graph, costs: Costs, options: Options) -> tuple[Graph, Co
     def allowed(k: int, impl: Implementation) -> bool:
         return k == 0 or options.implementations is None or impl.name in options.implementations
 
-    index = tuple(
-        tuple(k for k, impl in enumerate(op.implementations) if allowed(k, impl)) for op in graph.operators
-    )
-    if options.recompute and all(len(i) == len(op.implementations) for i, op in zip(index, graph.operators, strict=True)):
+    index = tuple(tuple(k for k, impl in enumerate(op.implementations) if allowed(k, impl)) for op in graph.operators)
+    whole = all(len(kept) == len(op.implementations) for kept, op in zip(index, graph.operators, strict=True))
+    if options.recompute and whole:
         return graph, costs, index
     operators = tuple(
         dataclasses.replace(
@@ -228,9 +245,7 @@ def _restricted(graph: Graph, costs: Costs, options: Options) -> tuple[Graph, Co
     def pick(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(row[k] for k in kept) for row, kept in zip(table, index, strict=True))
 
-    workspace = tuple(
-        tuple(row[k] for k in kept) for row, kept in zip(costs.workspace_bytes, index, strict=True)
-    )
+    workspace = tuple(tuple(row[k] for k in kept) for row, kept in zip(costs.workspace_bytes, index, strict=True))
     return Graph(graph.name, graph.tensors, operators), Costs(costs.device, pick(costs.seconds), workspace), index
 
 
@@ -265,8 +280,13 @@ class _Search:
     def greedy(self) -> bool:
         return bool(self._library.monet_search_greedy(self._handle))
 
-    def anneal(self, iterations: int, hot: float, cold: float, time_limit: float, *, until_it_fits: bool) -> None:
+    def anneal(self, iterations: int, hot: float, cold: float, time_limit: float, *, until_it_fits: bool) -> bool:
+        """Whether there is a schedule that fits."""
         self._library.monet_search_anneal(self._handle, iterations, hot, cold, time_limit, until_it_fits)
+        return float(self._library.monet_search_best_seconds(self._handle)) < float("inf")
+
+    def ruin(self, iterations: int, hot: float, cold: float, time_limit: float) -> None:
+        self._library.monet_search_ruin(self._handle, iterations, hot, cold, time_limit)
 
     def return_to_best(self) -> None:
         self._library.monet_search_return_to_best(self._handle)
@@ -283,7 +303,9 @@ class _Search:
     def read(self, which: int) -> Schedule | None:
         """The best that fits (0) or the current state (1)."""
         forward_steps = ctypes.c_int64()
-        count = self._library.monet_search_read(self._handle, self._graph, which, 0, None, None, ctypes.byref(forward_steps))
+        count = self._library.monet_search_read(
+            self._handle, self._graph, which, 0, None, None, ctypes.byref(forward_steps)
+        )
         if forward_steps.value < 0:
             return None
         operators, implementations = array("i", bytes(4 * count)), array("i", bytes(4 * count))
@@ -298,6 +320,3 @@ class _Search:
         )
         steps = tuple(Step(o, k) for o, k in zip(operators, implementations, strict=True))
         return Schedule(steps[: forward_steps.value], steps[forward_steps.value :])
-
-
-__all__ = ["ScheduleError", "improve", "least_step_bytes", "most_frugal", "solve"]

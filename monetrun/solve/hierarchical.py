@@ -19,6 +19,7 @@ certain only where the gap, not the time, ends the search.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 import time
@@ -103,12 +104,11 @@ def solve(
     search = _Search(graph, costs, budget_bytes, options, progress)
     try:
         search.offer(plain_schedule(graph))
-        if not search.done() and options.recompute:
-            quick = dataclasses.replace(options, seconds=min(2.0, 0.05 * options.seconds))
-            first = greedy.solve(graph, costs, budget_bytes, quick).schedule
-            if first is not None:
-                search.offer(first)
+        _search_greedily(search, min(0.5, 0.05 * options.seconds))
         _search_blocks(search)
+        _search_greedily(search, min(15.0, 0.2 * options.seconds))
+        if search.best is None and search.relaxed is not None:
+            _repair(search, search.relaxed, 0.2 * search.left())
         _search_windows(search)
     except KeyboardInterrupt:
         search.interrupted = True
@@ -119,6 +119,16 @@ def solve(
     return Solution(search.best, search.bound_seconds, status, "hierarchical", time.monotonic() - search.began)
 
 
+def _search_greedily(search: _Search, seconds: float) -> None:
+    """Offer what the greedy solver finds."""
+    if search.done() or not search.options.recompute:
+        return
+    options = dataclasses.replace(search.options, seconds=min(seconds, search.left()))
+    schedule = greedy.solve(search.graph, search.costs, search.budget_bytes, options).schedule
+    if schedule is not None:
+        search.offer(schedule)
+
+
 def _search_blocks(search: _Search) -> None:
     """Solve programs over blocks, first for the bound, then, with room for what they do not see, for schedules."""
     graph, costs, options, budget_bytes = search.graph, search.costs, search.options, search.budget_bytes
@@ -127,7 +137,7 @@ def _search_blocks(search: _Search) -> None:
     margins: dict[int, int] | None = None
     slice_seconds = max(1.0, 0.15 * options.seconds)
     fruitless = 0
-    while not search.done() and fruitless < 4 and search.left() > 0.25 * options.seconds:
+    while not search.done() and fruitless < 4 and search.left() > 0.5 * options.seconds:
         relaxation = bound.relax(graph, costs, budget_bytes, points, options, local, margins)
         result = _minimize(search, relaxation, slice_seconds)
         if margins is None:
@@ -196,10 +206,12 @@ def _repair(search: _Search, schedule: Schedule, seconds: float) -> None:
         if not any(over) or timeline.seconds >= search.seconds:
             break
         worst = rng.choice([i for i, b in enumerate(over) if b >= 0.5 * max(over)])
-        free = _around(graph, schedule, worst, movable, length, rng)
-        program = ilp.build(graph, costs, budget_bytes, window_slots(graph, schedule, free, options), elastic=True)
+        whole = failures % 3 == 2
+        free = set(movable) if whole else _around(graph, schedule, worst, movable, length, rng)
+        slots = window_slots(graph, schedule, free, options, 2 + failures if whole else None)
+        program = ilp.build(graph, costs, budget_bytes, slots, elastic=True)
         start = ilp.start_from(graph, program, schedule)
-        limits = mip.Limits(min(left, 2.0), 0.01, seed=options.seed)
+        limits = mip.Limits(min(left, max(2.0, 0.3 * left) if whole else 2.0), 0.01, seed=options.seed)
         result = mip.minimize(program.problem, options.mip_solver, limits, start)
         search.interrupted |= result.interrupted
         length = min(length + 1, 20) if result.status == "optimal" else max(length - 2, 6)
@@ -242,25 +254,36 @@ def _around(
 
 
 def _search_windows(search: _Search) -> None:
-    """Free a few operators at a time, until the gap is reached or the time is up."""
+    """Free some operators at a time, or all within a reach, until the gap is reached or the time is up."""
     graph, options = search.graph, search.options
     movable = _movable(graph, search.budget_bytes)
     if not movable or not options.recompute:
         return
     rng = random.Random(options.seed)
-    length = 10
-    while search.best is not None and not search.done():
-        free = _choose(rng, movable, min(length, len(movable)))
-        began = time.monotonic()
-        status = _improve_window(search, free, min(3.0, search.left()))
-        took = time.monotonic() - began
-        # windows grow as long as they are solved quickly
-        if status == "optimal" and took < 0.5:
-            length = min(length + 1, 60)
-        elif status != "optimal":
-            length = max(length - 2, 4)
-        if len(free) == len(movable) and status == "optimal":
+    length, reach = 20, 2 if search.best is not None else 16
+    for turn in itertools.count():
+        if search.done() or (search.best is None and reach > 2 * len(movable)):
             return
+        if search.best is None or (turn % 8 == 0 and reach <= 2 * len(movable)):
+            before = search.seconds
+            status = _improve_window(search, set(movable), max(1.0, 0.4 * search.left()), reach)
+            if status == "optimal" and reach > len(movable):
+                return  # nothing better exists with runs where what they serve is read
+            if status == "optimal":
+                reach *= 2
+            elif search.best is None:
+                reach = 2 * reach  # more freedom, since this was not enough
+            elif search.seconds >= before:
+                reach = max(2, reach // 2) if reach > 2 else 2 * len(movable) + 1  # too large: leave it
+            continue
+        began = time.monotonic()
+        free = _choose(rng, movable, min(length, len(movable)))
+        status = _improve_window(search, free, min(3.0, search.left()), None if turn % 2 else 6)
+        # windows grow as long as they are solved quickly
+        if status == "optimal" and time.monotonic() - began < 0.7:
+            length = min(length + 2, len(movable))
+        elif status != "optimal":
+            length = max(length - 4, 6)
 
 
 def _movable(graph: Graph, budget_bytes: int) -> list[int]:
@@ -274,7 +297,7 @@ def _movable(graph: Graph, budget_bytes: int) -> list[int]:
 
 def _choose(rng: random.Random, movable: list[int], length: int) -> set[int]:
     """Neighbours, or two groups of neighbours: bytes that one place gives up may be worth more at another."""
-    groups = 1 if rng.random() < 0.5 else 2
+    groups = rng.choice((1, 1, 2, 3))
     free: set[int] = set()
     for _ in range(groups):
         size = max(1, length // groups)
@@ -283,14 +306,17 @@ def _choose(rng: random.Random, movable: list[int], length: int) -> set[int]:
     return free
 
 
-def _improve_window(search: _Search, free: set[int], seconds: float) -> str:
-    """Solve the window in which the operators ``free`` may run again anywhere; gives the solver's status."""
-    assert search.best is not None
-    slots = window_slots(search.graph, search.best, free, search.options)
+def _improve_window(search: _Search, free: set[int], seconds: float, reach: int | None) -> str:
+    """Solve the window of the best schedule in which the operators ``free`` may run again; the solver's status.
+
+    Without a schedule within the budget the window is one of the most frugal schedule that is known.
+    """
+    base = search.best or greedy.most_frugal(search.graph, search.costs)
+    slots = window_slots(search.graph, base, free, search.options, reach)
     program = ilp.build(search.graph, search.costs, search.budget_bytes, slots)
     if program.infeasible:
         return "infeasible"
-    start = ilp.start_from(search.graph, program, search.best)
+    start = ilp.start_from(search.graph, program, base)
     limits = mip.Limits(seconds, search.mip_gap() / 4, seed=search.options.seed)
     result = mip.minimize(program.problem, search.options.mip_solver, limits, start)
     search.interrupted |= result.interrupted
@@ -299,11 +325,14 @@ def _improve_window(search: _Search, free: set[int], seconds: float) -> str:
     return result.status
 
 
-def window_slots(graph: Graph, schedule: Schedule, free: set[int], options: Options) -> list[Slot]:
+def window_slots(
+    graph: Graph, schedule: Schedule, free: set[int], options: Options, reach: int | None = None
+) -> list[Slot]:
     """The slots of a window: ``schedule``'s own steps, and beside them runs of the operators ``free``.
 
     A free operator may run before each step that reads what it, or another free one, reads or writes: elsewhere
-    nothing changes for it. Steps that only served runs of free operators are freed as well.
+    nothing changes for it. With ``reach`` it may only do so where it runs now, and where one of the next ``reach`` free
+    operators' outputs is read: enough for a window over the whole network. Steps that only served runs of free operators are freed as well.
     """
     operators = graph.operators
     free = set(free)
@@ -334,15 +363,25 @@ def window_slots(graph: Graph, schedule: Schedule, free: set[int], options: Opti
             slots.append(Slot(op.id, choices(op.id, ran[op.id]), compulsory, FORWARD))
         elif op.optional and op.id in free:
             slots.append(Slot(op.id, ilp.allowed_choices(graph, op.id, options), False, FORWARD))
-    running = False
+    place = {i: n for n, i in enumerate(again)}
+    running: list[int] = []
     for step in schedule.backward:
         if step.operator in free:
-            running = True
+            running.append(step.operator)
             continue
         options_here = choices(step.operator, step.implementation)
         reads = {t for k in options_here for t in operators[step.operator].implementations[k].inputs}
-        if running or not touched.isdisjoint(reads):
-            slots += [Slot(i, ilp.allowed_choices(graph, i, options), False, BACKWARD) for i in again]
+        here: set[int] = set()
+        if reach is not None:
+            near = [place[graph.writer[t]] for t in reads if graph.writer[t] in place]
+            here = here.union(*(again[max(0, n - reach) : n + 1] for n in near))
+        elif running or not touched.isdisjoint(reads):
+            here = set(again)
+        # what runs here now gets slots in its own order: where that is not the graph's, some operators get several
+        cuts = [n for n in range(1, len(running)) if running[n] <= running[n - 1]]
+        for begin, end in itertools.pairwise([0, *cuts, len(running)]):
+            group = sorted({*running[begin:end], *(here if begin == 0 else ())})
+            slots += [Slot(i, ilp.allowed_choices(graph, i, options), False, BACKWARD) for i in group]
         slots.append(Slot(step.operator, options_here, True, BACKWARD))
-        running = False
+        running = []
     return slots

@@ -13,7 +13,7 @@ The variables, named as in the paper:
 * ``P``: a tensor is present between two slots of one stage.
 * ``SM``, the paper's product of S and M in its memory constraints, is not needed: the memory at a slot is the sum of
   what is stored or present there, which holds what the chosen implementation reads. That keeps the program linear,
-  and, given R and M, the least S and P are integers: they are left continuous.
+  and, given R and M, the least S and P are integers: they could be continuous, but as binaries solvers are some thirty times faster.
 
 The class of schedules: between two backward operators each replayable forward operator runs at most once, in the
 graph's order. Of those the program's optimum is a cheapest one under the rules of ``monetrun.simulate``.
@@ -170,11 +170,11 @@ def _split(graph: Graph, slots: Sequence[Slot], events: dict[int, list[tuple[int
     variable: set[int] = set()
     for slot in slots:
         op = graph.operators[slot.operator]
-        reads = [set(op.implementations[k].inputs) for k in slot.choices]
+        inputs = [frozenset(op.implementations[k].inputs) for k in slot.choices]
         if not slot.compulsory:
-            variable.update(op.outputs, *reads)
-        elif len(reads) > 1:
-            variable |= set.union(*reads) - set.intersection(*reads)
+            variable.update(op.outputs, *inputs)
+        elif len(inputs) > 1:
+            variable |= frozenset().union(*inputs) - frozenset.intersection(*inputs)
     last_reads: set[tuple[int, int]] = set()
     change = [0] * (len(slots) + 2)
     for t, slots_of_t in events.items():
@@ -315,9 +315,9 @@ def build(graph: Graph, costs: Costs, budget_bytes: int, slots: Sequence[Slot], 
                     kept.add([(*after[i, t], -1.0), *terms], -constant)
 
         # No tensor is written again while it is stored: that would be for nothing (it cuts off fractions only).
-        if not slot.compulsory and len(op.outputs) == 1 and (i, op.outputs[0]) in before:
-            if not tensors[op.outputs[0]].kept:
-                cuts.add([("R", runs[i], 1.0), (*before[i, op.outputs[0]], 1.0)], 1.0)
+        single = op.outputs[0] if len(op.outputs) == 1 and not tensors[op.outputs[0]].kept else -1
+        if not slot.compulsory and (i, single) in before:
+            cuts.add([("R", runs[i], 1.0), (*before[i, single], 1.0)], 1.0)
 
         # Running in place of t ends t: M[i, l] <= 1 - (t's S or P after the slot).
         for k, impl in enumerate(implementations):
@@ -376,7 +376,8 @@ def build(graph: Graph, costs: Costs, budget_bytes: int, slots: Sequence[Slot], 
             variables[name] = cp.Variable(count[name], name=name, boolean=True)
     for name in ("S", "P"):
         if count[name]:
-            variables[name] = cp.Variable(count[name], name=name, bounds=[np.array(lower[name]), np.ones(count[name])])
+            bounds = [np.array(lower[name]), np.ones(count[name])]
+            variables[name] = cp.Variable(count[name], name=name, boolean=True, bounds=bounds)
     blocks = (reads, keeps, kept, in_place, cuts, memory)
     if count["E"]:
         variables["E"] = cp.Variable(count["E"], name="E", nonneg=True)
@@ -385,7 +386,7 @@ def build(graph: Graph, costs: Costs, budget_bytes: int, slots: Sequence[Slot], 
     infeasible |= any(rows.impossible for rows in blocks)
     objective = sum((np.array(seconds[n]) @ variables[n] for n in ("R", "M") if n in variables), cp.Constant(0.0))
     if count["E"]:
-        objective += _ELASTIC_PRICE * cp.sum(variables["E"])
+        objective += np.full(count["E"], _ELASTIC_PRICE) @ variables["E"]
     return Program(
         cp.Problem(cp.Minimize(objective), constraints),
         count,
@@ -432,7 +433,7 @@ def start_from(graph: Graph, program: Program, schedule: Schedule) -> dict[str, 
             value["M"][picks[k]] = 1.0
     for t, intervals in program.spans.items():
         wanted = False
-        for index, until, name, j in reversed(intervals):
+        for _, until, name, j in reversed(intervals):
             if until < len(program.slots) and used[until] >= 0:
                 op = graph.operators[program.slots[until].operator]
                 if t in op.implementations[program.slots[until].choices[used[until]]].inputs:
@@ -449,6 +450,13 @@ def start_from(graph: Graph, program: Program, schedule: Schedule) -> dict[str, 
     if program.sizes["E"]:
         value["E"] = program.memory.excess(value)
     return value
+
+
+def _in_seconds(progress: mip.Progress | None, fixed: float, unit: float) -> mip.Progress | None:
+    """``progress`` for a program whose objective counts in ``unit``, on top of ``fixed`` seconds."""
+    if progress is None:
+        return None
+    return lambda objective, bound: progress(fixed + objective * unit, fixed + bound * unit)
 
 
 def solve(
@@ -486,7 +494,7 @@ def solve(
             options.mip_solver,
             mip.Limits(options.seconds - (time.monotonic() - began), options.gap * 0.5, seed=options.seed),
             start_from(graph, program, tidy.without_dead_runs(graph, best)),
-            None if progress is None else lambda o, b: progress(fixed + o * unit, fixed + b * unit),
+            _in_seconds(progress, fixed, unit),
         )
         bound_seconds = max(0.0, fixed + result.bound * unit)
         if result.value is None:

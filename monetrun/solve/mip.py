@@ -19,7 +19,7 @@ import numpy as np
 import pyscipopt
 import scipy.sparse as sp
 from numpy.typing import NDArray
-from pyscipopt.scip import Expr, ExprCons, Term
+from pyscipopt.scip import PY_SCIP_EVENTTYPE, PY_SCIP_PARAMSETTING, Expr, ExprCons, Term
 
 from monetrun.errors import UsageError
 
@@ -164,29 +164,28 @@ class Rows:
         rhs = np.array(self._rhs)
         return [total == rhs if equal else total <= rhs]
 
-
     def excess(self, value: dict[str, Vector]) -> Vector:
         """By how much each row's left side is over its right side, or 0."""
         total = -np.array(self._rhs)
         for name, (rows, columns, coefficients) in self._entries.items():
             np.add.at(total, rows, np.array(coefficients) * value[name][columns])
-        return np.maximum(total, 0.0)
+        return np.asarray(np.maximum(total, 0.0))
 
 
 _Raw = tuple[str, "Vector | None", float, float, bool]
 
 
-class _Incumbents(pyscipopt.Eventhdlr):  # type: ignore[misc]
+class _Incumbents(pyscipopt.Eventhdlr):
     """Tells ``progress`` of SCIP's new incumbents."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
 
     def eventinit(self) -> None:
-        self.model.catchEvent(pyscipopt.SCIP_EVENTTYPE.BESTSOLFOUND, self)
+        self.model.catchEvent(PY_SCIP_EVENTTYPE.BESTSOLFOUND, self)
 
     def eventexit(self) -> None:
-        self.model.dropEvent(pyscipopt.SCIP_EVENTTYPE.BESTSOLFOUND, self)
+        self.model.dropEvent(PY_SCIP_EVENTTYPE.BESTSOLFOUND, self)
 
     def eventexec(self, event: object) -> None:
         self.progress(self.model.getPrimalbound(), self.model.getDualbound())
@@ -223,7 +222,7 @@ def _scip(m: _Matrices, limits: Limits, x0: Vector | None, progress: Progress | 
         handler = _Incumbents(progress)
         model.includeEventhdlr(handler, "incumbents", "tells of new incumbents")
     if x0 is not None:
-        model.setHeuristics(pyscipopt.SCIP_PARAMSETTING.FAST)  # with a start the time is better spent on the bound
+        model.setHeuristics(PY_SCIP_PARAMSETTING.FAST)  # with a start the time is better spent on the bound
         start = model.createSol()
         for v, value in zip(x, x0.tolist(), strict=True):
             model.setSolVal(start, v, value)
@@ -256,8 +255,8 @@ def _highs(m: _Matrices, limits: Limits, x0: Vector | None, progress: Progress |
     model.a_matrix_.value_ = m.matrix.data
     kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
     model.integrality_ = [kinds[int(i)] for i in m.integral] if m.integral.any() else []
-    highs = highspy.Highs()
-    options: dict[str, object] = {
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
+    options: dict[str, bool | int | float] = {
         "output_flag": False,
         "threads": 1,
         "time_limit": max(limits.seconds, 0.01),

@@ -1,0 +1,87 @@
+"""Plan problems of monetrun's instance format at every budget they list, and print how good the schedules are.
+
+    python recipes/plan_instances.py FILE... --algorithm hierarchical --seconds 10 --out DIR
+
+For each FILE and budget it writes DIR/<name>.<column>.json = {"schedule": [operator numbers], "overhead", "bound",
+"seconds"}: overhead and bound as fractions of the plain step, null where there is no schedule. The overhead is
+simulate's, the bound the solver's, gap = overhead - bound.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from monetrun import instances
+from monetrun.plan import Options, Solution, plain_schedule
+from monetrun.simulate import simulate
+from monetrun.solve import names, solver
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--algorithm", default="hierarchical", show_default=True, type=click.Choice(names()))
+@click.option("--seconds", default=10.0, show_default=True, help="Time limit for one budget.")
+@click.option("--out", default=None, type=click.Path(file_okay=False, path_type=Path), help="Folder for the schedules.")
+@click.option("--columns", default="", help="Only these budgets, by comma: 0.5,0.4")
+@click.option("--seed", default=0, show_default=True)
+def main(files: tuple[Path, ...], algorithm: str, seconds: float, out: Path | None, columns: str, seed: int) -> None:
+    """Plan every FILE at every budget that it lists."""
+    table = Table(title=f"{algorithm}, {seconds:g} s per budget")
+    for heading in ("problem", "budget", "overhead %", "best known %", "bound %", "gap %", "seconds", "status"):
+        table.add_column(heading, justify="left" if heading in ("problem", "status") else "right")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    ratios = []
+    for file in files:
+        instance = instances.read(file)
+        for column, budget_bytes in instance.budgets.items():
+            if columns and column not in columns.split(","):
+                continue
+            solution = solver(algorithm)(
+                instance.graph, instance.costs, budget_bytes, Options(seconds=seconds, seed=seed)
+            )
+            overhead, bound = measure(instance, budget_bytes, solution)
+            known = instance.best_known[column]
+            if overhead is not None and known:
+                ratios.append(overhead / known)
+            gap = None if overhead is None else max(0.0, overhead - bound)
+            table.add_row(
+                file.stem,
+                column,
+                *(percent(value) for value in (overhead, known, bound, gap)),
+                f"{solution.seconds:.1f}",
+                solution.status,
+            )
+            if out is not None:
+                numbers = None if solution.schedule is None else instances.to_numbers(solution.schedule)
+                result = {"schedule": numbers, "overhead": overhead, "bound": bound, "seconds": solution.seconds}
+                (out / f"{file.stem}.{column}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+    Console(width=110).print(table)
+    if ratios:
+        click.echo(f"mean of overhead / best known over {len(ratios)} budgets: {sum(ratios) / len(ratios):.3f}")
+
+
+def measure(instance: instances.Instance, budget_bytes: int, solution: Solution) -> tuple[float | None, float]:
+    """Overhead (None without a schedule) and bound, as fractions of the plain step."""
+    graph, costs = instance.graph, instance.costs
+    plain_seconds = simulate(graph, costs, plain_schedule(graph)).seconds
+    bound = max(0.0, solution.bound_seconds / plain_seconds - 1)
+    if solution.schedule is None:
+        return None, bound
+    timeline = simulate(graph, costs, solution.schedule)
+    if timeline.peak_bytes > budget_bytes:
+        raise AssertionError(f"{solution.solver}: a peak of {timeline.peak_bytes} bytes, over {budget_bytes}")
+    return timeline.seconds / plain_seconds - 1, bound
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f}"
+
+
+if __name__ == "__main__":
+    main()

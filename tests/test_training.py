@@ -1,0 +1,52 @@
+"""Trained under monetrun, a script's losses, weights and buffers are those of the plain run, within the budget."""
+
+import pytest
+import torch
+import zoo
+
+from monetrun import worker
+from monetrun.errors import InfeasibleBudget
+from monetrun.ops import cpu_allocator
+from monetrun.settings import RUN, Settings
+
+SHARE = "0.6x"
+
+
+def trained(case, budget, steps=4, **options):
+    """Losses and state of ``case`` trained under ``budget``, and the engine that ran it."""
+    session = worker.Session(Settings(mode=RUN, budget=budget, solver_seconds=4.0, **options))
+    session.watch_process()
+    try:
+        losses, state = zoo.train(case, steps)
+        return losses, state, session.engine, session.warned
+    finally:
+        session.close()
+
+
+def trained_in_half(case, steps=4, share=SHARE):
+    """At ``share``, or halfway between the smallest feasible budget and the plain peak where weights make it larger."""
+    try:
+        return trained(case, share, steps)
+    except InfeasibleBudget as error:
+        halfway = (error.smallest_bytes + error.plain_bytes) // 2
+        return trained(case, str(halfway), steps)
+
+
+@pytest.mark.parametrize("case", sorted(set(zoo.CASES) - {"lengths"}))
+def test_training_is_the_same_and_the_budget_is_kept(case):
+    plain_losses, plain_state = zoo.train(case)
+    losses, state, engine, warned = trained_in_half(case)
+    assert losses == plain_losses
+    assert state.keys() == plain_state.keys()
+    assert [k for k in state if not torch.equal(state[k], plain_state[k])] == []
+    assert warned == set()
+    plan = engine.plan
+    print(case, plan.plain_peak_bytes, plan.budget_bytes, plan.planned_peak_bytes, engine.peak_bytes, plan.overhead)
+    assert plan.planned_peak_bytes < plan.plain_peak_bytes
+    assert engine.peak_bytes <= plan.budget_bytes
+    assert abs(engine.peak_bytes / plan.planned_peak_bytes - 1) <= 0.02
+
+
+@pytest.fixture(autouse=True)
+def _counted():
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
