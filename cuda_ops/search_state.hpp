@@ -266,7 +266,8 @@ class SearchState {
     const int32_t t = g_.in_place_of[v];
     if (t < 0 || g_.tensor_flags[t] || g_.seconds[v] > g_.seconds[k] || g_.workspace[v] > g_.workspace[k]) return false;
     if (g_.nbytes[t] != g_.nbytes[g_.outputs[g_.output_start[o]]]) return false;
-    const Span a = reads_of(k), b = reads_of(v);
+    const Span a{&g_.inputs[g_.input_start[k]], &g_.inputs[g_.input_start[k + 1]]};
+    const Span b{&g_.inputs[g_.input_start[v]], &g_.inputs[g_.input_start[v + 1]]};
     return std::is_permutation(a.begin(), a.end(), b.begin(), b.end());
   }
 

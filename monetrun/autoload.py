@@ -20,5 +20,5 @@ def autoload() -> None:
         from monetrun import worker
 
         worker.start(os.environ)
-    except Exception:  # noqa: BLE001 - the one place that must not raise
+    except Exception:
         logging.getLogger("monetrun").exception("monetrun could not start in this process; the script runs as it is")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import fx
@@ -13,10 +13,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 from monetrun import execute
 from monetrun.capture import JointGraph, capture, operators_kept_whole
-from monetrun.errors import CaptureFailed, MonetrunError
 from monetrun.meter import Meter
 from monetrun.ops.random import DECOMPOSITIONS
-from monetrun.plan import Schedule, plain_schedule
+from monetrun.plan import Schedule
 
 # The calls of each graph that are timed, to report what recomputation really costs: early ones, but not the first.
 _TIMED_CALLS = range(2, 5)
@@ -122,7 +121,7 @@ class Calls:
     ``totals`` are added up over all graphs of the process: seconds in timed calls, and of these in recomputation.
     """
 
-    totals = {"seconds": 0.0, "again_seconds": 0.0}
+    totals: ClassVar[dict[str, float]] = {"seconds": 0.0, "again_seconds": 0.0}
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
@@ -177,11 +176,3 @@ def measured_overhead() -> float | None:
     """Seconds spent in recomputation over the other seconds of the timed calls; None before any."""
     seconds, again = Calls.totals["seconds"], Calls.totals["again_seconds"]
     return again / (seconds - again) if seconds > again else None
-
-
-def plain(joint: JointGraph) -> Schedule:
-    """What a graph runs when memory is no object."""
-    return plain_schedule(joint.graph)
-
-
-__all__ = ["Backend", "CaptureFailed", "Chooser", "MonetrunError", "measured_overhead", "plain"]

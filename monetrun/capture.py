@@ -118,9 +118,7 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
         module.graph.erase_node(node)
 
 
-def capture(
-    module: fx.GraphModule, forward_outputs: int, name: str, static_inputs: Sequence[int] = ()
-) -> JointGraph:
+def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inputs: Sequence[int] = ()) -> JointGraph:
     """Describe a joint module.
 
     Args:
@@ -163,7 +161,9 @@ class _Reader:
                 if written is not None:
                     found.append((node, phase, written))
         kept = {self.storage[n] for n in (*self.outputs, *self.gradients) if n in self.storage}
-        tensors = tuple(Tensor(t.id, t.nbytes, t.external, t.id in kept and not t.external, t.name) for t in self.tensors)
+        tensors = tuple(
+            Tensor(t.id, t.nbytes, t.external, t.id in kept and not t.external, t.name) for t in self.tensors
+        )
         operators, overwrites = [], {}
         for i, (node, phase, written) in enumerate(found):
             positions = self._in_place_positions(node, written, tensors)
@@ -314,7 +314,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -328,7 +328,7 @@ def is_random(node: fx.Node) -> bool:
     if "dropout_p" in names:
         position = names.index("dropout_p")
         given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-        return given != 0.0
+        return bool(given != 0.0)
     return True
 
 

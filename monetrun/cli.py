@@ -28,6 +28,7 @@ from monetrun.job import Job
 from monetrun.script import check_script
 from monetrun.store import Store, default_root
 
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv[1:]`` by default) and give the exit code; errors are printed, not raised."""
     words = list(sys.argv[1:] if argv is None else argv)

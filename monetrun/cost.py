@@ -1,8 +1,8 @@
 """What each operator costs: measured on this device, one call at a time, or estimated from bytes and flops.
 
-Every distinct operator (target, shapes, dtypes, layouts, constants) is timed once, in interleaved rounds, and the median
-is kept in the store, so that a second run plans with the same numbers. The bytes that a call allocates beside its
-outputs (its workspace) are counted by the allocator in the same calls.
+Every distinct operator (target, shapes, dtypes, layouts, constants) is timed once, in interleaved rounds, and the
+median is kept in the store, so that a second run plans with the same numbers. The bytes that a call allocates beside
+its outputs (its workspace) are counted by the allocator in the same calls.
 """
 
 from __future__ import annotations

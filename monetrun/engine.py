@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,14 @@ from monetrun.capture import JointGraph
 from monetrun.cost import OperatorCost
 from monetrun.device import default_kind, query, smallest
 from monetrun.errors import InfeasibleBudget, MonetrunError, PlanMismatch
+from monetrun.graph import BACKWARD, FORWARD
 from monetrun.meter import meter_for
 from monetrun.plan import Options, Plan, Schedule, Solution
 from monetrun.recorder import Recorder, cost_key
 from monetrun.settings import PROBE
 from monetrun.simulate import simulate
 from monetrun.solve import greedy
-from monetrun.step import BACKWARD, FORWARD, StepRecord, call, replay
+from monetrun.step import StepRecord, call, replay
 from monetrun.store import Store
 
 if TYPE_CHECKING:
@@ -243,10 +245,10 @@ class Engine:
             self.meter.reset_peak()
             self.steps = max(1, self.steps)
 
-    def gradients_dropped(self) -> None:
+    def gradients_dropped(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script called ``zero_grad``."""
-        if self.recorder is not None:
-            self.recorder.gradients_dropped()
+        if self.recorder is not None and not self.first_step_done:
+            self.recorder.gradients_dropped(parameters, set_to_none)
 
     def optimizer_begins(self, again: bool) -> None:
         """An optimizer's step begins; a probe that sees one's second step has seen enough."""

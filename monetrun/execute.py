@@ -1,8 +1,8 @@
 """Build the forward and backward modules that run a schedule.
 
 Each is a plain fx graph in the schedule's order. fx's generated code drops every value after its last reader (boxed
-calling convention: saved tensors too), so the modules allocate and free exactly as ``simulate`` replays them, without an
-interpreter and without any bookkeeping at run time.
+calling convention: saved tensors too), so the modules allocate and free exactly as ``simulate`` replays them, without
+an interpreter and without any bookkeeping at run time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Pass:
 def build(joint: JointGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two modules of ``schedule``, in AOTAutograd's calling convention.
 
-    The forward takes the primals and gives the outputs, then the saved values; the backward takes the saved values, then
-    the tangents, and gives the gradients.
+    The forward takes the primals and gives the outputs, then the saved values; the backward takes the saved values,
+    then the tangents, and gives the gradients.
 
     Args:
         joint: the captured graph.
@@ -74,7 +74,9 @@ class _Builder:
 
         # the backward is built before the forward's end, since it tells which values are saved
         for step in self.schedule.backward:
-            self._run(self.backward, step, self._load_backward, again=joint.graph.operators[step.operator].phase == FORWARD)
+            self._run(
+                self.backward, step, self._load_backward, again=joint.graph.operators[step.operator].phase == FORWARD
+            )
         gradients = [self._output(self.backward, n, self._load_backward) for n in joint.gradients]
         self.backward.graph.output(tuple(gradients))
 
@@ -150,11 +152,11 @@ class _Builder:
     def _run(self, into: _Pass, step: Step, load: Callable[[fx.Node], fx.Node], *, again: bool) -> None:
         node = self.joint.nodes[step.operator]
         position = self.joint.overwrites.get((step.operator, step.implementation))
-        target = node.target
+        target: Any = node.target
         if position is not None:
             new = in_place.emit(into.graph, node, position, load)
         else:
-            target, args = replay.second_run(node) if again else (node.target, node.args)
+            target, args = replay.second_run(node) if again else (target, node.args)
             arguments, keywords = fx.map_arg((args, node.kwargs), load)
             new = into.graph.call_function(target, arguments, keywords)
         new.meta = _metadata(node)
@@ -171,7 +173,8 @@ class _Builder:
         for user in node.users:
             if user.target is not operator.getitem or self.joint.storage.get(user, None) not in stale:
                 continue
-            if target is node.target or user.args[1] < len(target._schema.returns):  # a second run may give less
+            index: Any = user.args[1]
+            if target is node.target or index < len(target._schema.returns):  # a second run may give less
                 into.values[user] = _call(into.graph, user, operator.getitem, (new, user.args[1]), {})
         if node not in self.joint.storage:
             into.values.pop(node)

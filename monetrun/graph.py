@@ -168,17 +168,17 @@ def check(graph: Graph, costs: Costs | None = None) -> None:
         if op.id != i or not op.implementations:
             raise ValueError(f"operator {i}: id {op.id}, {len(op.implementations)} implementations")
         for impl in op.implementations:
-            for t in impl.inputs:
-                if not 0 <= t < len(graph.tensors):
-                    raise ValueError(f"operator {i} reads tensor {t}, which does not exist")
-                if not graph.tensors[t].external and t not in writer:
-                    raise ValueError(f"operator {i} reads tensor {t} before it is written")
+            for read in impl.inputs:
+                if not 0 <= read < len(graph.tensors):
+                    raise ValueError(f"operator {i} reads tensor {read}, which does not exist")
+                if not graph.tensors[read].external and read not in writer:
+                    raise ValueError(f"operator {i} reads tensor {read} before it is written")
             if impl.in_place_of is not None and (impl.in_place_of not in impl.inputs or not op.outputs):
                 raise ValueError(f"operator {i} is in place of tensor {impl.in_place_of}, which it does not read")
-        for t in op.outputs:
-            if t in writer or graph.tensors[t].external:
-                raise ValueError(f"tensor {t} is written by operator {i} and by another, or is external")
-            writer[t] = i
+        for written in op.outputs:
+            if written in writer or graph.tensors[written].external:
+                raise ValueError(f"tensor {written} is written by operator {i} and by another, or is external")
+            writer[written] = i
     for t in graph.tensors:
         if not t.external and t.id not in writer:
             raise ValueError(f"tensor {t.id} is never written")

@@ -1,7 +1,7 @@
 """One launch, from its options to the variables its workers get, and its report afterwards.
 
-Budget, cache, probe, plan: what is asked for is looked up by what determines it (the script, its arguments, the devices,
-torch), and only what is missing is done.
+Budget, cache, probe, plan: what is asked for is looked up by what determines it (the script, its arguments, the
+devices, torch), and only what is missing is done.
 """
 
 from __future__ import annotations
@@ -243,7 +243,12 @@ class Job:
         stderr_file = self.folder / "probe_stderr.txt"
         with stderr_file.open("wb") as stderr, self._status("trial run up to the first optimizer step"):
             code = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, check=False
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                check=False,
             ).returncode
         if code == _PROBED:
             record = codec.loads(StepRecord, Path(settings.record_file).read_text())

@@ -1,4 +1,4 @@
-"""The first training step, run on the most frugal schedules and watched: gives the ``StepRecord`` that is planned from."""
+"""The first training step, run on the most frugal schedules and watched: gives the ``StepRecord`` to plan from."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from monetrun.plan import Schedule
 from monetrun.solve import greedy
 from monetrun.step import OUTSIDE, Event, StepRecord, call
 from monetrun.store import Store, key
+
+# Gradients that zero_grad(set_to_none=False) keeps: the new ones are added to them after the last backward.
+_NEVER = -1
 
 _log = logging.getLogger("monetrun")
 
@@ -53,7 +56,9 @@ class Recorder:
         self.state_bytes = 0
         self.parameters: list[torch.Tensor] = []
         self.gradient_bytes = 0
-        self.zeroed = ""  # "before", "between" or "after" forward and backward: where gradients are dropped
+        self.drops: list[tuple[int, list[torch.Tensor]]] = []  # at which stretch whose gradients were dropped
+        self._dropped: set[int] = set()
+        self._gradients: dict[int, int] = {}
         self._number: dict[str, int] = {}
         self._start = 0
         self._running = False
@@ -91,16 +96,20 @@ class Recorder:
         """It has ended; what stays allocated is the optimizer's state. ``parameters``: all that are trained."""
         self.parameters = list(parameters)
         self.gradient_bytes = _bytes_of(p.grad for p in self.parameters)
+        self._gradients = {id(p): _bytes_of([p.grad]) for p in self.parameters}
         if self.stretches:
             self._close(OUTSIDE, name=f"{name}.step")
             stretch = self.stretches[-1]
             self.state_bytes += max(0, stretch.end_bytes - stretch.start_bytes)
 
-    def gradients_dropped(self) -> None:
-        """The script called ``zero_grad`` and let go of the gradients."""
-        if not self.zeroed:
-            seen = {s.kind for s in self.stretches}
-            self.zeroed = "before" if not seen else "after" if BACKWARD in seen else "between"
+    def gradients_dropped(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
+        """The script called ``zero_grad``: from the second step on, the last step's gradients lie there until now.
+
+        Those that this step has computed already are not the last step's: the script drops them at its end.
+        """
+        waiting = [p for p in parameters if p.grad is None and id(p) not in self._dropped]
+        self._dropped.update(id(p) for p in waiting)
+        self.drops.append((len(self.stretches) if set_to_none else _NEVER, waiting))
 
     def _close(self, kind: str, graph: int = -1, name: str = "") -> None:
         self.meter.synchronize()
@@ -132,7 +141,14 @@ class Recorder:
         events: list[Event] = []
         first = self.stretches[0].end_bytes if self.stretches else 0
         now = first
-        for stretch in self.stretches[1:]:
+        freed = self._waiting_gradients()
+        last_backward = max((i for i, s in enumerate(self.stretches) if s.kind == BACKWARD), default=0)
+        for i, stretch in enumerate(self.stretches):
+            if i - 1 in freed or (i - 1 == last_backward and _NEVER in freed):
+                where = i - 1 if i - 1 in freed else _NEVER
+                events.append(Event(OUTSIDE, -1, -freed[where], 0, "last step's gradients"))
+            if i == 0:
+                continue
             if stretch.kind == OUTSIDE:
                 delta, peak = stretch.end_bytes - now, max(0, stretch.peak_bytes - now)
                 grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
@@ -145,15 +161,14 @@ class Recorder:
             known = call(joint.graph, costs[stretch.graph], schedule, released)
             now += known.saved_bytes if stretch.kind == FORWARD else known.backward_delta_bytes
             _log.debug("%s %d: simulated %d, measured %d", stretch.kind, stretch.graph, now, stretch.end_bytes)
-        gradients = self.gradient_bytes
         end = self.stretches[-1].end_bytes if self.stretches else 0
-        left = max(0, end - first - self.state_bytes - gradients)
-        under = gradients if self.zeroed == "between" else 0
-        if left or under:
-            # last step's outputs are held until this step's forward has given new ones
-            events.insert(0, Event(OUTSIDE, -1, left + under, left + under, "last step's outputs"))
+        left = max(0, end - first - self.state_bytes - self.gradient_bytes)
+        if left:  # last step's outputs are held until this step's forward has given new ones
+            events.insert(0, Event(OUTSIDE, -1, left, left, "last step's outputs"))
             back = next((i for i, e in enumerate(events) if e.kind == BACKWARD), len(events))
-            events.insert(back, Event(OUTSIDE, -1, -left - under, 0, "last step's outputs"))
+            events.insert(back, Event(OUTSIDE, -1, -left, 0, "last step's outputs"))
+        if waiting := sum(freed.values()):
+            events.insert(0, Event(OUTSIDE, -1, waiting, waiting, "last step's gradients"))
         weights = _bytes_of(self.parameters)
         return StepRecord(
             graphs=tuple(j.graph for j in self.joints),
@@ -162,7 +177,7 @@ class Recorder:
             base_bytes=first + self.state_bytes,
             ledger={
                 "parameters": weights,
-                "gradients": gradients,
+                "gradients": self.gradient_bytes,
                 "optimizer state": self.state_bytes,
                 "script (batch, buffers, ...)": max(0, first - weights),
             },
@@ -170,6 +185,15 @@ class Recorder:
             torch_version=torch.__version__,
             exact=self.meter.exact,
         )
+
+    def _waiting_gradients(self) -> dict[int, int]:
+        """Bytes of the last step's gradients, by the stretch at whose end they are gone."""
+        found: dict[int, int] = {}
+        for position, parameters in self.drops:
+            nbytes = sum(self._gradients.get(id(p), 0) for p in parameters)
+            if nbytes and position:
+                found[position] = found.get(position, 0) + nbytes
+        return found
 
     def _released(self, stretch: _Stretch, costs: Costs) -> tuple[int, ...]:
         """The external tensors that a backward was seen to free: the largest that explain the bytes."""

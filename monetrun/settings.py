@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from monetrun.errors import UsageError
 
@@ -78,9 +79,9 @@ class Settings:
             text = environ.get(name if field.name in ("rank", "world_size") else PREFIX + name)
             if text is None:
                 continue
-            kind = type(field.default)
+            kind: Any = type(field.default)
             try:
-                given[field.name] = bool(int(text)) if kind is bool else kind(text)  # type: ignore[call-arg]
+                given[field.name] = bool(int(text)) if kind is bool else kind(text)
             except ValueError as error:
                 raise UsageError(f"{PREFIX}{name} is {text!r}, expected {kind.__name__}") from error
         return cls(**given)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """A whole training step: what a trial run saw of it, and its replay under other schedules.
 
 A step is more than its graphs: weights and optimizer state lie under them, the script computes a loss between a forward
-and its backward, holds the batch and last step's outputs, and runs the optimizer. A ``StepRecord`` has the graphs, and what
-happened between their calls, as bytes; ``replay`` puts the two together, so that the peak of the *step* under any
+and its backward, holds the batch and last step's outputs, and runs the optimizer. A ``StepRecord`` has the graphs, and
+what happened between their calls, as bytes; ``replay`` puts the two together, so that the peak of the *step* under any
 schedules comes from ``simulate`` and from measured bytes, and from nothing else.
 """
 
@@ -70,7 +70,9 @@ class StepRecord:
     @cached_property
     def rounds(self) -> tuple[tuple[int, int], ...]:
         """Ranges of events, each from where nothing is saved for a backward to where nothing is saved again."""
-        found, start, pending = [], None, 0
+        found: list[tuple[int, int]] = []
+        start: int | None = None
+        pending = 0
         for i, event in enumerate(self.events):
             if event.kind == FORWARD:
                 start = (i if found else 0) if start is None else start
@@ -287,9 +289,7 @@ class _Joiner:
         if event.kind == FORWARD:
             for tensor in graph.tensors:
                 self.tensor_of[event.graph, tensor.id] = len(self.tensors)
-                self.tensors.append(
-                    Tensor(len(self.tensors), tensor.nbytes, tensor.external, tensor.kept, tensor.name)
-                )
+                self.tensors.append(Tensor(len(self.tensors), tensor.nbytes, tensor.external, tensor.kept, tensor.name))
         for op in graph.operators:
             if op.phase == event.kind:
                 implementations = tuple(

@@ -118,11 +118,11 @@ class Session:
                 session.optimizer_made(self)
 
         def zeroed_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
-            session.gradients_dropped(set_to_none)
+            session.gradients_dropped((p for g in self.param_groups for p in g["params"]), set_to_none)
             zero_optimizer(self, set_to_none)
 
         def zeroed_module(self: nn.Module, set_to_none: bool = True) -> None:
-            session.gradients_dropped(set_to_none)
+            session.gradients_dropped(self.parameters(), set_to_none)
             zero_module(self, set_to_none)
 
         for owner, name, function, original in (
@@ -178,10 +178,10 @@ class Session:
             elif reason:
                 self.give_up(f"{type(module).__name__} runs without a plan: {reason}")
 
-    def gradients_dropped(self, set_to_none: bool) -> None:
+    def gradients_dropped(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script called ``zero_grad``."""
-        if set_to_none and self.engine is not None:
-            self.engine.gradients_dropped()
+        if self.engine is not None:
+            self.engine.gradients_dropped(parameters, set_to_none)
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer's step begins."""

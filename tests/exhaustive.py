@@ -22,7 +22,7 @@ def cheapest_seconds(
     recompute: bool = True,
     max_states: int = 200_000,
 ) -> float | None:
-    """The least seconds of any schedule within the budget; infinity where there is none, None where it is too much work.
+    """The least seconds of any schedule within the budget; infinity where there is none, None where that is too much.
 
     With ``any_order`` forward operators run again in any order, any number of times; without it at most once between
     two backward operators, in the graph's order (the class of the integer program).

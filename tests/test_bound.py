@@ -1,19 +1,19 @@
 from __future__ import annotations
 
-import os
+import math
 
+import pytest
 from exhaustive import cheapest_seconds
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from random_graphs import joint_graphs
+from test_ilp import chain
 
 from monetrun.plan import Options, plain_schedule
 from monetrun.simulate import simulate
-from monetrun.solve import bound
+from monetrun.solve import bound, ilp, mip
 
-quick = settings(
-    max_examples=int(os.environ.get("NEX", "60")), deadline=None, suppress_health_check=list(HealthCheck)
-)
+quick = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @quick
@@ -21,7 +21,48 @@ quick = settings(
 def test_bound_is_never_above_the_cheapest_of_all_schedules(problem, tenths, solver):
     graph, costs = problem
     budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes * tenths // 10
-    cheapest = cheapest_seconds(graph, costs, budget_bytes, any_order=True)
+    cheapest = cheapest_seconds(graph, costs, budget_bytes, any_order=True, max_states=60_000)
     assume(cheapest is not None)
     options = Options(seconds=60.0, mip_solver=solver)
     assert bound.lower_bound(graph, costs, budget_bytes, options) <= cheapest + 1e-9
+    # with memory looked at in every place that there is, not only where it was found to be over
+    points = [op.id for op in graph.operators if not op.optional]
+    everywhere = bound.relax(graph, costs, budget_bytes, points, options, local=range(graph.forward_count))
+    result = mip.minimize(everywhere.problem, solver)
+    seconds = math.inf if everywhere.infeasible or result.status == "infeasible" else bound.bound_of(everywhere, result)
+    assert seconds <= cheapest + 1e-9
+
+
+def test_bound_of_a_chain_is_its_optimum():
+    graph, costs = chain(6)
+    assert bound.lower_bound(graph, costs, 7, Options()) == pytest.approx(12)
+    assert bound.lower_bound(graph, costs, 6, Options()) == pytest.approx(13, rel=1e-5)
+    assert bound.lower_bound(graph, costs, 5, Options()) == pytest.approx(14, rel=1e-5)
+
+
+def test_a_budget_below_any_schedule_is_proven_infeasible():
+    graph, costs = chain(6)
+    assert bound.lower_bound(graph, costs, 2, Options()) == math.inf
+
+
+def test_a_relaxed_schedule_within_the_budget_everywhere_is_a_cheapest_one():
+    graph, costs = chain(6)
+    found = bound.improve(graph, costs, 6, Options())
+    assert simulate(graph, costs, found.schedule).peak_bytes <= 6
+    assert simulate(graph, costs, found.schedule).seconds == pytest.approx(found.seconds, rel=1e-5)
+
+
+@quick
+@given(joint_graphs(max_forward=6, max_backward=6), st.integers(3, 10))
+def test_a_schedule_within_the_budget_satisfies_the_relaxed_program(problem, tenths):
+    graph, costs = problem
+    budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes * tenths // 10
+    schedule = ilp.solve(graph, costs, budget_bytes, Options(gap=0.0, mip_solver="highs")).schedule
+    assume(schedule is not None)
+    points = [op.id for op in graph.operators if not op.optional]
+    relaxation = bound.relax(graph, costs, budget_bytes, points, Options(), local=range(graph.forward_count))
+    start = bound.start_from(graph, relaxation, schedule)
+    for variable in relaxation.problem.variables():
+        variable.value = start[variable.name()]
+    assert not relaxation.infeasible
+    assert all(c.violation().max() <= 1e-9 for c in relaxation.problem.constraints)

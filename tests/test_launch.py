@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -28,7 +29,7 @@ BEHAVE = str(SCRIPTS / "behave.py")
 TELL = str(SCRIPTS / "tell.py")
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-MONETRUN = [sys.executable, "-m", "monetrun"]
+MONETRUN = [sys.executable, "-m", "monetrun", "--no-probe", "--quiet"]  # these scripts train nothing
 
 
 @pytest.fixture(autouse=True)
@@ -267,6 +268,9 @@ def test_a_worker_sees_exactly_what_torchrun_gives_it(words, tmp_path, monkeypat
         for rank in ranks.values():
             for varying in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TELL"):
                 assert rank["environ"].pop(varying)
+            for ours in [name for name in rank["environ"] if name.startswith("MONETRUN_")]:
+                assert command == MONETRUN
+                del rank["environ"][ours]
         seen.append(ranks)
     assert seen[0] == seen[1]
     threads = [rank["environ"].get("OMP_NUM_THREADS") for rank in seen[1].values()]
@@ -480,27 +484,45 @@ def test_the_excepthook_chains_once_and_keeps_quiet_outside_a_worker(tmp_path, m
 # ---- main
 
 
+class FakeJob:
+    """Stands for the planning before a launch and the report after it."""
+
+    seen: ClassVar[list[object]] = []
+
+    def __init__(self, args):
+        self.args = args
+
+    def prepare(self):
+        os.environ["OMP_NUM_THREADS"] = "17"  # a solver's doing, say: not the workers' business
+        return {"MONETRUN_TEST": self.args.budget}
+
+    def finish(self, exit_code):
+        self.seen.append((self.args.budget, exit_code))
+
+    def close(self):
+        self.seen.append("closed")
+
+
 def test_planning_stands_between_parsing_and_launching_and_reporting_after(tmp_path, monkeypatch):
     monkeypatch.setenv("TELL", str(tmp_path))
-    finished = []
-
-    def prepare(args):
-        os.environ["OMP_NUM_THREADS"] = "17"  # a solver's doing, say: not the workers' business
-        return {"MONETRUN_TEST": args.budget}
-
-    args = parsed("--budget", "1GiB", TELL)
-    assert cli.run_command(args, prepare, lambda args, code: finished.append((args.budget, code))) == 0
+    monkeypatch.setattr(cli, "Job", FakeJob)
+    monkeypatch.setattr(FakeJob, "seen", [])
+    assert cli.run_command(parsed("--budget", "1GiB", TELL)) == 0
     environ = told(tmp_path)["0"]["environ"]
     assert (environ["MONETRUN_TEST"], environ.get("OMP_NUM_THREADS")) == ("1GiB", None)
-    assert finished == [("1GiB", 0)]
+    assert FakeJob.seen == [("1GiB", 0), "closed"]
 
 
 def test_sigterm_while_planning_ends_with_143_and_starts_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TELL", str(tmp_path))
+    monkeypatch.setattr(cli, "Job", FakeJob)
+    monkeypatch.setattr(FakeJob, "seen", [])
+    monkeypatch.setattr(FakeJob, "prepare", lambda self: os.kill(os.getpid(), signal.SIGTERM))
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as end:
-        cli.run_command(parsed(TELL), lambda args: os.kill(os.getpid(), signal.SIGTERM) or {})
+        cli.run_command(parsed(TELL))
     assert end.value.code == 143
+    assert FakeJob.seen == ["closed"]
     assert told(tmp_path) == {}
     assert signal.getsignal(signal.SIGTERM) is handler
 

@@ -143,7 +143,9 @@ class Attention(nn.Module):
 
     def forward(self, x):
         b, t, w = x.shape
-        q, k, v = (a.view(b, t, self.heads, w // self.heads).transpose(1, 2) for a in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            a.view(b, t, self.heads, w // self.heads).transpose(1, 2) for a in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w)
         x = x + self.drop(self.out(y))
         return x + self.drop(self.mlp(self.norm2(x)))

@@ -1,0 +1,1 @@
+"""How operators may run other than as eager runs them: one file per family."""

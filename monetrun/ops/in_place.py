@@ -63,12 +63,11 @@ _OVERWRITE_GRADIENT: dict[Any, tuple[Any, str]] = {
 
 def _whole(value: Any) -> bool:
     """Whether a (fake) tensor is all of its storage, without overlap."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.storage_offset() == 0
-        and value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        and torch.ops.aten.is_non_overlapping_and_dense.default(value)
-    )
+    if not isinstance(value, torch.Tensor) or value.storage_offset() != 0:
+        return False
+    if value.untyped_storage().nbytes() != value.numel() * value.element_size():
+        return False
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(value))
 
 
 def overwritable(node: Node) -> list[int]:
@@ -85,7 +84,7 @@ def overwritable(node: Node) -> list[int]:
         positions = [0]
     else:
         return []
-    result = node.meta.get("val")
+    result: Any = node.meta.get("val")
     if not _whole(result):
         return []
     storages = [a.meta["val"].untyped_storage()._cdata for a in node.all_input_nodes if _is_tensor(a)]
@@ -109,13 +108,17 @@ def emit(graph: Graph, node: Node, position: int, load: Callable[[Node], Node]) 
     """Add to ``graph`` the call that does what ``node`` does, over its argument at ``position``.
 
     Args:
+        graph: the graph that is being built.
+        node: of the joint graph; one that ``overwritable`` knows.
+        position: one that ``overwritable`` gave for it.
         load: maps an argument of ``node`` to the node of ``graph`` that holds it.
     """
     arguments = torch.fx.map_arg(node.args, load)
     keywords = torch.fx.map_arg(node.kwargs, load)
-    if node.target in _OVERWRITE_GRADIENT:
-        overload, name = _OVERWRITE_GRADIENT[node.target]
+    target: Any = node.target
+    if target in _OVERWRITE_GRADIENT:
+        overload, name = _OVERWRITE_GRADIENT[target]
         return graph.call_function(overload, arguments, {**keywords, name: arguments[0]})
     if position == 1:
-        return graph.call_function(_COMMUTATIVE[node.target], (arguments[1], arguments[0]), keywords)
-    return graph.call_function(_OVERWRITE_ARGUMENT[node.target][1], arguments, keywords)
+        return graph.call_function(_COMMUTATIVE[target], (arguments[1], arguments[0]), keywords)
+    return graph.call_function(_OVERWRITE_ARGUMENT[target][1], arguments, keywords)

@@ -6,6 +6,7 @@ its second run is the same kernel without them, which computes the same output b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def _batch_norm(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 # target -> (may this call be replaced?, (arguments) -> (target, arguments) of the second run)
-_SECOND_RUN = {
+_SECOND_RUN: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], tuple[Any, tuple[Any, ...]]]]] = {
     aten._native_batch_norm_legit_functional.default: (lambda args: args[5] is True, _batch_norm),
 }
 

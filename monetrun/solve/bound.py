@@ -435,7 +435,7 @@ def relaxed_schedule(graph: Graph, relaxation: Relaxation, value: dict[str, mip.
 
 
 def start_from(graph: Graph, relaxation: Relaxation, schedule: Schedule) -> dict[str, mip.Vector]:
-    """The values of the program's variables that say ``schedule``; they are feasible if its memory is, at the points."""
+    """The values of the program's variables that say ``schedule``: feasible ones if its memory at the points is."""
     points = relaxation.points
     value = {"R": np.zeros(len(relaxation.runs)), "S": np.zeros(len(relaxation.alive))}
     value["M"] = np.zeros(sum(len(columns) for columns in relaxation.picks.values()))

@@ -91,7 +91,7 @@ def improve(
     return _solution(best[1], bound_seconds, "optimal" if best[0] <= bound_seconds else "feasible", start)
 
 
-def most_frugal(graph: Graph, costs: Costs, options: Options = Options(seconds=4.0)) -> Schedule:  # noqa: B008
+def most_frugal(graph: Graph, costs: Costs, options: Options = Options(seconds=6.0)) -> Schedule:  # noqa: B008
     """A schedule with the least peak that the search finds, for the smallest feasible budget; seconds count second."""
     view = _View(graph, costs, options)
     deadline = time.perf_counter() + options.seconds
@@ -102,7 +102,7 @@ def most_frugal(graph: Graph, costs: Costs, options: Options = Options(seconds=4
     while peak_bytes > floor_bytes and share > 0.002 and attempts < 24 and time.perf_counter() < deadline:
         target_bytes = peak_bytes - max(1, int(share * (peak_bytes - floor_bytes)))
         attempts += 1
-        found = view.fit(target_bytes, best, options.seconds / 24, deadline)
+        found = view.fit(target_bytes, best, options.seconds / 40, deadline)
         timeline = _replayed(graph, costs, found)
         if found is not None and timeline is not None and timeline.peak_bytes < peak_bytes:
             best, peak_bytes = found, timeline.peak_bytes

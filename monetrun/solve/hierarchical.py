@@ -301,7 +301,7 @@ def _choose(rng: random.Random, movable: list[int], length: int) -> set[int]:
     free: set[int] = set()
     for _ in range(groups):
         size = max(1, length // groups)
-        begin = rng.randrange(-size + 2, max(len(movable) - 1, 1))
+        begin = rng.randrange(-(size // 2), len(movable))
         free.update(movable[max(begin, 0) : max(begin, 0) + size])
     return free
 
@@ -331,8 +331,9 @@ def window_slots(
     """The slots of a window: ``schedule``'s own steps, and beside them runs of the operators ``free``.
 
     A free operator may run before each step that reads what it, or another free one, reads or writes: elsewhere
-    nothing changes for it. With ``reach`` it may only do so where it runs now, and where one of the next ``reach`` free
-    operators' outputs is read: enough for a window over the whole network. Steps that only served runs of free operators are freed as well.
+    nothing changes for it. With ``reach`` it may only do so where it runs now, and where the output of one of the next
+    ``reach`` free operators is read: enough for a window over the whole network. Steps that only served runs of free
+    operators are freed as well.
     """
     operators = graph.operators
     free = set(free)

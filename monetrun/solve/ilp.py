@@ -13,7 +13,8 @@ The variables, named as in the paper:
 * ``P``: a tensor is present between two slots of one stage.
 * ``SM``, the paper's product of S and M in its memory constraints, is not needed: the memory at a slot is the sum of
   what is stored or present there, which holds what the chosen implementation reads. That keeps the program linear,
-  and, given R and M, the least S and P are integers: they could be continuous, but as binaries solvers are some thirty times faster.
+  and, given R and M, the least S and P are integers. (They could be continuous; as binaries the solvers are about
+  thirty times faster on windows of ResNet-50, SCIP 10 and HiGHS 1.15, November 2026.)
 
 The class of schedules: between two backward operators each replayable forward operator runs at most once, in the
 graph's order. Of those the program's optimum is a cheapest one under the rules of ``monetrun.simulate``.
