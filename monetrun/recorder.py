@@ -20,7 +20,7 @@ from monetrun.step import OUTSIDE, Event, StepRecord, call
 from monetrun.store import Store, key
 
 # Gradients that zero_grad(set_to_none=False) keeps: the new ones are added to them after the last backward.
-_NEVER = -1
+_NEVER = -2
 
 _log = logging.getLogger("monetrun")
 

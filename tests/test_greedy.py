@@ -40,8 +40,14 @@ def test_the_search_counts_the_bytes_and_seconds_that_simulate_counts(data):
         current = search.read(1)
         assert current is not None
         timeline = simulate(graph, costs, current)
-        assert timeline.peak_bytes == search.peak_bytes()
-        assert timeline.seconds == pytest.approx(search.seconds())
+        steps = current.forward + current.backward
+        if any(graph.operators[s.operator].implementations[s.implementation].in_place_of is not None for s in steps):
+            # an in-place variant may cost less than what it is counted as
+            assert timeline.peak_bytes <= search.peak_bytes()
+            assert timeline.seconds <= search.seconds() + 1e-9
+        else:
+            assert timeline.peak_bytes == search.peak_bytes()
+            assert timeline.seconds == pytest.approx(search.seconds())
         best = search.best()
         if best is not None:
             assert simulate(graph, costs, best).peak_bytes <= budget
@@ -93,6 +99,8 @@ def test_tight_budgets_recompute_an_operator_more_than_once():
 
 
 def test_a_budget_below_the_largest_step_is_infeasible():
+    late, late_costs = make("8 8k 9 4", "f: > 0", "b: 0 > 1", "b: > 2", "b: 2 > 3")
+    assert greedy.least_step_bytes(late, late_costs) == 8 + 9 + 4  # what is kept counts in later steps
     graph, costs = make("8 8 8k 4", "f: > 0", "f: 0 > 1", "b: 0 1 > 2", "b: 0 > 3")
     assert greedy.least_step_bytes(graph, costs) == 24
     solution = greedy.solve(graph, costs, 23, QUICK)
@@ -111,17 +119,17 @@ def test_in_place_variants_are_used_where_legal_and_named():
 
 @needs_native
 def test_an_optional_operator_runs_when_its_output_makes_a_tensor_needless():
-    # the backward of op1 reads 64 bytes, or the 2-byte mask that op2 makes of them
-    graph, costs = make("64 64 2 1 1", "f: > 0 r", "f: 0 > 1 r", "f: 1 > 2 o", "f: 1 > 3 r", "b: 1 > 4 a2")
-    solution = greedy.solve(graph, costs, 128, QUICK)
-    assert solution.schedule == plain_schedule(graph)
-    big, costs = make(
-        "64 64 2 64 1 1", "f: > 0 r", "f: 0 > 1 r", "f: 1 > 2 o", "f: 1 > 3 r", "f: 3 > 4 r", "b: 1 4 > 5 a2"
+    # op5 reads 64 bytes, which op4 with its workspace has no room for, or the 2-byte mask that op2 makes of them
+    graph, costs = make(
+        "64 64 2 64 1 1", "f: > 0 r", "f: 0 > 1 r", "f: 1 > 2 o", "f: 1 > 3 r", "b: 3 > 4 w40", "b: 1 > 5 a2"
     )
-    assert simulate(big, costs, plain_schedule(big)).peak_bytes == 129
-    solution = greedy.solve(big, costs, 131 - 1, Options(seconds=0.05))
+    assert simulate(graph, costs, plain_schedule(graph)).peak_bytes == 64 + 64 + 1 + 40
+    solution = greedy.solve(graph, costs, 130, Options(seconds=0.05))
     assert solution.schedule is not None
-    assert simulate(big, costs, solution.schedule).peak_bytes <= 130
+    assert [(s.operator, s.implementation) for s in solution.schedule.forward] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert [(s.operator, s.implementation) for s in solution.schedule.backward] == [(4, 0), (5, 1)]
+    assert greedy.solve(graph, costs, 129, Options(seconds=0.05)).schedule is None
+    assert greedy.solve(graph, costs, 169, Options(seconds=0.05)).schedule == plain_schedule(graph)
 
 
 @needs_native

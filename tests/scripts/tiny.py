@@ -1,0 +1,54 @@
+"""A small training script: `tiny.py OUT [--ddp] [--steps N] [--fail WHERE]`; saves losses and weights to OUT.<rank>."""
+
+import argparse
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def model():
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    for _ in range(4):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--fail", default="")
+    parser.add_argument("--hold", type=int, default=0, help="bytes that grow at the third step")
+    args = parser.parse_args()
+    rank = int(os.environ.get("RANK", "0"))
+    torch.manual_seed(0)
+    net = module = model()
+    if args.ddp:
+        torch.distributed.init_process_group("gloo")
+        net = nn.parallel.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(rank)
+    losses, held = [], []
+    for step in range(args.steps):
+        x, y = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        if args.fail == "backward":
+            raise ValueError("a bad batch")
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        with open(f"{args.out}.steps", "a") as file:
+            file.write(f"{rank} {step}\n")
+        if args.hold and step == 1:
+            held.append(torch.zeros(args.hold, dtype=torch.uint8))
+    torch.save({"losses": losses, "state": module.state_dict()}, f"{args.out}.{rank}")
+    if args.ddp:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
