@@ -188,11 +188,16 @@ class Engine:
         self.known.update(cost.measure(joint, self.known, self.meter, self.device))
         costs = cost.costs_of(joint, self.known, str(self.device))
         available = self.budget_bytes - self.meter.current_bytes() - self._outside_bytes(joint)
-        for candidate in self.plan.graphs:
-            if candidate.structural_fingerprint == graph.structural_fingerprint:
-                carried = planner.carry_over(candidate.schedule, graph, costs, available)
-                if carried is not None:
-                    return carried
+        alike = [g for g in self.plan.graphs if g.structural_fingerprint == graph.structural_fingerprint]
+        if self.settings.plan_given and not alike:
+            raise PlanMismatch(
+                f"{graph.name} has a graph of {len(graph.operators)} operators that the plan does not have",
+                "the plan is of another model, or the model has changed: monetrun plan writes a new one",
+            )
+        for candidate in alike:
+            carried = planner.carry_over(candidate.schedule, graph, costs, available)
+            if carried is not None:
+                return carried
         solution: Solution = greedy.solve(graph, costs, available, self.options(min(2.0, self.settings.solver_seconds)))
         if solution.schedule is not None:
             return solution.schedule

@@ -34,7 +34,9 @@ def monetrun(*words, expect=0):
 
 
 def torchrun(*words):
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=300, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=300, capture_output=True
+    )
 
 
 def same(a, b):
