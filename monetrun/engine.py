@@ -259,7 +259,7 @@ class Engine:
         """An optimizer's step begins; a probe that sees one's second step has seen enough."""
         if self.recorder is None:
             return
-        if again and self.settings.mode == PROBE and self.recorder.complete:
+        if again and self.settings.mode == PROBE:
             self._leave()
         self.recorder.optimizer_begins()
 
@@ -267,10 +267,9 @@ class Engine:
         """An optimizer's step has ended."""
         if self.recorder is not None:
             self.recorder.optimizer_ended(name, self._parameters())
-            if all_stepped and self.recorder.complete:
-                self.first_step_done = True
-                if self.settings.mode == PROBE:
-                    self._leave()
+            self.first_step_done |= all_stepped and self.recorder.complete
+            if all_stepped and self.settings.mode == PROBE:
+                self._leave()
             return
         self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes())
         self.steps += not self._stepped

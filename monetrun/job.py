@@ -252,8 +252,6 @@ class Job:
             ).returncode
         if code == _PROBED:
             record = codec.loads(StepRecord, Path(settings.record_file).read_text())
-            if record.note:
-                self._say(f"monetrun: warning: {record.note}")
             return record if record.graphs else None
         said = stderr_file.read_text(errors="replace")
         if code == 0:

@@ -54,7 +54,6 @@ class StepRecord:
         device: name of the device (type, and model where known).
         torch_version: of the trial run.
         exact: whether bytes were counted by the allocator.
-        note: what the user should know of the trial run, or empty.
     """
 
     graphs: tuple[Graph, ...]
@@ -65,7 +64,6 @@ class StepRecord:
     device: str
     torch_version: str
     exact: bool = True
-    note: str = ""
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, int], ...]:

@@ -187,13 +187,24 @@ class Session:
         """An optimizer's step begins."""
         if self.engine is not None:
             self.engine.optimizer_begins(again=optimizer in self.stepped)
+        elif self.settings.mode == PROBE and optimizer in self.stepped:
+            self._leave_unplanned()
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """It has ended: the end of a training step, or of a part of it."""
-        if self.engine is None:
-            return
         self.stepped.add(optimizer)
-        self.engine.optimizer_ended(type(optimizer).__name__, all(o in self.stepped for o in self.optimizers))
+        everyone = all(o in self.stepped for o in self.optimizers)
+        if self.engine is not None:
+            self.engine.optimizer_ended(type(optimizer).__name__, everyone)
+        elif self.settings.mode == PROBE and everyone:
+            self._leave_unplanned()
+
+    def _leave_unplanned(self) -> None:
+        """A probe's end where no model could be planned: the run itself will say why."""
+        from monetrun import probe
+        from monetrun.step import StepRecord
+
+        probe.leave(StepRecord((), (), (), 0, {}, "", torch.__version__), self.settings.record_file)
 
     # ---- deciding
 

@@ -114,7 +114,7 @@ def test_plan_writes_a_plan_that_a_launch_runs_and_another_model_refuses(tmp_pat
     assert not Path("refused.steps").exists()
 
 
-@pytest.mark.parametrize("budget", ["12Gb", "0", "-3GiB", "150%", "x", "12 GiB of it"])
+@pytest.mark.parametrize("budget", ["12Gbit", "0", "-3GiB", "150%", "x", "12 GiB of it"])
 def test_a_malformed_budget_is_quoted_with_the_grammar(budget):
     done = monetrun(f"--budget={budget}", TINY, "out", expect=2)
     assert repr(budget) in done.stderr
