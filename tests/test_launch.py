@@ -36,7 +36,7 @@ MONETRUN = [sys.executable, "-m", "monetrun", "--no-probe", "--quiet"]  # these 
 def plain_surroundings(monkeypatch, tmp_path):
     """Workers find monetrun in a checkout; folders that are left behind show in tmp_path; no PET_ from outside."""
     for name in list(os.environ):
-        if name.startswith(("PET_", "TORCHELASTIC_", "OMP_NUM_THREADS", "LOGLEVEL")):
+        if name.startswith(("PET_", "TORCHELASTIC_", "MONETRUN_", "OMP_NUM_THREADS", "LOGLEVEL")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "tmp").mkdir()
