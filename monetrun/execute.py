@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
@@ -224,15 +223,6 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def device_of(joint: JointGraph) -> torch.device:
-    """The device on which the graph runs: that of its first input that is not on the CPU, else the CPU."""
-    for node in joint.primals:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            return value.device
-    return torch.device("cpu")
 
 
 # ---- what recomputation costs, measured

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from monetrun.device import default_kind, query, smallest
 from monetrun.errors import MonetrunError, NeverTrained, PlanMismatch, ScriptFailed, UsageError
 from monetrun.launch import local_world_size
 from monetrun.plan import Options, Plan
-from monetrun.settings import PROBE, RUN, Settings
+from monetrun.settings import PROBE, PROBED, RUN, Settings
 from monetrun.step import StepRecord
 from monetrun.store import Store, default_root, key
 
@@ -35,7 +34,6 @@ _log = logging.getLogger("monetrun")
 
 # A budget that follows the free memory is rounded down to this, so that the next launch finds the same plan.
 _GRAIN_BYTES = 32 << 20
-_PROBED = 96
 
 
 class Job:
@@ -56,7 +54,6 @@ class Job:
         self.console = report.console()
         self.record: StepRecord | None = None
         self.plan: Plan | None = None
-        self.plan_seconds = 0.0
         self.cached = False
 
     # ---- before
@@ -144,18 +141,16 @@ class Job:
                 return
             if self.store is not None:
                 self.store.put("probe", probe_key, self.record)
-        started = time.perf_counter()
-        plan_key, budget_bytes, base = self._plan_key(probe_key)
+        plan_key, budget_bytes = self._plan_key(probe_key)
         self.plan = self.store.get("plan", plan_key, Plan) if self.store else None
         if self.plan is None:
             self.cached = False
-            base = base or planner.baseline(self.record)
+            base = planner.baseline(self.record)
             if budget_bytes is None:
                 budget_bytes = resolve(self.budget, None, base.plain.peak_bytes)
             self.plan = planner.plan_step(self.record, budget_bytes, self.args.algorithm, self._options(), base)
             if self.store is not None:
                 self.store.put("plan", plan_key, self.plan)
-        self.plan_seconds = time.perf_counter() - started
 
     def _options(self) -> Options:
         a = self.args
@@ -166,7 +161,7 @@ class Job:
             mip_solver=a.solver,
         )
 
-    def _plan_key(self, probe_key: str) -> tuple[str, int | None, planner.Baseline | None]:
+    def _plan_key(self, probe_key: str) -> tuple[str, int | None]:
         a = self.args
         budget_bytes: int | None = None
         wanted: object = a.budget
@@ -178,7 +173,7 @@ class Job:
         elif self.budget.kind == "bytes":
             wanted = budget_bytes = int(self.budget.value)
         parts = (wanted, a.algorithm, a.solver, a.solver_seconds, a.no_recompute, a.no_implementations)
-        return key("plan", probe_key, *parts), budget_bytes, None
+        return key("plan", probe_key, *parts), budget_bytes
 
     def _probe_key(self) -> str:
         a = self.args
@@ -250,7 +245,7 @@ class Job:
                 stderr=stderr,
                 check=False,
             ).returncode
-        if code == _PROBED:
+        if code == PROBED:
             record = codec.loads(StepRecord, Path(settings.record_file).read_text())
             return record if record.graphs else None
         said = stderr_file.read_text(errors="replace")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from monetrun import solve
 from monetrun.budget import format_budget, format_bytes
@@ -221,10 +219,3 @@ def carry_over(plan_schedule: Schedule, graph: Graph, costs: Costs, budget_bytes
     except ScheduleError:
         return None
     return schedule if peak <= budget_bytes else None
-
-
-def timed(action: Callable[[], Any]) -> tuple[Any, float]:
-    """What ``action`` gives, and the seconds it took."""
-    start = time.perf_counter()
-    result = action()
-    return result, time.perf_counter() - start

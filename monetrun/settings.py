@@ -12,6 +12,9 @@ from monetrun.errors import UsageError
 
 PROBE = "probe"
 RUN = "run"
+
+# The exit code of a probe that left its record: nothing a script ends with by itself.
+PROBED = 96
 PREFIX = "MONETRUN_"
 
 
