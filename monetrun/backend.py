@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from monetrun import execute
 from monetrun.capture import JointGraph, capture, operators_kept_whole
@@ -79,7 +80,8 @@ class Backend:
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         started = time.perf_counter()
-        joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
+        with unset_fake_temporarily():  # in a trial run without memory too, kernels are asked about themselves for real
+            joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
         number, schedule = self.chooser.choose(joint)
         modules = execute.build(joint, schedule)
         _log.debug("%s: %d operators in %.2f s", self.name, len(joint.nodes), time.perf_counter() - started)

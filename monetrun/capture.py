@@ -21,7 +21,8 @@ from torch._C import DispatchKey
 
 from monetrun.errors import CaptureFailed
 from monetrun.graph import BACKWARD, FORWARD, Graph, Implementation, Operator, Tensor
-from monetrun.ops import in_place, replay
+from monetrun.ops import registry, replay
+from monetrun.ops.registry import Alternative, Call
 
 aten = torch.ops.aten
 
@@ -67,21 +68,25 @@ class JointGraph:
     Attributes:
         module: the fx module that AOTAutograd gave, with convolution backwards split.
         graph: what solvers see.
-        nodes: for each operator its fx node.
+        nodes: for each operator its fx node: the call of its default implementation.
+        calls: for each (operator, implementation) beside the default the call that it makes.
+        signatures: for each operator and implementation what it costs as: a key of ``timed``.
+        timed: for each signature a call to measure, and a node whose result has the form of its result.
         storage: for each fx node that holds one tensor, the id of the tensor (storage) in ``graph``.
         outputs: the forward's outputs (nodes, or constants) in AOTAutograd's order.
         gradients: the backward's outputs, likewise.
-        overwrites: for each (operator, implementation) in place, the position of the argument overwritten.
         transient: external tensors that are neither parameters nor buffers: activations given by others, tangents.
     """
 
     module: fx.GraphModule
     graph: Graph
     nodes: tuple[fx.Node, ...]
+    calls: dict[tuple[int, int], Call]
+    signatures: tuple[tuple[str, ...], ...]
+    timed: dict[str, tuple[Call, fx.Node]]
     storage: dict[fx.Node, int]
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
-    overwrites: dict[tuple[int, int], int]
     transient: frozenset[int]
 
     @property
@@ -131,12 +136,21 @@ def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inpu
         CaptureFailed: the module has symbolic shapes, or an operator whose outputs are not tensors.
     """
     split_convolution_backward(module)
-    return _Reader(module, forward_outputs, name, frozenset(static_inputs)).read()
+    alternatives = registry.alternatives(module)
+    return _Reader(module, forward_outputs, name, frozenset(static_inputs), alternatives).read()
 
 
 class _Reader:
-    def __init__(self, module: fx.GraphModule, forward_outputs: int, name: str, static: frozenset[int]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        forward_outputs: int,
+        name: str,
+        static: frozenset[int],
+        alternatives: dict[fx.Node, list[Alternative]],
+    ) -> None:
         self.module = module
+        self.alternatives = alternatives
         self.static = static
         self.name = name
         self.tensors: list[Tensor] = []
@@ -164,21 +178,52 @@ class _Reader:
         tensors = tuple(
             Tensor(t.id, t.nbytes, t.external, t.id in kept and not t.external, t.name) for t in self.tensors
         )
-        operators, overwrites = [], {}
+        operators: list[Operator] = []
+        calls: dict[tuple[int, int], Call] = {}
+        signatures: list[tuple[str, ...]] = []
+        timed: dict[str, tuple[Call, fx.Node]] = {}
+        readable = {t.id for t in tensors if t.external}
         for i, (node, phase, written) in enumerate(found):
-            positions = self._in_place_positions(node, written, tensors)
-            operators.append(self._operator(i, node, phase, written, mutated, positions))
-            overwrites.update({(i, k): position for k, position in enumerate(positions, start=1)})
+            alternatives = self._legal(node, written, tensors, readable)
+            operators.append(self._operator(i, node, phase, written, mutated, alternatives))
+            calls.update({(i, k): a.call for k, a in enumerate(alternatives, 1)})
+            default = Call(node.target, node.args, dict(node.kwargs))
+            costs_as = [default, *(a.costs_as or a.call for a in alternatives)]
+            signatures.append(tuple(signature(call) for call in costs_as))
+            for key, call in zip(signatures[-1], costs_as, strict=True):
+                timed.setdefault(key, (call, node))
+            readable.update(written)
         return JointGraph(
             self.module,
             Graph(self.name, tensors, tuple(operators)),
             tuple(node for node, _, _ in found),
+            calls,
+            tuple(signatures),
+            timed,
             self.storage,
             self.outputs,
             self.gradients,
-            overwrites,
             self._transient(),
         )
+
+    def _legal(
+        self, node: fx.Node, written: list[int], tensors: tuple[Tensor, ...], readable: set[int]
+    ) -> list[Alternative]:
+        """The alternatives that read what is there by then, and overwrite what is neither external nor kept."""
+        legal = []
+        for alternative in self.alternatives.get(node, ()):
+            if not self._reads(alternative.call) <= readable:
+                continue
+            if alternative.overwrites is not None:
+                target = tensors[self.storage[alternative.overwrites]]
+                fits = len(written) == 1 and target.nbytes == tensors[written[0]].nbytes
+                if not fits or target.external or target.kept:
+                    continue
+            legal.append(alternative)
+        return legal
+
+    def _reads(self, call: Call) -> set[int]:
+        return {t for a in call.nodes for t in self._storages(a)}
 
     def _transient(self) -> frozenset[int]:
         inputs = self.module.graph.find_nodes(op="placeholder")
@@ -264,7 +309,13 @@ class _Reader:
         return written
 
     def _operator(
-        self, i: int, node: fx.Node, phase: str, written: list[int], mutated: set[int], positions: list[int]
+        self,
+        i: int,
+        node: fx.Node,
+        phase: str,
+        written: list[int],
+        mutated: set[int],
+        alternatives: list[Alternative],
     ) -> Operator:
         inputs = tuple(sorted({t for a in node.all_input_nodes for t in self._storages(a)}))
         reads_mutated = any(
@@ -276,9 +327,14 @@ class _Reader:
             and not is_random(node)
             and (not reads_mutated or replay.reads_no_mutated_input(node))
         )
-        in_place = [
-            Implementation("in-place", inputs, in_place_of=self.storage[node.args[p]])  # type: ignore[index]
-            for p in positions
+        implementations = [
+            Implementation(
+                a.name,
+                tuple(sorted(self._reads(a.call))),
+                in_place_of=None if a.overwrites is None else self.storage[a.overwrites],
+                exact=a.exact,
+            )
+            for a in alternatives
         ]
         return Operator(
             id=i,
@@ -286,21 +342,11 @@ class _Reader:
             target=str(node.target),
             phase=phase,
             outputs=tuple(written),
-            implementations=(Implementation("default", inputs), *in_place),
-            replayable=replayable,
-            signature=signature(node),
+            implementations=(Implementation("default", inputs), *implementations),
+            replayable=replayable and "monetrun_optional" not in node.meta,
+            optional="monetrun_optional" in node.meta,
+            signature=signature(Call(node.target, node.args, dict(node.kwargs))),
         )
-
-    def _in_place_positions(self, node: fx.Node, written: list[int], tensors: tuple[Tensor, ...]) -> list[int]:
-        """Argument positions that the node may overwrite, by storage: neither external nor kept to the end."""
-        if len(written) != 1:
-            return []
-        legal = []
-        for position in in_place.overwritable(node):
-            tensor = tensors[self.storage[node.args[position]]]  # type: ignore[index]
-            if not tensor.external and not tensor.kept and tensor.nbytes == tensors[written[0]].nbytes:
-                legal.append(position)
-        return legal
 
     def _storages(self, node: fx.Node) -> list[int]:
         if node in self.storage:
@@ -342,8 +388,8 @@ def _name(node: fx.Node) -> str:
     return f"{path}.{node.name}" if path else node.name
 
 
-def signature(node: fx.Node) -> str:
-    """Hash of an operator's target, of its arguments' shapes, strides and dtypes, and of its constants."""
+def signature(call: Call) -> str:
+    """Hash of a call's target, of its arguments' shapes, strides and dtypes, and of its constants."""
 
     def describe(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -355,5 +401,5 @@ def signature(node: fx.Node) -> str:
             return [describe(v) for v in value]
         return str(value)
 
-    described = [str(node.target), describe(node.args), {k: describe(v) for k, v in sorted(node.kwargs.items())}]
+    described = [str(call.target), describe(call.args), {k: describe(v) for k, v in sorted(call.kwargs.items())}]
     return hashlib.sha256(repr(described).encode()).hexdigest()[:24]

@@ -12,20 +12,25 @@ import dataclasses
 import datetime
 import json
 import os
+import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
 import click
 
-from monetrun import __version__, launch
+from monetrun import __version__, codec, launch, report
+from monetrun.budget import format_budget
 from monetrun.errors import MonetrunError, UsageError
-from monetrun.job import Job
+from monetrun.job import Job, read_plan
+from monetrun.plan import Plan
 from monetrun.script import check_script
+from monetrun.step import StepRecord
 from monetrun.store import Store, default_root
 
 
@@ -185,23 +190,156 @@ def doctor(context: click.Context, as_json: bool) -> None:
     context.exit(exit_code(checks))
 
 
-@group.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
-@click.option("--out", default="plan.json", show_default=True, help="Where the plan is written.")
+# what follows takes a launch's words, which torchrun's parser reads: the script's own options are the script's
+_LAUNCH_WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+
+
+@group.command(context_settings=_LAUNCH_WORDS)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def plan(out: str, words: tuple[str, ...]) -> None:
-    """Plan a launch without training, and write the plan: monetrun plan [options] script ..."""
-    if not words or words[0] in ("-h", "--help"):
-        click.echo("usage: monetrun plan [--out FILE] [options] [torchrun's options] script.py [its arguments]")
-        click.echo("  --json prints the plan; monetrun --help lists the options")
-        return
-    args = launch.parser().parse_args(list(words))
+def plan(words: tuple[str, ...]) -> None:
+    """Plan a launch without training, and write the plan."""
+    args = _tried("plan", "Plan a launch without training, and write the plan; --json prints it.", _plan_options, words)
+    with _job(args) as job:
+        job.dry_run(args.out)
+
+
+def _plan_options(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--out", default="plan.json", metavar="FILE", help="where it is written (default: plan.json)")
+
+
+@group.command(context_settings=_LAUNCH_WORDS)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def frontier(words: tuple[str, ...]) -> None:
+    """Show what each budget costs, from the plain peak to the smallest feasible."""
+    from monetrun import frontier as table
+
+    description = (
+        "Show what each budget costs, from the plain peak to the smallest feasible one; nothing is trained. "
+        f"--solver-seconds is for all points together (default: {table.DEFAULT_SECONDS:g})."
+    )
+    args = _tried("frontier", description, table.add_options, words)
+    table.check_options(args)
+    wanted = table.parse_budgets(args.budgets) if args.budgets else ()
+    with _job(args) as job:
+        title = " ".join([Path(args.training_script).name, *args.training_script_args])
+        found = job.frontier(wanted, args.points)
+        if args.plot:
+            table.draw(found, title, args.plot)
+        if args.json:
+            _write_json(found, args.json)
+        if args.json != "-":
+            table.show(found, title, report.screen())
+        if not args.quiet:
+            click.echo(f"  next: {_command_line(args, table.next_budget(found))}", err=True)
+
+
+@group.command(context_settings=_LAUNCH_WORDS)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def batch(words: tuple[str, ...]) -> None:
+    """Find the largest batch that trains within a budget."""
+    from monetrun import batch as finder
+
+    description = "Find the largest batch that trains within a budget; {batch} stands for it in the script's arguments."
+    args = _tried("batch", description, finder.add_options, words)
+    with _job(args) as job:
+        limits = finder.read_limits(args, job.budget_bytes(), job.options())
+    if job.budget.kind != "bytes":  # what is free now holds for all that follows
+        args.budget = format_budget(limits.budget_bytes)
+
+    def say(line: str) -> None:
+        if not args.quiet:
+            click.echo(f"monetrun: {line}", err=True)
+
+    with ExitStack() as open_jobs:
+        found = finder.find(limits, _Tries(args, open_jobs), say)
+    if args.json:
+        click.echo(codec.dumps(found))
+    else:
+        finder.show(found, report.screen())
+    if not args.quiet:
+        click.echo(f"  next: {_command_line(finder.with_batch(args, found.batch), args.budget)}", err=True)
+
+
+class _Tries:
+    """The script at any batch: one job for each."""
+
+    def __init__(self, args: argparse.Namespace, open_jobs: ExitStack) -> None:
+        self.args = args
+        self.open_jobs = open_jobs
+        self.jobs: dict[int, Job] = {}
+
+    def trial(self, batch: int) -> StepRecord:
+        return self._job(batch).trial()
+
+    def plan(self, batch: int) -> Plan:
+        return self._job(batch).planned()
+
+    def _job(self, batch: int) -> Job:
+        from monetrun.batch import with_batch
+
+        if batch not in self.jobs:
+            self.jobs[batch] = self.open_jobs.enter_context(_job(with_batch(self.args, batch)))
+        return self.jobs[batch]
+
+
+@group.command()
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@click.argument("plan_file")
+def explain(plan_file: str, as_json: bool) -> None:
+    """Say what a plan does: what runs again, what that saves, what the peak holds."""
+    from monetrun import explain as explainer
+
+    plan = read_plan(plan_file)
+    store = Store(default_root())
+    kept = (store.get("probe", e.key, StepRecord) for e in store.entries() if e.kind == "probe" and not e.problem)
+    record = explainer.find_record(plan, (r for r in kept if r is not None), plan_file)
+    found = explainer.explain(plan, record)
+    if as_json:
+        click.echo(codec.dumps(found))
+    else:
+        explainer.show(found, plan_file, report.screen())
+
+
+def _tried(
+    command: str, description: str, options: Callable[[argparse._ActionsContainer], None], words: Sequence[str]
+) -> argparse.Namespace:
+    """The options of a command that needs a trial run of the script, which is there.
+
+    Raises:
+        UsageError: an option cannot be used.
+        ScriptNotFound: there is no such script.
+    """
+    parser = launch.command_parser(command, description, options)
+    args = parser.parse_args(list(words))
+    args.launch_words = launch.launch_words(parser, words, args)
     if args.no_probe or args.plan:
-        raise UsageError("monetrun plan needs its trial run", "leave out --no-probe and --plan")
+        raise UsageError(f"monetrun {command} needs its trial run", "leave out --no-probe and --plan")
     check_script(args)
-    with _terminable():
+    return args
+
+
+@contextmanager
+def _job(args: argparse.Namespace) -> Iterator[Job]:
+    """A job whose folder is removed afterwards."""
+    with _terminable(), launch.restored_environment():
         job = Job(args)
         try:
-            with launch.restored_environment():
-                job.dry_run(out)
+            yield job
         finally:
             job.close()
+
+
+def _command_line(args: argparse.Namespace, budget: str) -> str:
+    """A launch of what a command was given, to be typed next."""
+    script = [args.training_script, *args.training_script_args]
+    return shlex.join(["monetrun", "--budget", budget, *args.launch_words, *script])
+
+
+def _write_json(value: object, path: str) -> None:
+    if path == "-":
+        click.echo(codec.dumps(value))
+        return
+    try:
+        Path(path).write_text(codec.dumps(value) + "\n")
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}", "name a file in a folder that can be written") from error

@@ -7,7 +7,6 @@ its outputs (its workspace) are counted by the allocator in the same calls.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import statistics
 import time
@@ -19,15 +18,13 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten
 
+from monetrun import roofline
 from monetrun.capture import JointGraph
 from monetrun.graph import Costs
 from monetrun.meter import Meter
+from monetrun.ops.registry import Call
 
 ROUNDS = 3
-
-# Of no device in particular: only for an operator that cannot be called on made-up inputs.
-_BYTES_PER_SECOND = 2e10
-_FLOPS_PER_SECOND = 1e11
 
 _log = logging.getLogger("monetrun")
 
@@ -42,31 +39,25 @@ class OperatorCost:
 
 
 def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) -> Costs:
-    """Assemble the costs of a graph from those of its operators' signatures.
-
-    An implementation in place launches the same kernel and costs the same.
-    """
-    seconds, workspace = [], []
-    for op in joint.graph.operators:
-        cost = known[op.signature]
-        seconds.append((cost.seconds,) * len(op.implementations))
-        workspace.append((cost.workspace_bytes,) * len(op.implementations))
-    return Costs(device, tuple(seconds), tuple(workspace))
+    """Assemble the costs of a graph from those of its implementations' signatures."""
+    rows = [[known[signature] for signature in row] for row in joint.signatures]
+    return Costs(
+        device,
+        tuple(tuple(cost.seconds for cost in row) for row in rows),
+        tuple(tuple(cost.workspace_bytes for cost in row) for row in rows),
+    )
 
 
 def measure(
     joint: JointGraph, known: Mapping[str, OperatorCost], meter: Meter, device: torch.device
 ) -> dict[str, OperatorCost]:
-    """Measure the operators of ``joint`` whose signature is not in ``known``; gives the new entries only.
+    """Measure the implementations of ``joint`` whose signature is not in ``known``; gives the new entries only.
 
     Inputs are made up with the captured shapes, strides and dtypes (integers are zero, which is a valid index
     everywhere). Only the inputs and outputs of one operator are alive at a time. The state of the random number
     generators is as before afterwards.
     """
-    todo: dict[str, fx.Node] = {}
-    for op, node in zip(joint.graph.operators, joint.nodes, strict=True):
-        if op.signature not in known:
-            todo.setdefault(op.signature, node)
+    todo = {signature: call for signature, (call, _) in joint.timed.items() if signature not in known}
     if not todo:
         return {}
     seconds: dict[str, list[float]] = {signature: [] for signature in todo}
@@ -75,16 +66,16 @@ def measure(
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for round_ in range(ROUNDS):
-            for signature, node in todo.items():
+            for signature, call in todo.items():
                 if signature in failed:
                     continue
                 try:
                     if round_ == 0:
-                        workspace[signature] = _warm_up(node, meter)
-                    seconds[signature].append(_timed(node, meter))
+                        workspace[signature] = _warm_up(call, meter)
+                    seconds[signature].append(_timed(call, meter))
                 except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
-                    _log.debug("%s cannot be timed alone (%s): estimated", node.name, error)
-                    failed[signature] = estimate(node)
+                    _log.debug("%s cannot be timed alone (%s): estimated", call.target, error)
+                    failed[signature] = estimate(*joint.timed[signature])
     measured = {
         signature: OperatorCost(statistics.median(seconds[signature]), workspace[signature])
         for signature in todo
@@ -93,7 +84,7 @@ def measure(
     return {**measured, **failed}
 
 
-def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     made: dict[fx.Node, Any] = {}
 
     def make(argument: fx.Node) -> Any:
@@ -105,7 +96,7 @@ def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
                 made[argument] = _made_up(value) if isinstance(value, torch.Tensor) else value
         return made[argument]
 
-    return fx.map_arg((node.args, node.kwargs), make)  # type: ignore[return-value]
+    return fx.map_arg((call.args, call.kwargs), make)  # type: ignore[return-value]
 
 
 def _made_up(value: torch.Tensor) -> torch.Tensor:
@@ -122,12 +113,12 @@ def _span(value: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
-def _warm_up(node: fx.Node, meter: Meter) -> int:
+def _warm_up(call: Call, meter: Meter) -> int:
     """Call once; gives the bytes allocated during the call beside what it returned."""
-    arguments, keywords = _arguments(node)
+    arguments, keywords = _arguments(call)
     before = meter.current_bytes()
     meter.reset_peak()
-    result = node.target(*arguments, **keywords)  # type: ignore[operator]
+    result = call.target(*arguments, **keywords)
     if not meter.exact:
         return 0
     peak = meter.peak_bytes()
@@ -143,29 +134,26 @@ def _warm_up(node: fx.Node, meter: Meter) -> int:
     return max(0, peak - before - sum(new.values()))
 
 
-def _timed(node: fx.Node, meter: Meter) -> float:
-    arguments, keywords = _arguments(node)
+def _timed(call: Call, meter: Meter) -> float:
+    arguments, keywords = _arguments(call)
     meter.synchronize()
     start = time.perf_counter()
-    result = node.target(*arguments, **keywords)  # type: ignore[operator]
+    result = call.target(*arguments, **keywords)
     meter.synchronize()
     elapsed = time.perf_counter() - start
     del result
     return elapsed
 
 
-def estimate(node: fx.Node) -> OperatorCost:
-    """Seconds from the bytes that the operator reads and writes and from its flops, whichever takes longer."""
-    from torch.utils.flop_counter import flop_registry
+def estimate(call: Call, like: fx.Node, model: roofline.Device | None = None) -> OperatorCost:
+    """Seconds from the bytes that a call moves and from its flops (see ``roofline``), and no workspace.
 
-    nbytes = 0
-    for n in itertools.chain(node.all_input_nodes, [node]):
-        for leaf in tree_flatten(n.meta.get("val"))[0]:
-            if isinstance(leaf, torch.Tensor):
-                nbytes += leaf.numel() * leaf.element_size()
-    flops = 0
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in flop_registry:
-        arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda a: a.meta.get("val"))
-        flops = flop_registry[packet](*arguments, **keywords, out_val=node.meta.get("val"))
-    return OperatorCost(max(nbytes / _BYTES_PER_SECOND, flops / _FLOPS_PER_SECOND), 0, measured=False)
+    Args:
+        call: what runs.
+        like: a node whose result has the form of the call's.
+        model: the device; by default a CPU of no particular make.
+    """
+    arguments, keywords = fx.map_arg((call.args, call.kwargs), lambda a: a.meta.get("val"))
+    result = like.meta.get("val")
+    seconds = roofline.estimate(call.target, arguments, keywords, result, model or roofline.DEVICES["cpu"])
+    return OperatorCost(seconds, 0, measured=False)

@@ -19,7 +19,7 @@ from monetrun.device import default_kind, query, smallest
 from monetrun.errors import InfeasibleBudget, MonetrunError, PlanMismatch
 from monetrun.graph import BACKWARD, FORWARD
 from monetrun.meter import meter_for
-from monetrun.plan import Options, Plan, Schedule, Solution
+from monetrun.plan import Options, Plan, Schedule, Solution, parse_kinds
 from monetrun.recorder import Recorder, cost_key
 from monetrun.settings import PROBE
 from monetrun.simulate import simulate
@@ -152,7 +152,7 @@ class Engine:
         return Options(
             seconds=self.settings.solver_seconds if seconds is None else seconds,
             recompute=self.settings.recompute,
-            implementations=None if self.settings.implementations else (),
+            implementations=parse_kinds(self.settings.implementations),
             mip_solver=self.settings.mip_solver,
         )
 

@@ -19,7 +19,7 @@ from torch.fx.graph import _BoxedCodeGen
 from monetrun.capture import JointGraph
 from monetrun.errors import ScheduleError
 from monetrun.graph import FORWARD
-from monetrun.ops import in_place, replay
+from monetrun.ops import replay
 from monetrun.plan import Schedule, Step
 
 
@@ -150,14 +150,16 @@ class _Builder:
 
     def _run(self, into: _Pass, step: Step, load: Callable[[fx.Node], fx.Node], *, again: bool) -> None:
         node = self.joint.nodes[step.operator]
-        position = self.joint.overwrites.get((step.operator, step.implementation))
-        target: Any = node.target
-        if position is not None:
-            new = in_place.emit(into.graph, node, position, load)
+        target: Any
+        only: int | None = None
+        if step.implementation:
+            other = self.joint.calls[step.operator, step.implementation]
+            target, args, kwargs, only = other.target, other.args, other.kwargs, other.only
         else:
-            target, args = replay.second_run(node) if again else (target, node.args)
-            arguments, keywords = fx.map_arg((args, node.kwargs), load)
-            new = into.graph.call_function(target, arguments, keywords)
+            target, args = replay.second_run(node) if again else (node.target, node.args)
+            kwargs = node.kwargs
+        arguments, keywords = fx.map_arg((args, kwargs), load)
+        new = into.graph.call_function(target, arguments, keywords)
         new.meta = _metadata(node)
         new.meta["monetrun_again"] = again
         written = self.joint.graph.operators[step.operator].outputs
@@ -173,7 +175,9 @@ class _Builder:
             if user.target is not operator.getitem or self.joint.storage.get(user, None) not in stale:
                 continue
             index: Any = user.args[1]
-            if target is node.target or index < len(target._schema.returns):  # a second run may give less
+            if only is not None:
+                into.values.update({user: new} if index == only else {})
+            elif target is node.target or index < len(target._schema.returns):  # a second run may give less
                 into.values[user] = _call(into.graph, user, operator.getitem, (new, user.args[1]), {})
         if node not in self.joint.storage:
             into.values.pop(node)

@@ -16,6 +16,9 @@ from monetrun import codec
 FORWARD = "forward"
 BACKWARD = "backward"
 
+# What implementations beside the default can be: those of the paper (section 4), and ``fused``, which it does not have.
+KINDS = ("in-place", "conv", "output", "intermediate", "layout", "fused")
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -42,7 +45,8 @@ class Implementation:
     """One way to run an operator.
 
     Attributes:
-        name: ``"default"`` is the kernel that eager launches; others are declared in ``monetrun.ops``.
+        name: ``"default"`` is the kernel that eager launches; others, ``"KIND"`` or ``"KIND:which"``, are declared in
+            ``monetrun.ops``.
         inputs: ids of the tensors this implementation reads (a ReLU's backward may read another one).
         in_place_of: id of the input whose storage the first output takes over, or None. Legal only in a step
             after which that input is not read again before it is next written; never an external or kept one.
@@ -53,6 +57,17 @@ class Implementation:
     inputs: tuple[int, ...]
     in_place_of: int | None = None
     exact: bool = True
+
+    @property
+    def kind(self) -> str:
+        """Which of the switches it belongs to."""
+        return self.name.partition(":")[0]
+
+    def allowed_by(self, kinds: tuple[str, ...] | None) -> bool:
+        """Whether it is among the kinds that are allowed beside the default (None: all)."""
+        if kinds is None or self.name == "default":
+            return True
+        return self.kind in kinds and (self.in_place_of is None or "in-place" in kinds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from monetrun import __version__, codec, errors, planner, report
 from monetrun.budget import Budget, format_bytes, parse, resolve
 from monetrun.device import default_kind, query, smallest
 from monetrun.errors import MonetrunError, NeverTrained, PlanMismatch, ScriptFailed, UsageError
+from monetrun.frontier import Frontier, frontier, spread
 from monetrun.launch import local_world_size
-from monetrun.plan import Options, Plan
+from monetrun.plan import Options, Plan, parse_kinds
 from monetrun.settings import PROBE, PROBED, RUN, Settings
 from monetrun.step import StepRecord
 from monetrun.store import Store, default_root, key
@@ -81,10 +83,7 @@ class Job:
         Raises:
             MonetrunError: see ``errors``; ``out`` is as before then.
         """
-        self._find_plan()
-        if self.plan is None:
-            raise NeverTrained(f"{self.args.training_script} could not be tried", "run it without monetrun plan")
-        text = codec.dumps(self.plan)
+        text = codec.dumps(self.planned())
         part = Path(f"{out}.{os.getpid()}")
         try:
             part.write_text(text + "\n")
@@ -92,10 +91,52 @@ class Job:
         except OSError as error:
             raise UsageError(f"--out {out}: {error.strerror}", "name a file in a folder that can be written") from error
         if not self.args.quiet:
-            self._print_plan(self.plan, f"DRY RUN  {Path(self.args.training_script).name}     nothing trained")
+            self._print_plan(self.planned(), f"DRY RUN  {Path(self.args.training_script).name}     nothing trained")
             self._say(f"  wrote {out}      next: monetrun --plan {out} {self.args.training_script}")
+            self._say(f"  what it does: monetrun explain {out}")
         if self.args.json:
             print(text)
+
+    def trial(self) -> StepRecord:
+        """The script's step: from the cache, else by a trial run.
+
+        Raises:
+            NeverTrained, ScriptFailed: see ``_probe``.
+        """
+        self._find_record()
+        if self.record is None:
+            raise NeverTrained(
+                f"{self.args.training_script} could not be tried", "monetrun --no-probe plans it while it trains"
+            )
+        return self.record
+
+    def planned(self) -> Plan:
+        """The script's plan: from the cache, else by a trial run and the solver.
+
+        Raises:
+            NeverTrained, ScriptFailed: there is no step to plan.
+            InfeasibleBudget, NoPlanInTime: see ``planner.plan_step``.
+        """
+        self.trial()
+        if self.plan is None:
+            self._find_plan()
+        assert self.plan is not None
+        return self.plan
+
+    def frontier(self, budgets: Sequence[Budget], points: int) -> Frontier:
+        """Plan for each of ``budgets``, or, without any, for so many points from the plain peak to the smallest budget.
+
+        Raises:
+            NeverTrained, ScriptFailed: there is no step to plan.
+            InfeasibleBudget: no schedule fits any budget.
+        """
+        record = self.trial()
+        base = planner.baseline(record)
+        plain = base.plain.peak_bytes
+        wanted = [resolve(b, None, plain) for b in budgets] or spread(plain, base.frugal.peak_bytes, points)
+        with report.SolverProgress(self.console, base.plain.seconds, shown=not self.args.quiet) as progress:
+            options = replace(self.options(), on_progress=progress)
+            return frontier(record, wanted, self.args.algorithm, options, base, progress.begin)
 
     def _settings(self, mode: str) -> Settings:
         a = self.args
@@ -122,7 +163,7 @@ class Job:
             solver_seconds=a.solver_seconds,
             mip_solver=a.solver,
             recompute=not a.no_recompute,
-            implementations=not a.no_implementations,
+            implementations=a.implementations,
             strict=a.strict,
             quiet=a.quiet,
         )
@@ -130,49 +171,61 @@ class Job:
     def _bytes_known(self) -> int:
         return int(self.budget.value) if self.budget.kind == "bytes" else 0
 
-    def _find_plan(self) -> None:
-        """From the cache, else by a probe and the solver."""
+    def _find_record(self) -> None:
+        """From the cache, else by a probe."""
+        if self.record is not None:
+            return
         probe_key = self._probe_key()
         self.record = self.store.get("probe", probe_key, StepRecord) if self.store else None
         self.cached = self.record is not None
         if self.record is None:
             self.record = self._probe()
-            if self.record is None:
-                return
-            if self.store is not None:
+            if self.record is not None and self.store is not None:
                 self.store.put("probe", probe_key, self.record)
-        plan_key, budget_bytes = self._plan_key(probe_key)
+
+    def _find_plan(self) -> None:
+        """From the cache, else by a probe and the solver."""
+        self._find_record()
+        if self.record is None:
+            return
+        plan_key, budget_bytes = self._plan_key(self._probe_key())
         self.plan = self.store.get("plan", plan_key, Plan) if self.store else None
         if self.plan is None:
             self.cached = False
             base = planner.baseline(self.record)
             if budget_bytes is None:
                 budget_bytes = resolve(self.budget, None, base.plain.peak_bytes)
-            self.plan = planner.plan_step(self.record, budget_bytes, self.args.algorithm, self._options(), base)
+            with report.SolverProgress(self.console, base.plain.seconds, shown=not self.args.quiet) as progress:
+                options = replace(self.options(), on_progress=progress)
+                self.plan = planner.plan_step(self.record, budget_bytes, self.args.algorithm, options, base)
             if self.store is not None:
                 self.store.put("plan", plan_key, self.plan)
 
-    def _options(self) -> Options:
+    def options(self) -> Options:
+        """The solver's."""
         a = self.args
         return Options(
             seconds=a.solver_seconds,
             recompute=not a.no_recompute,
-            implementations=() if a.no_implementations else None,
+            implementations=parse_kinds(a.implementations),
             mip_solver=a.solver,
         )
 
+    def budget_bytes(self) -> int | None:
+        """What the budget comes to before the step is known; None where it is a share of the plain peak."""
+        if self.budget.kind == "bytes":
+            return int(self.budget.value)
+        if self.budget.kind not in ("auto", "share_of_free"):
+            return None
+        free = smallest(query(self.kind, self.local_ranks)).free_bytes
+        nbytes = resolve(self.budget, free, None, **({"reserve_bytes": 0} if self.kind == "cpu" else {}))
+        return max(1, nbytes // _GRAIN_BYTES * _GRAIN_BYTES)
+
     def _plan_key(self, probe_key: str) -> tuple[str, int | None]:
         a = self.args
-        budget_bytes: int | None = None
-        wanted: object = a.budget
-        if self.budget.kind in ("auto", "share_of_free"):
-            free = smallest(query(self.kind, self.local_ranks)).free_bytes
-            budget_bytes = resolve(self.budget, free, None, **({"reserve_bytes": 0} if self.kind == "cpu" else {}))
-            budget_bytes = max(1, budget_bytes // _GRAIN_BYTES * _GRAIN_BYTES)
-            wanted = budget_bytes
-        elif self.budget.kind == "bytes":
-            wanted = budget_bytes = int(self.budget.value)
-        parts = (wanted, a.algorithm, a.solver, a.solver_seconds, a.no_recompute, a.no_implementations)
+        budget_bytes = self.budget_bytes()
+        wanted = a.budget if budget_bytes is None else budget_bytes
+        parts = (wanted, a.algorithm, a.solver, a.solver_seconds, a.no_recompute, a.implementations)
         return key("plan", probe_key, *parts), budget_bytes
 
     def _probe_key(self) -> str:
@@ -324,9 +377,9 @@ def read_plan(path: str) -> Plan:
     try:
         return codec.loads(Plan, Path(path).read_text())
     except OSError as error:
-        raise PlanMismatch(f"--plan {path}: {error.strerror}", "monetrun plan SCRIPT writes one") from error
+        raise PlanMismatch(f"the plan {path}: {error.strerror}", "monetrun plan SCRIPT writes one") from error
     except ValueError as error:
-        raise PlanMismatch(f"--plan {path} is not a plan: {error}", "monetrun plan SCRIPT writes one") from error
+        raise PlanMismatch(f"{path} is not a plan: {error}", "monetrun plan SCRIPT writes one") from error
 
 
 def _own_error(path: Path) -> MonetrunError | None:

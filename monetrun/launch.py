@@ -17,11 +17,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 from monetrun import __version__
 from monetrun.errors import MonetrunError, UsageError
+from monetrun.graph import KINDS
+from monetrun.plan import parse_kinds
 
 ALGORITHMS = ("hierarchical", "greedy", "ilp", "hong-dp", "hong-linear", "sqrt", "none")
 
@@ -49,6 +51,7 @@ class LaunchParser(argparse.ArgumentParser):
 
     own: frozenset[str] = frozenset()
     help_text: str = ""
+    usage_text: str = _USAGE
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         # argparse asks here what an inexact option may abbreviate: ours never, or --no and --st would change meaning
@@ -62,7 +65,7 @@ class LaunchParser(argparse.ArgumentParser):
         """Raise ``UsageError`` with what argparse found, and the nearest option there is."""
         hint = "monetrun --help lists monetrun's options, torchrun --help all others"
         if "training_script" in message:
-            message, hint = "no script was given", f"usage: {_USAGE}"
+            message, hint = "no script was given", f"usage: {self.usage_text}"
         for word in message.split():
             name = word.rstrip(":,").partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
@@ -77,6 +80,11 @@ def _positive_seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
     return value
+
+
+def _kinds(text: str) -> str:
+    parse_kinds(text)
+    return text
 
 
 def _add_options(parser: argparse.ArgumentParser) -> frozenset[str]:
@@ -98,7 +106,20 @@ def _add_options(parser: argparse.ArgumentParser) -> frozenset[str]:
     add("--solver-seconds", type=_positive_seconds, default=20.0, metavar="N", help="time to plan (default: 20)")
     add("--solver", choices=("scip", "highs"), default="scip", help="who solves the integer programs (default: scip)")
     add("--algorithm", choices=ALGORITHMS, default="hierarchical", help="how to plan (default: hierarchical)")
-    add("--no-implementations", action="store_true", help="recompute only: every operator runs as eager runs it")
+    add(
+        "--implementations",
+        type=_kinds,
+        default="all",
+        metavar="KINDS",
+        help=f"which ways to run operators the plan may use beside eager's: all | none | {','.join(KINDS)}",
+    )
+    add(
+        "--no-implementations",
+        dest="implementations",
+        action="store_const",
+        const="none",
+        help="recompute only, the same as --implementations none",
+    )
     add("--no-recompute", action="store_true", help="other implementations only: no operator runs twice")
     add("--no-cache", action="store_true", help="neither read nor write the cache of plans and costs")
     add("--json", action="store_true", help="report as JSON, on stdout")
@@ -145,6 +166,50 @@ def parser(commands: Mapping[str, str] | None = None) -> LaunchParser:
     result.own = _add_options(result)
     result.help_text = help_text(commands)
     return result
+
+
+def command_parser(
+    name: str, description: str, add_options: Callable[[argparse._ActionsContainer], None]
+) -> LaunchParser:
+    """``parser`` for ``monetrun NAME``, which launches nothing but takes a launch's words, and options of its own.
+
+    Args:
+        name: of the command.
+        description: what it does, for ``--help``.
+        add_options: adds the command's own; one that is named as one of the launch's replaces it.
+    """
+    result = parser()
+    before = set(result._actions)
+    add_options(result)
+    result.own |= {action.dest for action in result._actions if action not in before}
+    result.usage_text = f"monetrun {name} {_USAGE.removeprefix('monetrun ')}"
+    helper = argparse.ArgumentParser(
+        prog=f"monetrun {name}",
+        usage=result.usage_text,
+        description=description,
+        epilog="monetrun --help lists the options of a launch, which are taken too; torchrun --help all others.",
+    )
+    add_options(helper)
+    result.help_text = helper.format_help()
+    return result
+
+
+def launch_words(parser: LaunchParser, words: Sequence[str], args: argparse.Namespace) -> list[str]:
+    """The options among ``words`` that are a launch's own, but for the budget: for the next command to be typed."""
+    head = words[: len(words) - len(args.training_script_args) - 1]
+    shared = set(_add_options(argparse.ArgumentParser(add_help=False)))
+    dropped = (parser.own - shared) | {"budget", "json", "solver_seconds"}
+    kept: list[str] = []
+    keep = True
+    for word in head:
+        action = parser._option_string_actions.get(word.partition("=")[0])
+        if action is not None:
+            keep = action.dest not in dropped
+        elif word.startswith("-"):
+            keep = True
+        if keep:
+            kept.append(word)
+    return kept
 
 
 def local_world_size(args: argparse.Namespace) -> int:

@@ -113,6 +113,26 @@ class LiveTensorMeter:
         """Nothing is queued on a CPU."""
 
 
+class NoMeter:
+    """Where nothing is allocated."""
+
+    exact = False
+
+    def current_bytes(self) -> int:
+        """None."""
+        return 0
+
+    def peak_bytes(self) -> int:
+        """None."""
+        return 0
+
+    def reset_peak(self) -> None:
+        """Nothing to forget."""
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+
 def meter_for(device: torch.device) -> Meter:
     """The most exact meter that there is for ``device``."""
     if device.type == "cuda":

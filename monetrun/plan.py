@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from monetrun import codec
-from monetrun.graph import Graph
+from monetrun.errors import UsageError
+from monetrun.graph import KINDS, Graph
 
 SCHEMA = 1
 
@@ -68,9 +70,11 @@ class Options:
         seconds: time limit.
         gap: stop when (cost - bound) / bound is at most this.
         recompute: False for the paper's ablation "implementations only".
-        implementations: None for all, or the names of those allowed beside ``"default"`` (``()``: MONeT-NoOp).
+        implementations: None for all, or the kinds of those allowed beside ``"default"`` (``()``: MONeT-NoOp).
         mip_solver: ``"scip"`` or ``"highs"``.
         seed: for the randomized ones; the same inputs give the same schedule.
+        on_progress: called with (seconds since the beginning, seconds of the best schedule or infinity, bound in
+            seconds) whenever one of the two improves; no part of what is asked for, so not compared.
     """
 
     seconds: float = 10.0
@@ -79,6 +83,25 @@ class Options:
     implementations: tuple[str, ...] | None = None
     mip_solver: str = "scip"
     seed: int = 0
+    on_progress: Callable[[float, float, float], None] | None = field(default=None, compare=False, repr=False)
+
+
+def parse_kinds(text: str) -> tuple[str, ...] | None:
+    """What ``--implementations`` says: ``all`` (None), ``none`` (``()``), or kinds with commas between them.
+
+    Raises:
+        UsageError: a word is none of ``graph.KINDS``.
+    """
+    if text == "all":
+        return None
+    words = tuple(word for word in text.split(",") if word and text != "none")
+    unknown = [word for word in words if word not in KINDS]
+    if unknown or (text != "none" and not words):
+        raise UsageError(
+            f"--implementations {text}: {', '.join(unknown) or 'nothing'} is not one of {', '.join(KINDS)}",
+            "say all, none, or some of them with commas between",
+        )
+    return words
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 
 from monetrun import solve
 from monetrun.budget import format_budget, format_bytes
-from monetrun.errors import InfeasibleBudget, NoPlanInTime
-from monetrun.graph import Costs, Graph
-from monetrun.plan import GraphPlan, Options, Plan, Schedule, Solution, plain_schedule
+from monetrun.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
+from monetrun.graph import FORWARD, Costs, Graph
+from monetrun.plan import GraphPlan, Options, Plan, Schedule, Solution, Step, plain_schedule
+from monetrun.simulate import simulate
 from monetrun.solve import greedy
 from monetrun.solve.tidy import in_place_where_legal
-from monetrun.step import StepRecord, StepTimeline, replay, round_graph
+from monetrun.step import OUTSIDE, StepRecord, StepTimeline, replay, round_graph
+
+Progress = Callable[[float, float, float], None]
 
 # A graph's frontier is searched in this many halvings when its rounds cannot be solved as one.
 _HALVINGS = 7
@@ -52,6 +55,7 @@ def plan_step(
     algorithm: str = "hierarchical",
     options: Options | None = None,
     known: Baseline | None = None,
+    starts: Sequence[Sequence[Schedule]] = (),
 ) -> Plan:
     """Find the cheapest schedules under which no moment of the step holds more than ``budget_bytes``.
 
@@ -59,8 +63,10 @@ def plan_step(
         record: from a trial run.
         budget_bytes: of the whole step on one device.
         algorithm: a name that ``solve.solver`` knows.
-        options: for the solver; its ``seconds`` are shared by the rounds that need solving.
+        options: for the solver; its ``seconds`` are shared by the rounds that need solving, and its ``on_progress`` is
+            told the seconds of the whole step.
         known: the record's baseline, when the caller has it already.
+        starts: schedules of all graphs to begin with, for the solvers that can; those over the budget are harmless.
 
     Raises:
         InfeasibleBudget: less than the smallest budget known to be feasible; names it and the operator that sets it.
@@ -71,7 +77,8 @@ def plan_step(
     if base.frugal.peak_bytes > budget_bytes:
         raise infeasible(record, budget_bytes, base)
     solver = solve.solver(algorithm)
-    found = _solve(record, budget_bytes, solver, options, base)
+    known_to_fit = [base.frugal_schedules, *starts] if algorithm == "hierarchical" else None
+    found = _solve(record, budget_bytes, solver, options, base, known_to_fit)
     timeline = replay(record, found.schedules)
     if timeline.peak_bytes > budget_bytes:
         raise NoPlanInTime(
@@ -127,14 +134,19 @@ class _Found:
 
 
 def _solve(
-    record: StepRecord, budget_bytes: int, solver: Callable[..., Solution], options: Options, base: Baseline
+    record: StepRecord,
+    budget_bytes: int,
+    solver: Callable[..., Solution],
+    options: Options,
+    base: Baseline,
+    starts: Sequence[Sequence[Schedule]] | None,
 ) -> _Found:
     # in place wherever an operand dies: less to allocate, and never slower
     schedules = [
         in_place_where_legal(g, c, s, options)
         for g, c, s in zip(record.graphs, record.costs, base.plain_schedules, strict=True)
     ]
-    bound = base.plain.seconds
+    added: dict[tuple[int, ...], float] = {}  # seconds that the graphs of a round cost more, at least
     status = "optimal"
     tight = [b for b in record.rounds if _peak_in(record, schedules, b) > budget_bytes]
     # the round that needs most first: the schedules it is given then hold in most others too
@@ -146,24 +158,52 @@ def _solve(
         if joined is None:
             continue
         start = replay(record, schedules).start_bytes[bounds[0]]
-        share = replace(options, seconds=options.seconds / len(tight))
-        solution = solver(joined.graph, joined.costs, budget_bytes - start, share)
+        graphs, calls = _members(record, bounds)
+        plain = sum(
+            record.costs[k].seconds[op.id][0] for k in graphs for op in record.graphs[k].operators if not op.optional
+        )
+        now = sum(simulate(record.graphs[k], record.costs[k], schedules[k]).seconds for k in graphs)
+        rest = replay(record, schedules).seconds - calls * now
+        share = replace(
+            options, seconds=options.seconds / len(tight), on_progress=_of_the_step(options.on_progress, rest, calls)
+        )
+        warm = {} if starts is None else {"known": [joined.join(s) for s in starts]}
+        solution = solver(joined.graph, joined.costs, budget_bytes - start, share, **warm)
         if solution.schedule is None:
             status = "unknown"
             continue
         parts = joined.split(solution.schedule)
         schedules = [parts.get(k, s) for k, s in enumerate(schedules)]
-        plain = sum(c.seconds[op.id][0] for g, c in _members(record, parts) for op in g.operators if not op.optional)
-        bound += max(0.0, solution.bound_seconds - plain)
+        added[graphs] = max(added.get(graphs, 0.0), calls * (solution.bound_seconds - plain))
         status = solution.status if status == "optimal" else status
     if replay(record, schedules).peak_bytes > budget_bytes:
         schedules = _one_parameter(record, budget_bytes, base)
         status = "feasible"
-    return _Found(tuple(schedules), bound, status)
+    return _Found(tuple(schedules), base.plain.seconds + _disjoint_sum(added), status)
 
 
-def _members(record: StepRecord, parts: dict[int, Schedule]) -> list[tuple[Graph, Costs]]:
-    return [(record.graphs[k], record.costs[k]) for k in parts]
+def _disjoint_sum(added: dict[tuple[int, ...], float]) -> float:
+    """The largest values whose keys have no graph in common, added up: rounds that share a graph share what it costs."""
+    total, counted = 0.0, set[int]()
+    for graphs, seconds in sorted(added.items(), key=lambda item: (-item[1], item[0])):
+        if counted.isdisjoint(graphs):
+            total += seconds
+            counted.update(graphs)
+    return total
+
+
+def _members(record: StepRecord, bounds: tuple[int, int]) -> tuple[tuple[int, ...], int]:
+    """The graphs of a round, and how often a step calls each of them (1 where that differs)."""
+    graphs = tuple(sorted({e.graph for e in record.events[slice(*bounds)] if e.kind != OUTSIDE}))
+    calls = {sum(e.kind == FORWARD and e.graph == k for e in record.events) for k in graphs}
+    return graphs, calls.pop() if len(calls) == 1 else 1
+
+
+def _of_the_step(tell: Progress | None, rest_seconds: float, calls: int) -> Progress | None:
+    """``tell`` for a solver of one round: the step has ``calls`` such rounds and ``rest_seconds`` of others."""
+    if tell is None:
+        return None
+    return lambda seconds, best, bound: tell(seconds, rest_seconds + calls * best, rest_seconds + calls * bound)
 
 
 def _peak_in(record: StepRecord, schedules: Sequence[Schedule], bounds: tuple[int, int]) -> int:
@@ -179,8 +219,6 @@ def _one_parameter(record: StepRecord, budget_bytes: int, base: Baseline) -> lis
 
     Every graph is given the same fraction of the way from its floor to its plain peak, the largest that fits.
     """
-    from monetrun.simulate import simulate
-
     pairs = list(zip(record.graphs, record.costs, strict=True))
     floors = [simulate(g, c, s).peak_bytes for (g, c), s in zip(pairs, base.frugal_schedules, strict=True)]
     plains = [simulate(g, c, s).peak_bytes for (g, c), s in zip(pairs, base.plain_schedules, strict=True)]
@@ -203,9 +241,6 @@ def carry_over(plan_schedule: Schedule, graph: Graph, costs: Costs, budget_bytes
 
     Steps in place are dropped to the default where the other shapes do not allow them.
     """
-    from monetrun.errors import ScheduleError
-    from monetrun.plan import Step
-    from monetrun.simulate import simulate
 
     def fitted(step: Step) -> Step:
         known = len(graph.operators[step.operator].implementations)

@@ -212,10 +212,7 @@ class Recorder:
 
 def estimated(joint: JointGraph) -> Costs:
     """Costs from bytes and flops alone, for when nothing has been measured."""
-    known: dict[str, OperatorCost] = {}
-    for op, node in zip(joint.graph.operators, joint.nodes, strict=True):
-        if op.signature not in known:
-            known[op.signature] = cost.estimate(node)
+    known = {signature: cost.estimate(*timed) for signature, timed in joint.timed.items()}
     return cost.costs_of(joint, known, "estimate")
 
 

@@ -1,12 +1,18 @@
-"""What monetrun prints: a ledger before training, and what was measured after it. Logs go to stderr."""
+"""What monetrun prints: how planning goes, a ledger before training, what was measured after it. Logs go to stderr."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
 from monetrun import codec
 from monetrun.budget import format_bytes
@@ -54,6 +60,103 @@ def gather(reports: Sequence[Mapping[str, Any]]) -> Outcome:
 def console(file: TextIO | None = None) -> Console:
     """Where reports go: stderr, without colour when it is no terminal or ``NO_COLOR`` is set."""
     return Console(file=file, stderr=file is None, highlight=False, soft_wrap=True)
+
+
+def screen() -> Console:
+    """Where the result of a command goes: stdout; into a pipe, lines are as wide as what they say."""
+    found = Console(highlight=False, soft_wrap=True)
+    if not found.is_terminal:
+        found.width = 200
+    return found
+
+
+def table(*columns: str) -> Table:
+    """An empty table without lines, the columns to the right but for those whose heading begins with ``<``."""
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for column in columns:
+        left = column.startswith("<")
+        made.add_column(column.removeprefix("<"), justify="left" if left else "right", no_wrap=True)
+    return made
+
+
+# Into a pipe, a better plan is told at most this often.
+_SECONDS_BETWEEN_LINES = 0.5
+
+
+class SolverProgress:
+    """Overhead, bound and gap while a solver runs.
+
+    In a terminal one line that changes, in a pipe a line for each better plan. A context manager, and the
+    ``Options.on_progress`` of the solver.
+
+    Args:
+        console: where it is shown.
+        plain_seconds: what the plain step costs.
+        what: is being done, before the colon.
+        shown: False: nothing is.
+    """
+
+    def __init__(self, console: Console, plain_seconds: float, what: str = "planning", *, shown: bool = True) -> None:
+        self.what = what
+        self._console = console
+        self._plain_seconds = plain_seconds
+        self._began = time.monotonic()
+        self._best_seconds, self._bound_seconds = math.inf, 0.0
+        self._told = ""
+        self._told_at = -math.inf
+        self._shown = shown and not console.is_terminal
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+        if shown and console.is_terminal:
+            self._live = Live(get_renderable=self._line, console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> SolverProgress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, seconds: float, incumbent_seconds: float, bound_seconds: float) -> None:
+        """The best plan, or the bound on all plans, has become better.
+
+        Args:
+            seconds: since the solver began.
+            incumbent_seconds: what the best plan's step costs; infinite where there is none.
+            bound_seconds: no step costs less.
+        """
+        better = incumbent_seconds < self._best_seconds
+        self._best_seconds, self._bound_seconds = incumbent_seconds, bound_seconds
+        if self._shown and better and time.monotonic() - self._told_at >= _SECONDS_BETWEEN_LINES:
+            said = self.text()
+            if said != self._told:
+                self._told, self._told_at = said, time.monotonic()
+                self._console.print(Text(f"monetrun: {self.what}: {said} {seconds:.1f} s"))
+
+    def begin(self, budget_bytes: int) -> None:
+        """Another budget is planned now: what was found for the last one does not count."""
+        self.what = f"planning {format_bytes(budget_bytes)}"
+        self._best_seconds, self._bound_seconds = math.inf, 0.0
+        self._began = time.monotonic()
+
+    def text(self) -> str:
+        """``"+12.3% (bound 11.8%, gap 0.5%)"``."""
+        overhead, bound = self._overhead(self._best_seconds), self._overhead(self._bound_seconds)
+        if math.isinf(overhead):
+            return f"no plan yet (bound {bound:.1%})" if 0 < bound < math.inf else "no plan yet"
+        bound = min(bound, overhead)
+        return f"{overhead:+.1%} (bound {bound:.1%}, gap {overhead - bound:.1%})"
+
+    def _overhead(self, seconds: float) -> float:
+        return max(0.0, seconds / self._plain_seconds - 1.0) if self._plain_seconds else 0.0
+
+    def _line(self) -> Spinner:
+        seconds = time.monotonic() - self._began
+        hint = "  Ctrl-C takes the best so far" if seconds > 2 and not math.isinf(self._best_seconds) else ""
+        self._spinner.update(text=Text(f"monetrun: {self.what}: {self.text()} {seconds:.1f} s{hint}"))
+        return self._spinner
 
 
 def share(nbytes: int, whole: int) -> str:

@@ -35,7 +35,7 @@ class Settings:
         solver_seconds: its time.
         mip_solver: ``"scip"`` or ``"highs"``.
         recompute: False: no operator runs twice.
-        implementations: False: every operator runs as eager runs it.
+        implementations: as ``plan.parse_kinds`` reads it.
         strict: what cannot be planned is an error.
         quiet: no warnings.
         rank: of this process.
@@ -54,7 +54,7 @@ class Settings:
     solver_seconds: float = 20.0
     mip_solver: str = "scip"
     recompute: bool = True
-    implementations: bool = True
+    implementations: str = "all"
     strict: bool = False
     quiet: bool = False
     rank: int = 0

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from monetrun import instances
-from monetrun.plan import Options, Solution, plain_schedule
+from monetrun.graph import Graph
+from monetrun.plan import Options, Schedule, Solution, parse_kinds, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import names, solver
 
@@ -29,7 +30,20 @@ from monetrun.solve import names, solver
 @click.option("--out", default=None, type=click.Path(file_okay=False, path_type=Path), help="Folder for the schedules.")
 @click.option("--columns", default="", help="Only these budgets, by comma: 0.5,0.4")
 @click.option("--seed", default=0, show_default=True)
-def main(files: tuple[Path, ...], algorithm: str, seconds: float, out: Path | None, columns: str, seed: int) -> None:
+@click.option("--gap", default=0.0, show_default=True, help="Stop at this relative distance of cost and bound.")
+@click.option("--solver", "mip_solver", default=Options().mip_solver, show_default=True, help="scip or highs.")
+@click.option("--implementations", default="none", show_default=True, help="Kinds that may be used, if a FILE has any.")
+def main(
+    files: tuple[Path, ...],
+    algorithm: str,
+    seconds: float,
+    out: Path | None,
+    columns: str,
+    seed: int,
+    gap: float,
+    mip_solver: str,
+    implementations: str,
+) -> None:
     """Plan every FILE at every budget that it lists."""
     table = Table(title=f"{algorithm}, {seconds:g} s per budget")
     for heading in ("problem", "budget", "overhead %", "best known %", "bound %", "gap %", "seconds", "status"):
@@ -42,24 +56,24 @@ def main(files: tuple[Path, ...], algorithm: str, seconds: float, out: Path | No
         for column, budget_bytes in instance.budgets.items():
             if columns and column not in columns.split(","):
                 continue
-            solution = solver(algorithm)(
-                instance.graph, instance.costs, budget_bytes, Options(seconds=seconds, seed=seed)
-            )
+            kinds = parse_kinds(implementations)
+            options = Options(seconds=seconds, gap=gap, seed=seed, mip_solver=mip_solver, implementations=kinds)
+            solution = solver(algorithm)(instance.graph, instance.costs, budget_bytes, options)
             overhead, bound = measure(instance, budget_bytes, solution)
             known = instance.best_known[column]
             if overhead is not None and known:
                 ratios.append(overhead / known)
-            gap = None if overhead is None else max(0.0, overhead - bound)
+            left = None if overhead is None else max(0.0, overhead - bound)
             table.add_row(
                 file.stem,
                 column,
-                *(percent(value) for value in (overhead, known, bound, gap)),
+                *(percent(value) for value in (overhead, known, bound, left)),
                 f"{solution.seconds:.1f}",
                 solution.status,
             )
             if out is not None:
-                numbers = None if solution.schedule is None else instances.to_numbers(solution.schedule)
-                result = {"schedule": numbers, "overhead": overhead, "bound": bound, "seconds": solution.seconds}
+                schedule = None if solution.schedule is None else written(instance.graph, solution.schedule)
+                result = {"schedule": schedule, "overhead": overhead, "bound": bound, "seconds": solution.seconds}
                 (out / f"{file.stem}.{column}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     Console(width=110).print(table)
     if ratios:
@@ -77,6 +91,14 @@ def measure(instance: instances.Instance, budget_bytes: int, solution: Solution)
     if timeline.peak_bytes > budget_bytes:
         raise AssertionError(f"{solution.solver}: a peak of {timeline.peak_bytes} bytes, over {budget_bytes}")
     return timeline.seconds / plain_seconds - 1, bound
+
+
+def written(graph: Graph, schedule: Schedule) -> list[int] | list[list[int]]:
+    """The operators' numbers; pairs of operator (optional ones counted) and implementation if it uses others."""
+    steps = schedule.forward + schedule.backward
+    if all(s.implementation == 0 and not graph.operators[s.operator].optional for s in steps):
+        return instances.to_numbers(graph, schedule)
+    return [[s.operator, s.implementation] for s in steps]
 
 
 def percent(value: float | None) -> str:

@@ -42,7 +42,7 @@ def cheapest_seconds(
     def outcomes(op: Operator, alive: frozenset[int]) -> list[tuple[float, frozenset[int]]]:
         found = []
         for k, impl in enumerate(op.implementations):
-            if k and implementations is not None and impl.name not in implementations:
+            if k and not impl.allowed_by(implementations):
                 continue
             if not set(impl.inputs) - external <= alive:
                 continue

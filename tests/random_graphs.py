@@ -62,7 +62,7 @@ def joint_graphs(
             target = draw(st.sampled_from(inputs))
             if draw(integers(0, 9)):  # mostly of equal size, as it must be to be used
                 tensors[outputs[0]]["nbytes"] = tensors[target]["nbytes"]
-            implementations.append(Implementation("in_place", inputs, in_place_of=target))
+            implementations.append(Implementation("in-place", inputs, in_place_of=target))
         if alternatives and draw(integers(0, 3)) == 0:
             pool = [t for t in range(len(tensors)) if t not in outputs]
             implementations.append(Implementation("other", reads(pool, pool[-4:]), exact=draw(booleans())))

@@ -11,7 +11,7 @@ from test_ilp import chain
 
 from monetrun.plan import Options, plain_schedule
 from monetrun.simulate import simulate
-from monetrun.solve import bound, ilp, mip
+from monetrun.solve import bound, ilp, mip, relaxation
 
 quick = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -27,9 +27,11 @@ def test_bound_is_never_above_the_cheapest_of_all_schedules(problem, tenths, sol
     assert bound.lower_bound(graph, costs, budget_bytes, options) <= cheapest + 1e-9
     # with memory looked at in every place that there is, not only where it was found to be over
     points = [op.id for op in graph.operators if not op.optional]
-    everywhere = bound.relax(graph, costs, budget_bytes, points, options, local=range(graph.forward_count))
+    everywhere = relaxation.relax(graph, costs, budget_bytes, points, options, local=range(graph.forward_count))
     result = mip.minimize(everywhere.problem, solver)
-    seconds = math.inf if everywhere.infeasible or result.status == "infeasible" else bound.bound_of(everywhere, result)
+    seconds = (
+        math.inf if everywhere.infeasible or result.status == "infeasible" else relaxation.bound_of(everywhere, result)
+    )
     assert seconds <= cheapest + 1e-9
 
 
@@ -60,9 +62,9 @@ def test_a_schedule_within_the_budget_satisfies_the_relaxed_program(problem, ten
     schedule = ilp.solve(graph, costs, budget_bytes, Options(gap=0.0, mip_solver="highs")).schedule
     assume(schedule is not None)
     points = [op.id for op in graph.operators if not op.optional]
-    relaxation = bound.relax(graph, costs, budget_bytes, points, Options(), local=range(graph.forward_count))
-    start = bound.start_from(graph, relaxation, schedule)
-    for variable in relaxation.problem.variables():
+    program = relaxation.relax(graph, costs, budget_bytes, points, Options(), local=range(graph.forward_count))
+    start = relaxation.start_from(graph, program, schedule)
+    for variable in program.problem.variables():
         variable.value = start[variable.name()]
-    assert not relaxation.infeasible
-    assert all(c.violation().max() <= 1e-9 for c in relaxation.problem.constraints)
+    assert not program.infeasible
+    assert all(c.violation().max() <= 1e-9 for c in program.problem.constraints)

@@ -35,7 +35,10 @@ def monetrun(*words, expect=0):
 
 def torchrun(*words):
     subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=300, capture_output=True
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+        check=True,
+        timeout=300,
+        capture_output=True,
     )
 
 

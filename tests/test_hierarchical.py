@@ -9,7 +9,7 @@ from test_ilp import chain
 
 from monetrun.plan import Options, Schedule, Step, plain_schedule
 from monetrun.simulate import simulate
-from monetrun.solve import bound, hierarchical, ilp
+from monetrun.solve import hierarchical, ilp, relaxation, windows
 
 quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -60,7 +60,7 @@ def test_an_interrupt_returns_the_best_schedule_so_far(monkeypatch):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bound, "relax", interrupted)
+    monkeypatch.setattr(relaxation, "relax", interrupted)
     solution = hierarchical.solve(graph, costs, 7, Options(seconds=5.0))
     assert simulate(graph, costs, solution.schedule).peak_bytes <= 7
     assert solution.status == "feasible"
@@ -87,6 +87,6 @@ def test_a_window_can_say_the_schedule_it_comes_from_even_out_of_the_graphs_orde
     plain = plain_schedule(graph)
     again = (Step(0), Step(1), Step(2), Step(0), Step(1))
     schedule = Schedule(plain.forward, plain.backward[:2] + again + plain.backward[2:])
-    slots = hierarchical.window_slots(graph, schedule, {0, 1, 2}, Options())
+    slots = windows.window_slots(graph, schedule, {0, 1, 2}, Options())
     program = ilp.build(graph, costs, 10, slots)
     assert ilp.start_from(graph, program, schedule) is not None

@@ -119,7 +119,7 @@ def test_our_options_have_the_stated_defaults_and_values():
         "budget": "auto",
         "json": False,
         "no_cache": False,
-        "no_implementations": False,
+        "implementations": "all",
         "no_probe": False,
         "no_recompute": False,
         "plan": None,

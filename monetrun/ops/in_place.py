@@ -5,17 +5,20 @@ Each is element by element: the same kernel, given its own input as output, comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch import fx
+
+from monetrun.ops import random as _random  # noqa: F401  (defines monet::bernoulli_like)
+from monetrun.ops.registry import Alternative, Call, Joint, alike, implementation, value_of
 
 aten = torch.ops.aten
 
 # target -> the overload that writes over the argument of that position
-_OVERWRITE_ARGUMENT: dict[Any, tuple[int, Any]] = {
-    getattr(getattr(aten, name), overload): (0, getattr(getattr(aten, name + "_"), overload))
+_OVERWRITE_ARGUMENT: dict[Any, Any] = {
+    getattr(getattr(aten, name), overload): getattr(getattr(aten, name + "_"), overload)
     for name, overload in [
         ("relu", "default"),
         ("hardtanh", "default"),
@@ -35,13 +38,14 @@ _OVERWRITE_ARGUMENT: dict[Any, tuple[int, Any]] = {
         ("sub", "Tensor"),
         ("mul", "Tensor"),
         ("div", "Tensor"),
-        ("add", "Scalar"),
         ("mul", "Scalar"),
         ("div", "Scalar"),
         ("masked_fill", "Scalar"),
     ]
     if hasattr(aten, name + "_") and overload in getattr(aten, name + "_").overloads()
 }
+# drawn into the operand, as eager does
+_OVERWRITE_ARGUMENT[torch.ops.monet.bernoulli_like.default] = aten.bernoulli_.float
 
 # a + b and b + a, a * b and b * a have the same bits, so these may also overwrite their second operand
 _COMMUTATIVE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
@@ -61,64 +65,33 @@ _OVERWRITE_GRADIENT: dict[Any, tuple[Any, str]] = {
 }
 
 
-def _whole(value: Any) -> bool:
-    """Whether a (fake) tensor is all of its storage, without overlap."""
-    if not isinstance(value, torch.Tensor) or value.storage_offset() != 0:
+def may_overwrite(node: fx.Node, operand: Any) -> bool:
+    """Whether the result of ``node`` has the form of ``operand``, whose storage no other argument shares."""
+    if value_of(operand) is None or not alike(node, operand):
         return False
-    if value.untyped_storage().nbytes() != value.numel() * value.element_size():
-        return False
-    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(value))
+    storages = [v.untyped_storage()._cdata for v in map(value_of, node.all_input_nodes) if v is not None]
+    return storages.count(operand.meta["val"].untyped_storage()._cdata) == 1
 
 
-def overwritable(node: Node) -> list[int]:
-    """Positions of the arguments of ``node`` whose storage its result may take over.
-
-    The argument is all of its storage, has the result's shape, strides and dtype, and no other argument shares its
-    storage. Whether it dies there is the schedule's business.
-    """
-    if node.target in _OVERWRITE_ARGUMENT:
-        positions = [0]
-        if node.target in _COMMUTATIVE and node.kwargs.get("alpha", 1) == 1:
-            positions.append(1)
-    elif node.target in _OVERWRITE_GRADIENT:
-        positions = [0]
-    else:
-        return []
-    result: Any = node.meta.get("val")
-    if not _whole(result):
-        return []
-    storages = [a.meta["val"].untyped_storage()._cdata for a in node.all_input_nodes if _is_tensor(a)]
-    legal = []
-    for position in positions:
-        argument = node.args[position]
-        if not isinstance(argument, Node) or not _is_tensor(argument):
-            continue
-        value = argument.meta["val"]
-        same = (value.shape, value.stride(), value.dtype) == (result.shape, result.stride(), result.dtype)
-        if same and _whole(value) and storages.count(value.untyped_storage()._cdata) == 1:
-            legal.append(position)
-    return legal
+@implementation(*_OVERWRITE_ARGUMENT)
+def _over_argument(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
+    default = Call(node.target, node.args, dict(node.kwargs))
+    if may_overwrite(node, node.args[0]):
+        call = Call(_OVERWRITE_ARGUMENT[node.target], node.args, dict(node.kwargs))
+        yield Alternative("in-place", call, node.args[0], costs_as=default)  # type: ignore[arg-type]
+    if node.target in _COMMUTATIVE and node.kwargs.get("alpha", 1) == 1 and may_overwrite(node, node.args[1]):
+        call = Call(_COMMUTATIVE[node.target], (node.args[1], node.args[0]), dict(node.kwargs))
+        yield Alternative("in-place", call, node.args[1], costs_as=default)  # type: ignore[arg-type]
 
 
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
+@implementation(*_OVERWRITE_GRADIENT)
+def _over_gradient(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
+    yield from over_gradient(node, Call(node.target, node.args, dict(node.kwargs)), "in-place")
 
 
-def emit(graph: Graph, node: Node, position: int, load: Callable[[Node], Node]) -> Node:
-    """Add to ``graph`` the call that does what ``node`` does, over its argument at ``position``.
-
-    Args:
-        graph: the graph that is being built.
-        node: of the joint graph; one that ``overwritable`` knows.
-        position: one that ``overwritable`` gave for it.
-        load: maps an argument of ``node`` to the node of ``graph`` that holds it.
-    """
-    arguments = torch.fx.map_arg(node.args, load)
-    keywords = torch.fx.map_arg(node.kwargs, load)
-    target: Any = node.target
-    if target in _OVERWRITE_GRADIENT:
-        overload, name = _OVERWRITE_GRADIENT[target]
-        return graph.call_function(overload, arguments, {**keywords, name: arguments[0]})
-    if position == 1:
-        return graph.call_function(_COMMUTATIVE[target], (arguments[1], arguments[0]), keywords)
-    return graph.call_function(_OVERWRITE_ARGUMENT[target][1], arguments, keywords)
+def over_gradient(node: fx.Node, call: Call, name: str) -> Iterator[Alternative]:
+    """``call``, whose first argument is the gradient of ``node``'s output, with its result over that gradient."""
+    if may_overwrite(node, node.args[0]):
+        overload, out = _OVERWRITE_GRADIENT[call.target]
+        over = Call(overload, call.args, {**call.kwargs, out: call.args[0]})
+        yield Alternative(name, over, node.args[0], costs_as=call)  # type: ignore[arg-type]

@@ -61,8 +61,11 @@ def improve(
     budget_bytes: int,
     schedule: Schedule | None,
     options: Options = Options(),  # noqa: B008
+    patience: float = 1.0,
 ) -> Solution:
     """``solve``, started from ``schedule`` (valid, but not necessarily within the budget) where one is given.
+
+    The clock ends it only after ``patience`` times ``options.seconds``.
 
     Raises:
         ScheduleError: ``schedule`` is not valid.
@@ -82,7 +85,7 @@ def improve(
         return _solution(best[1], bound_seconds, "optimal", start)
     if least_step_bytes(graph, costs) > budget_bytes:
         return _solution(None, bound_seconds, "infeasible", start)
-    for found in view.search(budget_bytes, candidates[0], start + options.seconds):
+    for found in view.search(budget_bytes, candidates[0], start + patience * options.seconds):
         timeline = simulate(graph, costs, found)
         if timeline.peak_bytes <= budget_bytes and (best is None or timeline.seconds < best[0]):
             best = timeline.seconds, found
@@ -227,7 +230,7 @@ def _restricted(graph: Graph, costs: Costs, options: Options) -> tuple[Graph, Co
     """The graph with what ``options`` forbids left out, and the original index of every implementation left."""
 
     def allowed(k: int, impl: Implementation) -> bool:
-        return k == 0 or options.implementations is None or impl.name in options.implementations
+        return k == 0 or impl.allowed_by(options.implementations)
 
     index = tuple(tuple(k for k, impl in enumerate(op.implementations) if allowed(k, impl)) for op in graph.operators)
     whole = all(len(kept) == len(op.implementations) for kept, op in zip(index, graph.operators, strict=True))

@@ -63,8 +63,9 @@ class Program:
 
     Attributes:
         problem: minimizes the seconds of what is not fixed, in units of ``unit_seconds``.
-        sizes: how many columns each of R, M, S, P has.
+        sizes: how many columns each of R, M, S, P, U, E has.
         memory: the memory constraints.
+        balance: what each U adds to the one before it: terms of S and P.
         slots: the slots that are left; useless ones have been removed.
         runs: per slot its column in R, or -1 where it is compulsory.
         picks: per slot its columns in M, one per choice, or () where there is one choice.
@@ -77,6 +78,7 @@ class Program:
     problem: cp.Problem
     sizes: dict[str, int]
     memory: mip.Rows
+    balance: list[list[tuple[str, int, float]]]
     slots: tuple[Slot, ...]
     runs: tuple[int, ...]
     picks: tuple[tuple[int, ...], ...]
@@ -89,10 +91,9 @@ class Program:
 def allowed_choices(graph: Graph, operator: int, options: Options) -> tuple[int, ...]:
     """Indices of the implementations of ``operator`` that ``options`` allow and that can ever be legal."""
     op = graph.operators[operator]
-    names = options.implementations
     allowed = [0]
     for k, impl in enumerate(op.implementations[1:], 1):
-        if names is not None and impl.name not in names:
+        if not impl.allowed_by(options.implementations):
             continue
         if impl.in_place_of is not None:
             target = graph.tensors[impl.in_place_of]
@@ -237,7 +238,7 @@ def build(graph: Graph, costs: Costs, budget_bytes: int, slots: Sequence[Slot], 
     unit_seconds = max(sum(row[0] for row in costs.seconds), 1e-30) / _SCALE
 
     # the columns
-    count = {"R": 0, "M": 0, "S": 0, "P": 0, "E": 0}
+    count = {"R": 0, "M": 0, "S": 0, "P": 0, "U": 0, "E": 0}
     lower: dict[str, list[float]] = {"S": [], "P": []}
 
     def column(name: str) -> int:
@@ -270,7 +271,7 @@ def build(graph: Graph, costs: Costs, budget_bytes: int, slots: Sequence[Slot], 
         """``a`` times whether slot i runs with its k-th choice."""
         return ([("M", picks[i][k], a)], 0.0) if picks[i] else run(i, a)
 
-    one_choice, reads, keeps, in_place, kept, memory, cuts = (mip.Rows() for _ in range(7))
+    one_choice, reads, keeps, in_place, kept, memory, balances, cuts = (mip.Rows() for _ in range(8))
     infeasible = False
     for i, slot in enumerate(slots):
         op = operators[slot.operator]
@@ -330,7 +331,8 @@ def build(graph: Graph, costs: Costs, budget_bytes: int, slots: Sequence[Slot], 
     # before a slot, what it writes, and its workspace fit the budget. A slot that does not run needs no exception,
     # since what is alive there was alive in the last step that ran.
     # Between two slots that touch variable tensors the same ones are alive, and only the largest row binds.
-    alive: dict[int, tuple[str, int]] = {}
+    # U is what of the variable tensors is alive: U[e] >= U[e - 1] + what begins - what ends, which is sparse.
+    balance: list[list[tuple[str, int, float]]] = []
     epoch = -1
     worst: dict[tuple[int, int], tuple[int, list[tuple[str, int, float]]]] = {}
     for i, slot in enumerate(slots):
@@ -347,14 +349,19 @@ def build(graph: Graph, costs: Costs, budget_bytes: int, slots: Sequence[Slot], 
             constant += int(c)
         key = (epoch, i if extra else -1)
         if key not in worst or worst[key][0] < constant:
-            stored = [(name, j, tensors[t].nbytes) for t, (name, j) in alive.items()]
+            stored = [("U", len(balance) - 1, unit_bytes)] if balance else []
             worst[key] = (constant, [*stored, *extra])
         if touched:
             epoch = i
-        for t in touched:
-            alive.pop(t, None)
-            if (i, t) in after:
-                alive[t] = after[i, t]
+        change: list[tuple[str, int, float]] = []
+        for t in sorted(touched):
+            for interval, sign in ((before.get((i, t)), -1), (after.get((i, t)), 1)):
+                if interval is not None:
+                    change.append((*interval, sign * tensors[t].nbytes / unit_bytes))
+        if change:
+            earlier = [("U", len(balance) - 1, 1.0)] if balance else []
+            balances.add([*earlier, ("U", column("U"), -1.0), *change], 0.0)
+            balance.append(change)
     for constant, terms in worst.values():
         over = [("E", column("E"), -1.0)] if elastic and terms else []
         if terms or not elastic:
@@ -379,7 +386,9 @@ def build(graph: Graph, costs: Costs, budget_bytes: int, slots: Sequence[Slot], 
         if count[name]:
             bounds = [np.array(lower[name]), np.ones(count[name])]
             variables[name] = cp.Variable(count[name], name=name, boolean=True, bounds=bounds)
-    blocks = (reads, keeps, kept, in_place, cuts, memory)
+    blocks = (reads, keeps, kept, in_place, cuts, balances, memory)
+    if count["U"]:
+        variables["U"] = cp.Variable(count["U"], name="U", nonneg=True)
     if count["E"]:
         variables["E"] = cp.Variable(count["E"], name="E", nonneg=True)
     constraints = [c for rows in blocks for c in rows.constraints(variables)]
@@ -392,6 +401,7 @@ def build(graph: Graph, costs: Costs, budget_bytes: int, slots: Sequence[Slot], 
         cp.Problem(cp.Minimize(objective), constraints),
         count,
         memory,
+        balance,
         tuple(slots),
         tuple(runs),
         tuple(picks),
@@ -448,6 +458,8 @@ def start_from(graph: Graph, program: Program, schedule: Schedule) -> dict[str, 
                 writes = t in graph.operators[program.slots[index].operator].outputs
                 present = present or (writes and used[index] >= 0)
                 value[name][j] = present
+    changes = [sum(a * value[name][j] for name, j, a in terms) for terms in program.balance]
+    value["U"] = np.maximum(np.cumsum(changes), 0.0)
     if program.sizes["E"]:
         value["E"] = program.memory.excess(value)
     return value

@@ -46,7 +46,7 @@ def in_place_where_legal(graph: Graph, costs: Costs, schedule: Schedule, options
             t = impl.in_place_of
             if t is None or op.implementations[k].in_place_of is not None:
                 continue
-            if options.implementations is not None and impl.name not in options.implementations:
+            if not impl.allowed_by(options.implementations):
                 continue
             target = graph.tensors[t]
             legal = not (target.external or target.kept or t in wanted)

@@ -1,0 +1,123 @@
+// What the CUDA kernels share: types, launches, and eight elements at a time.
+
+#pragma once
+
+#include "both.hpp"
+#include "tensors.hpp"
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+namespace monet {
+
+using BFloat16 = torch::headeronly::BFloat16;
+using Half = torch::headeronly::Half;
+
+template <class T>
+struct ArithmeticOf {
+  using type = float;
+};
+template <>
+struct ArithmeticOf<double> {
+  using type = double;
+};
+template <class T>
+using Arithmetic = typename ArithmeticOf<T>::type;
+
+template <class T>
+struct Typed {
+  using type = T;
+};
+
+// body(Typed<T>{}) for the type of `t`'s elements.
+template <class Body>
+void for_dtype(const Tensor& t, Body body) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return body(Typed<float>{});
+    case ScalarType::Double:
+      return body(Typed<double>{});
+    case ScalarType::BFloat16:
+      return body(Typed<BFloat16>{});
+    case ScalarType::Half:
+      return body(Typed<Half>{});
+    default:
+      STD_TORCH_CHECK(false, "expected float32, float64, bfloat16 or float16");
+  }
+}
+
+template <class T>
+const T* read(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+template <class T>
+T* write(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+constexpr int kThreads = 256;
+constexpr int kPack = 8;
+
+// A kernel of body(i) for i below `count`, on the current stream of `like`'s device.
+template <class Body>
+__global__ void each(int64_t count, Body body) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) body(i);
+}
+
+template <class Body>
+void launch(const Tensor& like, int64_t count, Body body) {
+  if (count == 0) return;
+  const auto device = like.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  // enough blocks to fill any device several times over; the loop does the rest
+  const int64_t blocks = std::min<int64_t>((count + kThreads - 1) / kThreads, 1 << 16);
+  each<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(count, body);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Eight elements: in as few loads as there can be where the address allows that.
+template <class T>
+struct alignas(16) Pack {
+  T values[kPack];
+};
+
+inline bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+
+template <class T>
+__device__ inline Pack<T> load(const T* from, int64_t pack, int64_t count, bool whole) {
+  Pack<T> result;
+  if (whole && (pack + 1) * kPack <= count) {
+    const uint4* words = reinterpret_cast<const uint4*>(from + pack * kPack);
+#pragma unroll
+    for (int w = 0; w < static_cast<int>(sizeof(Pack<T>) / sizeof(uint4)); ++w)
+      reinterpret_cast<uint4*>(&result)[w] = words[w];
+  } else {
+    for (int i = 0; i < kPack; ++i) {
+      const int64_t at = pack * kPack + i;
+      result.values[i] = at < count ? from[at] : T(0);
+    }
+  }
+  return result;
+}
+
+template <class T>
+__device__ inline void store(const Pack<T>& values, T* to, int64_t pack, int64_t count, bool whole) {
+  if (whole && (pack + 1) * kPack <= count) {
+    uint4* words = reinterpret_cast<uint4*>(to + pack * kPack);
+#pragma unroll
+    for (int w = 0; w < static_cast<int>(sizeof(Pack<T>) / sizeof(uint4)); ++w)
+      words[w] = reinterpret_cast<const uint4*>(&values)[w];
+  } else {
+    for (int i = 0; i < kPack && pack * kPack + i < count; ++i) to[pack * kPack + i] = values.values[i];
+  }
+}
+
+inline int64_t packs(int64_t count) { return (count + kPack - 1) / kPack; }
+
+}  // namespace monet

@@ -1,0 +1,217 @@
+// Vectors as wide as this processor's registers, over GCC's and clang's vector extension, for the four float types.
+//
+// What is computed on reduced types is computed in float, as ATen does (its "opmath" type).
+
+#pragma once
+
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace monet {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define MONET_AVX512 1
+constexpr int kRegisterBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kRegisterBytes = 32;
+#else
+constexpr int kRegisterBytes = 16;
+#endif
+
+template <class E, int bytes>
+struct VectorOf {
+  typedef E type __attribute__((vector_size(bytes)));
+};
+template <class E, int bytes = kRegisterBytes>
+using Vector = typename VectorOf<E, bytes>::type;
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+inline float widen(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+inline float widen(Half value) { return torch::headeronly::detail::fp16_ieee_to_fp32_value(value.bits); }
+inline float widen(float value) { return value; }
+inline double widen(double value) { return value; }
+
+inline void narrow(float value, BFloat16* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  to->bits = value != value ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void narrow(float value, Half* to) {
+  to->bits = torch::headeronly::detail::fp16_ieee_from_fp32_value(value);
+}
+inline void narrow(float value, float* to) { *to = value; }
+inline void narrow(double value, double* to) { *to = value; }
+
+// What a value becomes when it is kept in T and read again.
+template <class T, class A>
+inline A rounded(A value) {
+  T kept;
+  narrow(value, &kept);
+  return widen(kept);
+}
+
+// One register's worth of T, of its arithmetic type A and of unsigned integers of T's size: all of kLanes lanes.
+template <class T, class A, class U>
+struct LanesOf {
+  using Arithmetic = A;
+  using Bits = U;
+  static constexpr int kLanes = kRegisterBytes / static_cast<int>(sizeof(A));
+  using Values = Vector<A>;
+  using Raw = Vector<U, kLanes * static_cast<int>(sizeof(U))>;
+};
+template <class T>
+struct Lanes;
+template <>
+struct Lanes<float> : LanesOf<float, float, uint32_t> {};
+template <>
+struct Lanes<double> : LanesOf<double, double, uint64_t> {};
+template <>
+struct Lanes<BFloat16> : LanesOf<BFloat16, float, uint16_t> {};
+template <>
+struct Lanes<Half> : LanesOf<Half, float, uint16_t> {};
+
+template <class T>
+using Arithmetic = typename Lanes<T>::Arithmetic;
+template <class T>
+using Values = typename Lanes<T>::Values;
+
+template <class V>
+inline V load_as(const void* from) {
+  V result;
+  std::memcpy(&result, from, sizeof result);
+  return result;
+}
+template <class V>
+inline void store_as(void* to, V value) {
+  std::memcpy(to, &value, sizeof value);
+}
+
+inline Vector<float> load(const float* from) { return load_as<Vector<float>>(from); }
+inline Vector<double> load(const double* from) { return load_as<Vector<double>>(from); }
+inline Vector<float> load(const BFloat16* from) {
+  const auto raw = load_as<Lanes<BFloat16>::Raw>(from);
+  return reinterpret_cast<Vector<float>>(__builtin_convertvector(raw, Vector<uint32_t>) << 16);
+}
+inline Vector<float> load(const Half* from) {
+#if defined(MONET_AVX512)
+  return (Vector<float>)_mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Vector<float>)_mm256_cvtph_ps(load_as<__m128i>(from));
+#else
+  Vector<float> result;
+  for (int i = 0; i < Lanes<Half>::kLanes; ++i) result[i] = widen(from[i]);
+  return result;
+#endif
+}
+
+inline void store(Vector<float> value, float* to) { store_as(to, value); }
+inline void store(Vector<double> value, double* to) { store_as(to, value); }
+// The 16 bits of each lane, rounded to nearest even.
+inline Vector<uint32_t> bfloat16_bits(Vector<float> value) {
+  const auto bits = reinterpret_cast<Vector<uint32_t>>(value);
+  const Vector<uint32_t> kept = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return value != value ? kept - kept + 0x7fc0 : kept;
+}
+inline void store(Vector<float> value, BFloat16* to) {
+  store_as(to, __builtin_convertvector(bfloat16_bits(value), Lanes<BFloat16>::Raw));
+}
+inline void store(Vector<float> value, Half* to) {
+#if defined(MONET_AVX512)
+  store_as(to, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__) && defined(__F16C__)
+  store_as(to, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < Lanes<Half>::kLanes; ++i) narrow(value[i], to + i);
+#endif
+}
+
+// What is left of each lane when it is kept in T.
+template <class T>
+inline Values<T> round_to(Values<T> value) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return reinterpret_cast<Values<T>>(bfloat16_bits(value) << 16);
+  } else if constexpr (std::is_same_v<T, Half>) {
+    Half kept[Lanes<T>::kLanes];
+    store(value, kept);
+    return load(kept);
+  } else {
+    return value;
+  }
+}
+
+template <class V, class E>
+inline V broadcast(E value) {
+  return value - V{};  // a sum with 0 would lose the sign of -0
+}
+
+// One bit for each lane of a comparison's result (all ones or all zeros), the first lane's lowest.
+inline uint64_t lane_bits(Vector<int32_t> lanes) {
+#if defined(MONET_AVX512)
+  return _mm512_movepi32_mask((__m512i)lanes);
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)lanes));
+#elif defined(__SSE2__)
+  return static_cast<uint32_t>(_mm_movemask_ps((__m128)lanes));
+#else
+  uint64_t bits = 0;
+  for (int i = 0; i < kRegisterBytes / 4; ++i) bits |= static_cast<uint64_t>(lanes[i] & 1) << i;
+  return bits;
+#endif
+}
+inline uint64_t lane_bits(Vector<int64_t> lanes) {
+#if defined(MONET_AVX512)
+  return _mm512_movepi64_mask((__m512i)lanes);
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_pd((__m256d)lanes));
+#elif defined(__SSE2__)
+  return static_cast<uint32_t>(_mm_movemask_pd((__m128d)lanes));
+#else
+  uint64_t bits = 0;
+  for (int i = 0; i < kRegisterBytes / 8; ++i) bits |= static_cast<uint64_t>(lanes[i] & 1) << i;
+  return bits;
+#endif
+}
+
+// The 64-bit products of the low halves of the lanes.
+inline Vector<uint64_t> multiply_low(Vector<uint64_t> a, Vector<uint64_t> b) {
+#if defined(MONET_AVX512)
+  return (Vector<uint64_t>)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Vector<uint64_t>)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (Vector<uint64_t>)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+// All ones in lane i of V (vectors of unsigned integers) where bit i of `bits` is set, else all zeros.
+template <class V>
+inline V lanes_of_bits(uint64_t bits) {
+  using E = std::remove_cv_t<std::remove_reference_t<decltype(V{}[0])>>;
+  constexpr int kCount = sizeof(V) / sizeof(E);
+  V place;
+  for (int i = 0; i < kCount; ++i) place[i] = static_cast<E>(uint64_t{1} << i);
+  return reinterpret_cast<V>((broadcast<V>(static_cast<E>(bits)) & place) != 0);
+}
+
+}  // namespace monet

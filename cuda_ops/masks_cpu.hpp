@@ -1,0 +1,117 @@
+// One bit for each element, in the order of storage: element i is bit i % 8 of byte i / 8.
+
+#pragma once
+
+#include "dispatch_cpu.hpp"
+
+namespace monet {
+
+template <class T, class Keep>
+void pack(const Tensor& x, const Tensor& mask, Keep keep) {
+  constexpr int kLanes = Lanes<T>::kLanes;
+  uint8_t* bytes = write<uint8_t>(mask);
+  read_blocks(read<T>(x), x.numel(), [&](const T* in, int64_t block, int64_t elements) {
+    uint64_t bits = 0;
+    for (int i = 0; i < kBlock; i += kLanes) bits |= lane_bits(keep(load(in + i))) << i;
+    if (elements < kBlock) bits &= (uint64_t{1} << elements) - 1;
+    std::memcpy(bytes + block * 8, &bits, static_cast<size_t>(mask_bytes(elements)));
+  });
+}
+
+inline Tensor range_mask(const Tensor& x, double low, double high) {
+  check_dense(x, "x");
+  Tensor mask = new_bytes(x, mask_bytes(x.numel()));
+  for_dtype(x, [&](auto typed) {
+    using T = typename decltype(typed)::type;
+    const auto lowest = broadcast<Values<T>>(static_cast<Arithmetic<T>>(low));
+    const auto highest = broadcast<Values<T>>(static_cast<Arithmetic<T>>(high));
+    pack<T>(x, mask, [&](Values<T> v) { return ~((v <= lowest) | (v >= highest)); });
+  });
+  return mask;
+}
+
+inline Tensor nonzero_mask(const Tensor& x) {
+  check_dense(x, "x");
+  Tensor mask = new_bytes(x, mask_bytes(x.numel()));
+  for_dtype(x, [&](auto typed) {
+    using T = typename decltype(typed)::type;
+    pack<T>(x, mask, [](Values<T> v) { return v != Values<T>{}; });
+  });
+  return mask;
+}
+
+template <class T>
+using UnsignedLanes = Vector<std::conditional_t<sizeof(Arithmetic<T>) == 8, uint64_t, uint32_t>>;
+
+inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out) {
+  check_dense(grad, "grad");
+  check_mask(mask, grad.numel());
+  const uint8_t* bytes = read<uint8_t>(mask);
+  for_dtype(grad, [&](auto typed) {
+    using T = typename decltype(typed)::type;
+    constexpr int kLanes = Lanes<T>::kLanes;
+    if (slope == 0) {
+      using Raw = typename Lanes<T>::Raw;
+      map_blocks(read<T>(grad), write<T>(out), grad.numel(), [&](const T* in, T* to, int64_t block, int64_t elements) {
+        const uint64_t bits = read_bits(bytes, block, elements);
+        for (int i = 0; i < kBlock; i += kLanes)
+          store_as(to + i, load_as<Raw>(in + i) & lanes_of_bits<Raw>(bits >> i));
+      });
+      return;
+    }
+    const auto factor = broadcast<Values<T>>(static_cast<Arithmetic<T>>(slope));
+    map_blocks(read<T>(grad), write<T>(out), grad.numel(), [&](const T* in, T* to, int64_t block, int64_t elements) {
+      const uint64_t bits = read_bits(bytes, block, elements);
+      for (int i = 0; i < kBlock; i += kLanes) {
+        const auto value = load(in + i);
+        store(lanes_of_bits<UnsignedLanes<T>>(bits >> i) != 0 ? value : value * factor, to + i);
+      }
+    });
+  });
+}
+
+inline Tensor mask_backward(const Tensor& grad, const Tensor& mask, double slope) {
+  Tensor out = torch::stable::empty_like(grad);
+  mask_backward_into(grad, mask, slope, out);
+  return out;
+}
+
+inline Tensor mask_backward_(const Tensor& grad, const Tensor& mask, double slope) {
+  mask_backward_into(grad, mask, slope, grad);
+  return grad;
+}
+
+// A block times `factor` where the bit is set, else times 0.
+template <class T>
+inline void scale_block(const T* in, T* to, uint64_t bits, Values<T> factor) {
+  for (int i = 0; i < kBlock; i += Lanes<T>::kLanes) {
+    const auto noise = lanes_of_bits<UnsignedLanes<T>>(bits >> i) != 0 ? factor : Values<T>{};
+    store(load(in + i) * noise, to + i);
+  }
+}
+
+inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
+  check_dense(x, "x");
+  check_mask(mask, x.numel());
+  const uint8_t* bytes = read<uint8_t>(mask);
+  for_dtype(x, [&](auto typed) {
+    using T = typename decltype(typed)::type;
+    const auto factor = broadcast<Values<T>>(rounded<T>(static_cast<Arithmetic<T>>(scale)));
+    map_blocks(read<T>(x), write<T>(out), x.numel(), [&](const T* in, T* to, int64_t block, int64_t elements) {
+      scale_block(in, to, read_bits(bytes, block, elements), factor);
+    });
+  });
+}
+
+inline Tensor mask_scale(const Tensor& x, const Tensor& mask, double scale) {
+  Tensor out = torch::stable::empty_like(x);
+  mask_scale_into(x, mask, scale, out);
+  return out;
+}
+
+inline Tensor mask_scale_(const Tensor& x, const Tensor& mask, double scale) {
+  mask_scale_into(x, mask, scale, x);
+  return x;
+}
+
+}  // namespace monet

@@ -1,0 +1,575 @@
+"""``torch.ops.monet``: operators that read, or keep, less than ATen's.
+
+Each is defined here by a reference in plain ATen, which runs wherever there is no native kernel, and has its kernels in
+``cuda_ops/`` (C++ on the CPU, CUDA), built at first use by ``load()`` against torch's stable ABI.
+
+Masks hold one bit for each element in the order of *storage*: element i is bit ``i % 8`` of byte ``i // 8``. Tensors
+are dense, in any order of their dimensions, and those that belong together (gradient and input, input and residual)
+have the same strides; the operators refuse others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monetrun import native
+
+aten = torch.ops.aten
+
+_MASK_32 = 0xFFFFFFFF
+# rows of the cross entropy are worked on together, as many as fill this
+CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}
+
+REFERENCES: dict[str, Callable[..., Tensor]] = {}
+_library = torch.library.Library("monet", "FRAGMENT")
+
+
+def _operator(schema: str, fake: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Define ``schema``; the function below it is its meaning, ``fake`` its shape, strides and dtype."""
+    name = schema.partition("(")[0]
+
+    def define(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        _library.define(schema)
+        _library.impl(name, reference, "CompositeExplicitAutograd")
+        _library.impl(name, fake, "Meta")
+        REFERENCES[name] = reference
+        return reference
+
+    return define
+
+
+def _like_first(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _first(x: Tensor, *_: Any) -> Tensor:
+    return x
+
+
+def _storage(x: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of storage."""
+    if not aten.is_non_overlapping_and_dense.default(x):
+        raise RuntimeError("the tensor is not dense; make it contiguous (in any memory format) before")
+    return x.as_strided((x.numel(),), (1,))
+
+
+def _same_layout(x: Tensor, y: Tensor) -> None:
+    if x.dtype != y.dtype or x.shape != y.shape or (x.numel() and x.stride() != y.stride()):
+        raise RuntimeError("the tensors differ in shape, strides or dtype")
+
+
+def _arithmetic(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+def _fake_mask(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(((x.numel() + 7) // 8,), dtype=torch.uint8)
+
+
+def _pack(keep: Tensor) -> Tensor:
+    bits = torch.nn.functional.pad(keep.to(torch.uint8), (0, -keep.numel() % 8)).view(-1, 8)
+    places = torch.arange(8, dtype=torch.uint8, device=keep.device)
+    return (bits << places).sum(1, dtype=torch.uint8)
+
+
+def _unpack(mask: Tensor, elements: int) -> Tensor:
+    if mask.dtype != torch.uint8 or mask.numel() != (elements + 7) // 8:
+        raise RuntimeError(f"the mask must be {(elements + 7) // 8} bytes for {elements} elements, got {mask.numel()}")
+    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return ((mask.unsqueeze(1) >> places) & 1).view(-1)[:elements].bool()
+
+
+@_operator("range_mask(Tensor x, float low, float high) -> Tensor", _fake_mask)
+def range_mask(x: Tensor, low: float, high: float) -> Tensor:
+    """Which elements are strictly between ``low`` and ``high`` (NaN: no bound): not (x <= low) and not (x >= high).
+
+    NaN is within, as in torch's threshold_backward and hardtanh_backward.
+    """
+    values = _storage(x).to(_arithmetic(x.dtype))
+    return _pack(~(values <= low) & ~(values >= high))
+
+
+@_operator("nonzero_mask(Tensor x) -> Tensor", _fake_mask)
+def nonzero_mask(x: Tensor) -> Tensor:
+    """Which elements are not zero; NaN is not."""
+    return _pack(_storage(x) != 0)
+
+
+def _mask_backward(out: Tensor, grad: Tensor, mask: Tensor, slope: float) -> Tensor:
+    values = _storage(grad)
+    other = (values.to(_arithmetic(grad.dtype)) * slope).to(grad.dtype) if slope else torch.zeros_like(values)
+    _storage(out).copy_(torch.where(_unpack(mask, grad.numel()), values, other))
+    return out
+
+
+@_operator("mask_backward(Tensor grad, Tensor mask, float slope) -> Tensor", _like_first)
+def mask_backward(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
+    """``grad`` where the bit is set, elsewhere ``grad * slope`` (0 where ``slope`` is 0, also of NaN).
+
+    The bits of threshold_backward, hardtanh_backward and, unless its input is NaN, leaky_relu_backward.
+    """
+    return _mask_backward(torch.empty_like(grad), grad, mask, slope)
+
+
+@_operator("mask_backward_(Tensor(a!) grad, Tensor mask, float slope) -> Tensor(a!)", _first)
+def mask_backward_(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
+    """``mask_backward`` in place."""
+    return _mask_backward(grad, grad, mask, slope)
+
+
+def _mask_scale(out: Tensor, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    noise = _unpack(mask, x.numel()).to(x.dtype) * scale
+    _storage(out).copy_(_storage(x) * noise)
+    return out
+
+
+@_operator("mask_scale(Tensor x, Tensor mask, float scale) -> Tensor", _like_first)
+def mask_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """``x * (bit ? scale : 0)``, the factor rounded to the dtype of ``x``: dropout by a packed mask."""
+    return _mask_scale(torch.empty_like(x), x, mask, scale)
+
+
+@_operator("mask_scale_(Tensor(a!) x, Tensor mask, float scale) -> Tensor(a!)", _first)
+def mask_scale_(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """``mask_scale`` in place."""
+    return _mask_scale(x, x, mask, scale)
+
+
+# --- max pooling -----------------------------------------------------------------------------------------------------
+
+
+def _images_format(x: Tensor) -> torch.memory_format:
+    return torch.contiguous_format if x.is_contiguous() else torch.channels_last
+
+
+def _fake_index(x: Tensor, *window: Any) -> Tensor:
+    out = aten.max_pool2d_with_indices.default(x, *window)[0]
+    return torch.empty(out.shape, dtype=torch.uint8, device=x.device, memory_format=_images_format(x))
+
+
+def _fake_index_backward(grad: Tensor, index: Tensor, input_size: Sequence[int], *_: Any) -> Tensor:
+    return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=_images_format(grad))
+
+
+def _window_start(count: int, dim: int, like: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """Where the window of each output begins along ``dim`` (0: rows, 1: columns), shaped to broadcast over them."""
+    start = torch.arange(count, device=like.device) * stride[dim] - padding[dim]
+    return start.view(-1, 1) if dim == 0 else start
+
+
+def _check_window(kernel_size: Sequence[int]) -> None:
+    if kernel_size[0] * kernel_size[1] > 255:
+        raise RuntimeError(f"a window of {list(kernel_size)} has more places than one byte can name (255)")
+
+
+@_operator(
+    "max_pool2d_index(Tensor x, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, bool ceil_mode)"
+    " -> Tensor",
+    _fake_index,
+)
+def max_pool2d_index(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Tensor:
+    """The place of each window's largest element within it, row by row, as one byte: the one ATen picks."""
+    _check_window(kernel_size)
+    stride = stride or kernel_size
+    flat = aten.max_pool2d_with_indices.default(x, kernel_size, stride, padding, dilation, ceil_mode)[1]
+    rows = flat // x.shape[-1] - _window_start(flat.shape[-2], 0, x, stride, padding)
+    columns = flat % x.shape[-1] - _window_start(flat.shape[-1], 1, x, stride, padding)
+    place = rows // dilation[0] * kernel_size[1] + columns // dilation[1]
+    return place.to(torch.uint8).contiguous(memory_format=_images_format(x))
+
+
+@_operator(
+    "max_pool2d_index_backward(Tensor grad, Tensor index, int[] input_size, int[2] kernel_size, int[2] stride,"
+    " int[2] padding, int[2] dilation) -> Tensor",
+    _fake_index_backward,
+)
+def max_pool2d_index_backward(
+    grad: Tensor,
+    index: Tensor,
+    input_size: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """The gradient of max_pool2d's input from ``max_pool2d_index``: the bits of max_pool2d_with_indices_backward."""
+    _check_window(kernel_size)
+    stride = stride or kernel_size
+    place = index.long()
+    rows = place // kernel_size[1] * dilation[0] + _window_start(grad.shape[-2], 0, grad, stride, padding)
+    columns = place % kernel_size[1] * dilation[1] + _window_start(grad.shape[-1], 1, grad, stride, padding)
+    x = _fake_index_backward(grad, index, input_size)
+    # the rounding mode changes nothing but the shape of an output, which is given
+    backward = aten.max_pool2d_with_indices_backward.default
+    window = (kernel_size, stride, padding, dilation)
+    flat = rows * input_size[-1] + columns
+    for ceil_mode in (False, True):
+        if _pooled(input_size[-2:], *window, ceil_mode) == list(grad.shape[-2:]):
+            return backward(grad, x, *window, ceil_mode, flat)  # type: ignore[no-any-return]
+    raise RuntimeError(f"grad of {list(grad.shape)} is not what pooling {list(input_size)} gives")
+
+
+def _pooled(
+    size: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> list[int]:
+    x = torch.empty((1, *size), device="meta")
+    return list(aten.max_pool2d_with_indices.default(x, kernel_size, stride, padding, dilation, ceil_mode)[0].shape[1:])
+
+
+@_operator(
+    "max_pool2d_input_backward(Tensor grad, Tensor x, int[2] kernel_size, int[2] stride, int[2] padding,"
+    " int[2] dilation, bool ceil_mode) -> Tensor",
+    lambda grad, x, *_: torch.empty_like(x),
+)
+def max_pool2d_input_backward(
+    grad: Tensor,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Tensor:
+    """The gradient of max_pool2d's input from the input: the bits of max_pool2d_with_indices_backward."""
+    window = (kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
+    flat = aten.max_pool2d_with_indices.default(x, *window)[1]
+    return aten.max_pool2d_with_indices_backward.default(grad, x, *window, flat)  # type: ignore[no-any-return]
+
+
+# --- normalization from saved statistics -----------------------------------------------------------------------------
+
+
+def _by_channel(values: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype).view(values.shape[:-1] + (x.shape[1],) + (1,) * (x.dim() - 2))
+
+
+def _bound(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+@_operator(
+    "batch_norm_act(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? residual, float low,"
+    " float high) -> Tensor",
+    _like_first,
+)
+def batch_norm_act(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    residual: Tensor | None,
+    low: float,
+    high: float,
+) -> Tensor:
+    """clamp(batch_norm(x) + residual, low, high) in one pass, from the statistics that training saved.
+
+    ``x`` is [N, C, ...]; a bound of NaN is none (relu: 0 and NaN). Rounded to the dtype of ``x`` after the
+    normalization and after the addition, as the separate operators do. See ``batch_norm_act_is_exact``.
+    """
+    dtype = _arithmetic(x.dtype)
+    scale = invstd.to(dtype) if weight is None else invstd.to(dtype) * weight.to(dtype)
+    shift = -mean.to(dtype) * scale if bias is None else bias.to(dtype) - mean.to(dtype) * scale
+    y = (x.to(dtype) * _by_channel(scale, x, dtype) + _by_channel(shift, x, dtype)).to(x.dtype)
+    if residual is not None:
+        _same_layout(x, residual)
+        y = y + residual
+    if not (math.isnan(low) and math.isnan(high)):
+        y = torch.clamp(y, _bound(low), _bound(high))
+    return y
+
+
+@_operator(
+    "layer_norm_apply(Tensor x, int[] normalized_shape, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd)"
+    " -> Tensor",
+    _like_first,
+)
+def layer_norm_apply(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
+) -> Tensor:
+    """The output of native_layer_norm from its saved mean and rstd; ``x`` is contiguous."""
+    dtype = _arithmetic(x.dtype)
+    shape = x.shape[: x.dim() - len(normalized_shape)] + (1,) * len(normalized_shape)
+    y = (x.to(dtype) - mean.to(dtype).view(shape)) * rstd.to(dtype).view(shape)
+    if weight is not None:
+        y = y * weight.to(dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.to(x.dtype)
+
+
+@_operator(
+    "group_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int groups) -> Tensor",
+    _like_first,
+)
+def group_norm_apply(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, groups: int
+) -> Tensor:
+    """The output of native_group_norm from its saved mean and rstd; ``x`` is [N, C, ...]."""
+    dtype = _arithmetic(x.dtype)
+    each = x.shape[1] // groups
+    scale = rstd.to(dtype).view(-1, groups).repeat_interleave(each, 1)
+    centre = mean.to(dtype).view(-1, groups).repeat_interleave(each, 1)
+    if weight is not None:
+        scale = scale * weight.to(dtype)
+    shift = -scale * centre
+    if bias is not None:
+        shift = shift + bias.to(dtype)
+    return (x.to(dtype) * _by_channel(scale, x, dtype) + _by_channel(shift, x, dtype)).to(x.dtype)
+
+
+# --- cross entropy ---------------------------------------------------------------------------------------------------
+
+
+def _log_softmax_nll_backward(
+    out: Tensor,
+    grad_loss: Tensor,
+    log_probabilities: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+    dim: int,
+) -> Tensor:
+    if log_probabilities.dim() != 2 or dim not in (1, -1):
+        raise RuntimeError(f"expected [N, C] and dim 1, got {list(log_probabilities.shape)} and dim {dim}")
+    rows, classes = log_probabilities.shape
+    room = CHUNK_BYTES.get(log_probabilities.device.type, CHUNK_BYTES["cuda"])
+    step = max(1, room // max(1, classes * log_probabilities.element_size()))
+    grad = log_probabilities.new_empty((min(step, rows), classes))
+    for first in range(0, rows, step):
+        chunk = slice(first, min(first + step, rows))
+        part = grad[: chunk.stop - first]
+        aten.nll_loss_backward.grad_input(
+            grad_loss[chunk] if grad_loss.dim() else grad_loss,
+            log_probabilities[chunk],
+            target[chunk],
+            weight,
+            reduction,
+            ignore_index,
+            total_weight,
+            grad_input=part,
+        )
+        # element by element once the row's gradient is summed, so that it may write over what it reads
+        aten._log_softmax_backward_data.out(part, log_probabilities[chunk], 1, out.dtype, out=out[chunk])
+    return out
+
+
+@_operator(
+    "log_softmax_nll_backward(Tensor grad_loss, Tensor log_probabilities, Tensor target, Tensor? weight, int reduction,"
+    " int ignore_index, Tensor total_weight, int dim) -> Tensor",
+    lambda grad_loss, log_probabilities, *_: torch.empty_like(log_probabilities),
+)
+def log_softmax_nll_backward(grad_loss: Tensor, log_probabilities: Tensor, *rest: Any) -> Tensor:
+    """The gradient of cross entropy's logits ([N, C], dim 1), without a full-size gradient of the log-probabilities.
+
+    The bits of nll_loss_backward and _log_softmax_backward_data, which it runs on ``CHUNK_BYTES`` of rows at a time:
+    that is its workspace. This serves every device.
+    """
+    return _log_softmax_nll_backward(torch.empty_like(log_probabilities), grad_loss, log_probabilities, *rest)
+
+
+@_operator(
+    "log_softmax_nll_backward_(Tensor grad_loss, Tensor(a!) log_probabilities, Tensor target, Tensor? weight,"
+    " int reduction, int ignore_index, Tensor total_weight, int dim) -> Tensor(a!)",
+    lambda grad_loss, log_probabilities, *_: log_probabilities,
+)
+def log_softmax_nll_backward_(grad_loss: Tensor, log_probabilities: Tensor, *rest: Any) -> Tensor:
+    """``log_softmax_nll_backward`` over the log-probabilities."""
+    return _log_softmax_nll_backward(log_probabilities, grad_loss, log_probabilities, *rest)
+
+
+# --- dropout by counter ----------------------------------------------------------------------------------------------
+
+
+def _philox(seed: int, counter: Tensor) -> Tensor:
+    """Philox4x32-10: [n] counters to [n, 4] words of 32 bits (as int64)."""
+    words = [counter & _MASK_32, (counter >> 32) & _MASK_32, torch.zeros_like(counter), torch.zeros_like(counter)]
+    keys = [seed & _MASK_32, (seed >> 32) & _MASK_32]
+    for _ in range(10):
+        # the product wraps in 64 bits, which leaves both of its halves as they should be
+        first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        high = (first >> 32) & _MASK_32, (second >> 32) & _MASK_32
+        words = [high[1] ^ words[1] ^ keys[0], second & _MASK_32, high[0] ^ words[3] ^ keys[1], first & _MASK_32]
+        keys = [(keys[0] + 0x9E3779B9) & _MASK_32, (keys[1] + 0xBB67AE85) & _MASK_32]
+    return torch.stack(words, 1)
+
+
+@_operator("philox_dropout(Tensor x, float p, int seed, int offset) -> Tensor", _like_first)
+def philox_dropout(x: Tensor, p: float, seed: int, offset: int) -> Tensor:
+    """``x / (1 - p)``, or 0 with probability ``p`` (in steps of 2**-32); the same call on a gradient is its backward.
+
+    Element i (in the order of storage) takes word ``i % 4`` of Philox4x32-10 (Salmon et al., SC 2011) at counter
+    ``offset + i // 4`` under the key ``seed``, on every device; a call uses ``ceil(numel / 4)`` counters.
+    """
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"p must be between 0 and 1, got {p}")
+    values = _storage(x)
+    counter = torch.arange((x.numel() + 3) // 4, dtype=torch.int64, device=x.device) + offset
+    keep = _philox(seed, counter).view(-1)[: x.numel()] >= round(p * 2**32)
+    out = torch.empty_like(x)
+    _storage(out).copy_(values * (keep.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))))
+    return out
+
+
+# --- the native kernels ----------------------------------------------------------------------------------------------
+
+
+def _build(device_type: str) -> Path:
+    folder = Path(torch.__file__).parent
+    common = ("-std=c++20", "-O3")
+    host = ("-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast")
+    if device_type == "cpu":
+        # the cache tells processors apart, so that none runs another's instructions
+        return native.build(
+            "ops_cpu.cpp",
+            (*common, *host, "-march=native"),
+            includes=(folder / "include",),
+            library_folders=(folder / "lib",),
+            libraries=("torch_cpu",),
+        )
+    raise native.NativeBuildFailed(f"there are no native kernels for {device_type}")
+
+
+@functools.cache
+def _built(device_type: str) -> tuple[Path | None, str]:
+    try:
+        return _build(device_type), ""
+    except native.NativeBuildFailed as error:
+        return None, str(error)
+
+
+@functools.cache
+def _loaded(device_type: str) -> str:
+    path, reason = _built(device_type)
+    if path is None:
+        return reason
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"the kernels for {device_type} can not be loaded: {error}"
+    return ""
+
+
+def load(device_type: str = "cpu") -> bool:
+    """Build the native kernels if that was not done before, and use them from here on; again, nothing.
+
+    Returns:
+        Whether they are in use; if not, the references serve and ``unavailable_reason()`` says why.
+    """
+    return not _loaded(device_type)
+
+
+def unavailable_reason(device_type: str = "cpu") -> str | None:
+    """Why there are no native kernels (no compiler, a failed build, ...), or None if there are; builds if need be."""
+    return _built(device_type)[1] or (_loaded(device_type) if _loaded.cache_info().currsize else "") or None
+
+
+def prebuild(device_type: str = "cpu") -> str | None:
+    """Build the native kernels if that was not done before, without loading them.
+
+    Returns:
+        None, or why they cannot be built.
+    """
+    return _built(device_type)[1] or None
+
+
+# --- which bits ------------------------------------------------------------------------------------------------------
+# Whether an operator gives the bits of the kernel it stands for depends on torch's version and on the instructions that
+# its dispatch picked, so it is seen on this machine: both run on some numbers, whose mean is large against their
+# spread so that a rounding more or less shows in the 8 bits of bfloat16 as well.
+
+
+def _draw(device_type: str) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(dtype: torch.dtype, *shape: int, mean: float = 0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * 3 + mean).to(device_type, dtype)
+
+    return numbers
+
+
+def _format(channels_last: bool) -> torch.memory_format:
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+@functools.cache
+def batch_norm_act_is_exact(dtype: torch.dtype, channels_last: bool, device_type: str = "cpu") -> bool:
+    """Whether ``batch_norm_act`` gives the bits of ATen's batch norm in training, followed by add and relu.
+
+    Parameters of the dtype of ``x``, and of float32, are tried.
+    """
+    load(device_type)
+    draw = _draw(device_type)
+    for channels, parameters in ((3, dtype), (40, dtype), (40, _arithmetic(dtype))):
+        x = draw(dtype, 4, channels, 17, 19, mean=60).contiguous(memory_format=_format(channels_last))
+        weight, bias = draw(parameters, channels), draw(parameters, channels)
+        y, mean, invstd = aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
+        operands = weight, bias, mean, invstd
+        if not torch.equal(torch.ops.monet.batch_norm_act(x, *operands, None, math.nan, math.nan), y):
+            return False
+        residual = torch.empty_like(x).copy_(draw(dtype, *x.shape))
+        if not torch.equal(
+            torch.ops.monet.batch_norm_act(x, *operands, residual, 0, math.nan), torch.relu(y + residual)
+        ):
+            return False
+    return True
+
+
+@functools.cache
+def layer_norm_apply_is_exact(dtype: torch.dtype, parameters: torch.dtype, device_type: str = "cpu") -> bool:
+    """Whether ``layer_norm_apply`` gives the bits of native_layer_norm, with a weight of dtype ``parameters``.
+
+    It cannot where mean and rstd are saved rounded: ``parameters`` below float32.
+    """
+    load(device_type)
+    draw = _draw(device_type)
+    for length in (7, 64, 200, 768):
+        x, weight = draw(dtype, 200, length, mean=60), draw(parameters, length)
+        for bias in (draw(parameters, length), None):
+            y, mean, rstd = aten.native_layer_norm.default(x, [length], weight, bias, 1e-5)
+            if not torch.equal(torch.ops.monet.layer_norm_apply(x, [length], weight, bias, mean, rstd), y):
+                return False
+    return True
+
+
+@functools.cache
+def group_norm_apply_is_exact(
+    dtype: torch.dtype, parameters: torch.dtype, channels_last: bool, device_type: str = "cpu"
+) -> bool:
+    """Whether ``group_norm_apply`` gives the bits of native_group_norm, with parameters of dtype ``parameters``.
+
+    It cannot where mean and rstd are saved rounded: ``parameters`` below float32.
+    """
+    load(device_type)
+    draw = _draw(device_type)
+    for channels, groups, side in ((6, 3, 7), (32, 8, 8), (24, 24, 9), (24, 1, 40)):
+        x = draw(dtype, 3, channels, side, side, mean=60).contiguous(memory_format=_format(channels_last))
+        weight, bias = draw(parameters, channels), draw(parameters, channels)
+        y, mean, rstd = aten.native_group_norm.default(x, weight, bias, 3, channels, side * side, groups, 1e-5)
+        if not torch.equal(torch.ops.monet.group_norm_apply(x, weight, bias, mean, rstd, groups), y):
+            return False
+    return True

@@ -1,0 +1,206 @@
+"""Windows: the paper's program with a few operators free and all else as in a given schedule.
+
+The rest of the schedule is a fixed profile of memory, so that a window is small wherever it lies in a graph of
+thousands of operators; started from the schedule that it comes from, it never makes it worse.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from monetrun.graph import BACKWARD, FORWARD, Graph
+from monetrun.plan import Options, Schedule
+from monetrun.simulate import simulate
+from monetrun.solve import greedy, ilp, tidy
+from monetrun.solve.ilp import Slot
+from monetrun.solve.incumbent import Incumbent
+
+
+def repair(search: Incumbent, schedule: Schedule, work_seconds: float) -> None:
+    """Bring a schedule within the budget by elastic windows around the steps that are most over it, and offer it."""
+    graph, costs, options, budget_bytes = search.graph, search.costs, search.options, search.budget_bytes
+    until = max(0.0, search.left() - work_seconds)
+    rng = random.Random(options.seed)
+    movable = _movable(graph, budget_bytes)
+    length, failures = 12, 0
+    schedule = tidy.without_dead_runs(graph, schedule)
+    while failures < 8 and not search.done() and (left := search.left() - until) > 0:
+        timeline = simulate(graph, costs, schedule)
+        over = [max(0, b - budget_bytes) for b in timeline.during_bytes]
+        if not any(over) or timeline.seconds >= search.seconds:
+            break
+        worst = rng.choice([i for i, b in enumerate(over) if b >= 0.5 * max(over)])
+        whole = failures % 3 == 2
+        free = set(movable) if whole else _around(graph, schedule, worst, movable, length, rng)
+        slots = window_slots(graph, schedule, free, options, 2 + failures if whole else None)
+        program = ilp.build(graph, costs, budget_bytes, slots, elastic=True)
+        start = ilp.start_from(graph, program, schedule)
+        result = search.minimize(program.problem, min(left, max(2.0, 0.3 * left) if whole else 2.0), 0.01, start)
+        length = min(length + 1, 20) if result.status == "optimal" else max(length - 2, 6)
+        failures += 1
+        if result.value is None:
+            continue
+        candidate = tidy.without_dead_runs(graph, ilp.read_schedule(program, result.value))
+        candidate = tidy.in_place_where_legal(graph, costs, candidate, options)
+        during_bytes = simulate(graph, costs, candidate).during_bytes
+        if sum(max(0, b - budget_bytes) for b in during_bytes) < sum(over):
+            schedule, failures = candidate, 0
+    search.offer(schedule)
+
+
+def _around(
+    graph: Graph, schedule: Schedule, step: int, movable: list[int], length: int, rng: random.Random
+) -> set[int]:
+    """Movable operators that matter at a step: run again beside it, or holding memory there, near and anywhere."""
+    steps = schedule.forward + schedule.backward
+    begin = end = step
+    while begin > 0 and graph.operators[steps[begin - 1].operator].phase == FORWARD and begin > len(schedule.forward):
+        begin -= 1
+    while end + 1 < len(steps) and graph.operators[steps[end].operator].phase == FORWARD:
+        end += 1
+    beside = [s.operator for s in steps[begin : end + 1] if s.operator < graph.forward_count]
+    read = [t for s in steps[begin : end + 1] for t in graph.operators[s.operator].inputs]
+    beside += [graph.writer[t] for t in read if 0 <= graph.writer[t] < graph.forward_count]
+    center = sum(beside) / len(beside) if beside else steps[step].operator
+    written = {t for s in steps[: step + 1] for t in graph.operators[s.operator].outputs}
+    alive: set[int] = set()
+    for s in reversed(steps[step:]):
+        op = graph.operators[s.operator]
+        alive.difference_update(op.outputs)
+        alive.update(op.implementations[s.implementation].inputs)
+    holding = {graph.writer[t] for t in alive & written}
+    ranked = sorted((i for i in movable if i in holding or i in beside), key=lambda i: (abs(i - center), i))
+    near, far = ranked[: length // 2], ranked[length // 2 :]
+    between = sorted((i for i in movable if i not in ranked), key=lambda i: (abs(i - center), i))[: length // 3]
+    return {*near, *rng.sample(far, min(len(far), length // 2)), *between}
+
+
+def improve(search: Incumbent) -> None:
+    """Free some operators at a time, or all within a reach, until the gap is reached or the time is up."""
+    graph, options = search.graph, search.options
+    movable = _movable(graph, search.budget_bytes)
+    if not movable or not options.recompute:
+        return
+    rng = random.Random(options.seed)
+    base = search.best or greedy.most_frugal(graph, search.costs)
+    length, reach = 20, 2 if search.best is not None else 16
+    for turn in itertools.count():
+        if search.done() or (search.best is None and reach > 2 * len(movable)):
+            return
+        base = search.best or base
+        if search.best is None or (turn % 8 == 0 and reach <= 2 * len(movable)):
+            before = search.seconds
+            status, _ = _improve_window(search, base, set(movable), max(1.0, 0.4 * search.left()), reach)
+            if status == "optimal" and reach > len(movable):
+                return  # nothing better exists with runs where what they serve is read
+            if status == "optimal" or search.best is None:
+                reach *= 2  # more freedom, since this was quick, or was not enough
+            elif search.seconds >= before:
+                reach = max(2, reach // 2) if reach > 2 else 2 * len(movable) + 1  # too large: leave it
+            continue
+        free = _choose(rng, movable, min(length, len(movable)))
+        status, work_seconds = _improve_window(search, base, free, 3.0, None if turn % 2 else 6)
+        # windows grow as long as they are solved quickly
+        if status == "optimal" and work_seconds < 0.7:
+            length = min(length + 2, len(movable))
+        elif status != "optimal":
+            length = max(length - 4, 6)
+
+
+def _movable(graph: Graph, budget_bytes: int) -> list[int]:
+    """The forward operators that need not run where they do, and whose outputs take bytes that matter."""
+    return [
+        op.id
+        for op in graph.operators[: graph.forward_count]
+        if (op.replayable or op.optional) and any(graph.tensors[t].nbytes > 1e-5 * budget_bytes for t in op.outputs)
+    ]
+
+
+def _choose(rng: random.Random, movable: list[int], length: int) -> set[int]:
+    """Neighbours, or two groups of neighbours: bytes that one place gives up may be worth more at another."""
+    groups = rng.choice((1, 1, 2, 3))
+    free: set[int] = set()
+    for _ in range(groups):
+        size = max(1, length // groups)
+        begin = rng.randrange(-(size // 2), len(movable))
+        free.update(movable[max(begin, 0) : max(begin, 0) + size])
+    return free
+
+
+def _improve_window(
+    search: Incumbent, base: Schedule, free: set[int], work_seconds: float, reach: int | None
+) -> tuple[str, float]:
+    """Solve the window of ``base`` in which the operators ``free`` may run again; the solver's status, and its work."""
+    slots = window_slots(search.graph, base, free, search.options, reach)
+    program = ilp.build(search.graph, search.costs, search.budget_bytes, slots)
+    if program.infeasible:
+        return "infeasible", 0.0
+    start = ilp.start_from(search.graph, program, base)
+    result = search.minimize(program.problem, work_seconds, search.mip_gap() / 4, start)
+    if result.value is not None:
+        search.offer(ilp.read_schedule(program, result.value))
+    return result.status, result.work_seconds
+
+
+def window_slots(
+    graph: Graph, schedule: Schedule, free: set[int], options: Options, reach: int | None = None
+) -> list[Slot]:
+    """The slots of a window: ``schedule``'s own steps, and beside them runs of the operators ``free``.
+
+    A free operator may run before each step that reads what it, or another free one, reads or writes: elsewhere
+    nothing changes for it. With ``reach`` it may only do so where it runs now, and where the output of one of the next
+    ``reach`` free operators is read: enough for a window over the whole network. Steps that only served runs of free
+    operators are freed as well.
+    """
+    operators = graph.operators
+    free = set(free)
+    while True:
+        rest = tuple(s for s in schedule.backward if s.operator not in free)
+        alive = set(tidy.without_dead_runs(graph, Schedule(schedule.forward, rest)).backward)
+        dead = {s.operator for s in rest if s not in alive}
+        if not dead - free:
+            break
+        free |= dead
+    touched = {t for i in free for t in operators[i].outputs}
+    touched |= {t for i in free for impl in operators[i].implementations for t in impl.inputs}
+    touched = {t for t in touched if not graph.tensors[t].external}
+    again = sorted(i for i in free if operators[i].replayable)
+
+    def choices(operator: int, implementation: int) -> tuple[int, ...]:
+        allowed = ilp.allowed_choices(graph, operator, options)
+        reads = {t for k in allowed for t in operators[operator].implementations[k].inputs}
+        if operator in free or not touched.isdisjoint(reads):
+            return allowed
+        return (implementation,)
+
+    slots: list[Slot] = []
+    ran = {s.operator: s.implementation for s in schedule.forward}
+    for op in operators[: graph.forward_count]:
+        if op.id in ran:
+            compulsory = not (op.optional and op.id in free)
+            slots.append(Slot(op.id, choices(op.id, ran[op.id]), compulsory, FORWARD))
+        elif op.optional and op.id in free:
+            slots.append(Slot(op.id, ilp.allowed_choices(graph, op.id, options), False, FORWARD))
+    place = {i: n for n, i in enumerate(again)}
+    running: list[int] = []
+    for step in schedule.backward:
+        if step.operator in free:
+            running.append(step.operator)
+            continue
+        options_here = choices(step.operator, step.implementation)
+        reads = {t for k in options_here for t in operators[step.operator].implementations[k].inputs}
+        here: set[int] = set()
+        if reach is not None:
+            near = [place[graph.writer[t]] for t in reads if graph.writer[t] in place]
+            here = here.union(*(again[max(0, n - reach) : n + 1] for n in near))
+        elif running or not touched.isdisjoint(reads):
+            here = set(again)
+        # what runs here now gets slots in its own order: where that is not the graph's, some operators get several
+        cuts = [n for n in range(1, len(running)) if running[n] <= running[n - 1]]
+        for begin, end in itertools.pairwise([0, *cuts, len(running)]):
+            group = sorted({*running[begin:end], *(here if begin == 0 else ())})
+            slots += [Slot(i, ilp.allowed_choices(graph, i, options), False, BACKWARD) for i in group]
+        slots.append(Slot(step.operator, options_here, True, BACKWARD))
+        running = []
+    return slots

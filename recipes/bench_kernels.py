@@ -1,0 +1,152 @@
+"""Bytes per second of the element-by-element kernels beside a plain copy of as many bytes, in the same run.
+
+Usage: python recipes/bench_kernels.py [--threads 2] [--mib 64] [--rounds 15] [--out recipes/results/kernels.json]
+
+A kernel's bytes are those it reads and writes; the copy beside it, ``copy_`` from one tensor to another, moves as many.
+Both run in turns, and the ratio is the median of the rounds' ratios, so that what else the machine does falls on both.
+The C library is told to keep the memory that is freed: pages that the system hands out anew, which it fills with zeros
+first, would cost more than any of these kernels and hide it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from monetrun.ops import kernels
+
+monet = torch.ops.monet
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+NAN = math.nan
+
+
+def cases(dtype: torch.dtype, nbytes: int) -> Iterator[tuple[str, Callable[[], object], int]]:
+    """(name, call, bytes it moves) for each kernel on a tensor of about ``nbytes``."""
+    channels, side = 64, 56
+    images = max(1, nbytes // (channels * side * side * torch.empty((), dtype=dtype).element_size()))
+    x = torch.randn(images, channels, side, side).to(dtype)
+    size = x.numel() * x.element_size()
+    mask = kernels.range_mask(x, 0.0, NAN)
+    bits = mask.numel()
+    over = x.clone()
+    yield "range_mask", lambda: monet.range_mask(x, 0.0, 6.0), size + bits
+    yield "nonzero_mask", lambda: monet.nonzero_mask(x), size + bits
+    yield "mask_backward", lambda: monet.mask_backward(x, mask, 0.0), 2 * size + bits
+    yield "mask_backward slope", lambda: monet.mask_backward(x, mask, 0.1), 2 * size + bits
+    yield "mask_backward_", lambda: monet.mask_backward_(over, mask, 0.0), 2 * size + bits
+    yield "mask_scale", lambda: monet.mask_scale(x, mask, 2.0), 2 * size + bits
+    yield "mask_scale_", lambda: monet.mask_scale_(over, mask, 1.0), 2 * size + bits
+    yield "philox_dropout", lambda: monet.philox_dropout(x, 0.1, 1, 0), 2 * size
+    weight, bias, mean, invstd = (torch.rand(channels).to(dtype) for _ in range(4))
+    saved = weight, bias, mean, invstd
+    yield "batch_norm_act", lambda: monet.batch_norm_act(x, *saved, None, 0.0, NAN), 2 * size
+    yield "batch_norm_act residual", lambda: monet.batch_norm_act(x, *saved, over, 0.0, NAN), 3 * size
+    last, last_over = (t.contiguous(memory_format=torch.channels_last) for t in (x, over))
+    yield "batch_norm_act channels-last", lambda: monet.batch_norm_act(last, *saved, None, 0.0, NAN), 2 * size
+    yield (
+        "batch_norm_act channels-last residual",
+        lambda: monet.batch_norm_act(last, *saved, last_over, 0.0, NAN),
+        3 * size,
+    )
+    rows = x.view(-1, side * side)
+    wide, shift = torch.rand(side * side).to(dtype), torch.rand(side * side).to(dtype)
+    moments = torch.rand(len(rows)).to(dtype), torch.rand(len(rows)).to(dtype)
+    yield (
+        "layer_norm_apply",
+        lambda: monet.layer_norm_apply(rows, [side * side], wide, shift, *moments),
+        2 * size,
+    )
+    groups = torch.rand(images, 8).to(dtype), torch.rand(images, 8).to(dtype)
+    yield "group_norm_apply", lambda: monet.group_norm_apply(x, weight, bias, *groups, 8), 2 * size
+
+
+def keep_freed_memory() -> None:
+    """Let malloc serve tensors of any size from memory that was freed before (glibc)."""
+    trim_threshold, mmap_max = -1, -4
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(mmap_max, 0)
+        library.mallopt(trim_threshold, 2**31 - 1)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure(call: Callable[[], object], moved_bytes: int, rounds: int) -> dict[str, float]:
+    """Median bytes per second of ``call`` and of a copy of as many bytes, and the median of their ratios."""
+    source = torch.zeros(moved_bytes // 2, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+
+    def copy() -> object:
+        return target.copy_(source)
+
+    call(), copy()
+    pairs = [(seconds(call), seconds(copy)) for _ in range(rounds)]
+    kernel, plain = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return {
+        "bytes_per_second": round(moved_bytes / kernel),
+        "copy_bytes_per_second": round(moved_bytes / plain),
+        "ratio": round(statistics.median(b / a for a, b in pairs), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--mib", type=int, default=64, help="size of the tensors")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="kernels whose name begins so")
+    parser.add_argument("--dtype", default="", help="one dtype, such as bfloat16")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if not kernels.load():
+        raise SystemExit(f"no native kernels: {kernels.unavailable_reason()}")
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    results = []
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        if options.dtype not in ("", name):
+            continue
+        for kernel, call, moved_bytes in cases(dtype, options.mib << 20):
+            if not kernel.startswith(options.only):
+                continue
+            row = measure(call, moved_bytes, options.rounds)
+            results.append({"kernel": kernel, "dtype": name, "moved_bytes": moved_bytes, **row})
+            rates = f"{row['bytes_per_second'] / 2**30:6.2f} of {row['copy_bytes_per_second'] / 2**30:6.2f} GiB/s"
+            print(f"{kernel:40s} {name:9s} {rates}  {row['ratio']:.2f}", flush=True)
+    if options.out:
+        document = {
+            "command": f"python recipes/bench_kernels.py --threads {options.threads} --mib {options.mib}"
+            f" --rounds {options.rounds}",
+            "torch": torch.__version__,
+            "processor": _processor(),
+            "threads": options.threads,
+            "tensor_mib": options.mib,
+            "rounds": options.rounds,
+            "kernels": results,
+        }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()

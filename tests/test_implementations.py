@@ -1,0 +1,263 @@
+"""Every implementation that the registry offers, run beside the operator that it stands for, on captured graphs.
+
+A case is a small module whose joint graph has the operators of one family. All its nodes are computed with real
+numbers; then every alternative is called with the same numbers and must give what the node gave: bit for bit where it
+says that it is exact, otherwise within a few roundings.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from monetrun.backend import Backend
+from monetrun.capture import JointGraph
+from monetrun.graph import check
+from monetrun.ops import registry
+from monetrun.plan import Schedule, Step, plain_schedule
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Chooser:
+    """Takes the plain schedule, and keeps what was captured."""
+
+    meter = None
+
+    def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
+        self.joint = joint
+        return 0, plain_schedule(joint.graph)
+
+    def entering(self, phase: str, graph: int) -> None:
+        pass
+
+    def left(self, phase: str, graph: int) -> None:
+        pass
+
+
+def captured(module: nn.Module, x: torch.Tensor) -> JointGraph:
+    chooser = Chooser()
+    torch._dynamo.reset()
+    torch.compile(module, backend=Backend(chooser, "case", observed=True))(x)
+    check(chooser.joint.graph)
+    return chooser.joint
+
+
+class Wave(nn.Module):
+    """Elementwise functions, one after the other, on scaled data."""
+
+    def __init__(self, *functions):
+        super().__init__()
+        self.functions = functions
+        self.scale = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x):
+        x = x * self.scale
+        for function in self.functions:
+            x = function(x)
+        return x
+
+
+class Residual(nn.Module):
+    def __init__(self, channels, activation, dimensions=2):
+        super().__init__()
+        make_conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dimensions]
+        make_norm = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dimensions]
+        self.one, self.two = make_conv(channels, channels, 1), make_conv(channels, channels, 3, padding=1)
+        self.norm, self.norm2 = make_norm(channels), make_norm(channels)
+        self.activation = activation
+        for norm in (self.norm, self.norm2):
+            nn.init.uniform_(norm.weight, -1, 2)
+            nn.init.uniform_(norm.bias, -1, 1)
+
+    def forward(self, x):
+        y = self.activation(self.norm(self.one(x)))
+        y = self.norm2(self.two(y)) + y
+        return self.activation(y + self.norm(self.one(y)))
+
+
+def pool(**keywords):
+    return Wave(lambda x: F.relu(x), lambda x: F.max_pool2d(x, **keywords))
+
+
+CASES = {
+    "relu": (Wave(F.relu, torch.sin, lambda x: F.relu(x, inplace=True), torch.sin), (3, 5, 7, 3)),
+    "relu, empty": (Wave(F.relu, torch.sin), (0, 5, 2, 3)),
+    "relu6": (Wave(lambda x: F.relu6(4 * x), lambda x: F.hardtanh(2 * x, -1.0, 0.5), torch.sin), (1, 9, 3, 3)),
+    "relu6 in place": (Wave(lambda x: F.relu6(4 * x, inplace=True), torch.sin), (2, 8, 3, 3)),
+    "leaky relu": (Wave(lambda x: F.leaky_relu(x, 0.2), torch.sin), (2, 3, 5, 1)),
+    "pool": (pool(kernel_size=2), (2, 4, 8, 6)),
+    "pool, overlapping": (pool(kernel_size=3, stride=2, padding=1), (1, 4, 9, 7)),
+    "pool, same size": (pool(kernel_size=3, stride=1, padding=1), (2, 3, 5, 5)),
+    "pool, dilated": (pool(kernel_size=2, stride=1, dilation=2, ceil_mode=True), (2, 3, 8, 9)),
+    "dropout": (Wave(torch.sin, lambda x: F.dropout(x, 0.15), torch.sin), (3, 4, 5, 7)),
+    "batch norm": (Residual(6, F.relu), (4, 6, 5, 7)),
+    "batch norm, relu6": (Residual(8, F.relu6), (2, 8, 4, 4)),
+    "batch norm 1d": (Residual(8, F.relu, 1), (4, 8, 9)),
+    "batch norm 3d": (Residual(4, F.relu, 3), (2, 4, 3, 5, 4)),
+    "convolution": (nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, dilation=2, groups=2), nn.Sigmoid()), (2, 4, 11, 9)),
+    "depthwise": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, padding=1, groups=4)), (2, 4, 6, 6)),
+    "transposed": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 6, 2, stride=2)), (2, 4, 6, 6)),
+    "arithmetic": (
+        Wave(
+            lambda x: (x + x.sin()) - x.cos(),
+            lambda x: x / x.exp(),
+            lambda x: torch.sigmoid(x).add(1.0).mul(2.0).sqrt().rsqrt(),
+            lambda x: x.masked_fill(torch.ones(5, dtype=torch.bool), 0.5).cos(),
+        ),
+        (2, 3, 4, 5),
+    ),
+    "elementwise": (
+        Wave(F.elu, F.silu, F.gelu, F.hardswish, F.hardsigmoid, torch.tanh, torch.exp, torch.neg, torch.sigmoid),
+        (2, 3, 4, 5),
+    ),
+}
+
+
+def computed(joint: JointGraph, dtype: torch.dtype) -> dict[fx.Node, object]:
+    """Every node's value, on random inputs of the captured forms."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(node: fx.Node) -> object:
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.dtype.is_floating_point:
+            return torch.zeros(value.shape, dtype=value.dtype)
+        random = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype)
+        if value.dim() > 1:
+            random = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(random)
+        return random
+
+    interpreter = fx.Interpreter(joint.module, garbage_collect_values=False)
+    placeholders = joint.module.graph.find_nodes(op="placeholder")
+    with torch.no_grad():
+        interpreter.run(*[made(n) for n in placeholders])
+    return interpreter.env
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("case", CASES)
+def test_an_implementation_gives_what_the_operator_gives(case, layout, dtype):
+    torch.manual_seed(0)
+    module, shape = CASES[case]
+    if layout == "channels_last" and len(shape) != 4:
+        pytest.skip("of 4 dimensions only")
+    x = torch.randn(shape, dtype=dtype)
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    joint = captured(module.to(dtype).train(), x)
+    values = computed(joint, dtype)
+    for (i, k), call in joint.calls.items():
+        node, impl = joint.nodes[i], joint.graph.operators[i].implementations[k]
+        copies: dict[fx.Node, object] = {}
+        arguments, keywords = fx.map_arg(
+            (call.args, call.kwargs), lambda n, copies=copies: copies.setdefault(n, _copied(values[n]))
+        )
+        given = call.target(*arguments, **keywords)
+        expected = values[node] if call.only is None else values[node][call.only]
+        where = f"{node.target} as {impl.name} ({call.target})"
+        assert (given.shape, given.dtype) == (expected.shape, expected.dtype), where
+        assert strides(given) == strides(expected), where
+        if impl.in_place_of is not None:
+            overwritten = [c for n, c in copies.items() if joint.storage.get(n) == impl.in_place_of]
+            assert any(c.data_ptr() == given.data_ptr() for c in overwritten), where
+        if node.target is torch.ops.monet.bernoulli_like.default:
+            continue
+        if impl.exact:
+            assert torch.equal(torch.nan_to_num(given), torch.nan_to_num(expected)), where
+            assert torch.equal(given.isnan(), expected.isnan()), where
+        else:
+            torch.testing.assert_close(given, expected, equal_nan=True, msg=lambda m, w=where: f"{w}: {m}")
+
+
+def strides(value):
+    return [s for s, n in zip(value.stride(), value.shape, strict=True) if n > 1] if value.numel() else []
+
+
+def _copied(value):
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def test_every_registered_operator_is_in_a_case():
+    seen = set()
+    for module, shape in CASES.values():
+        joint = captured(module.to(torch.float32).train(), torch.randn(shape))
+        seen |= {joint.nodes[i].target for i, _ in joint.calls}
+    assert {str(t) for t in registry.registered()} - {str(t) for t in seen} == set()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mask_takes_a_bit_and_an_index_a_byte_per_element(dtype):
+    joint = captured(pool(kernel_size=2).to(dtype), torch.randn((3, 5, 7, 6), dtype=dtype))
+    sizes = {op.target: joint.graph.tensors[op.outputs[0]].nbytes for op in joint.graph.operators if op.optional}
+    assert sizes == {
+        "monet.range_mask.default": math.ceil(3 * 5 * 7 * 6 / 8),
+        "monet.max_pool2d_index.default": 3 * 5 * 3 * 3,
+    }
+
+
+def test_a_schedule_of_other_implementations_gives_the_same_gradients():
+    """All in one: masks, indices, fused runs again, executed by a schedule that the replay accepts."""
+    from monetrun.simulate import simulate
+
+    torch.manual_seed(0)
+    module = nn.Sequential(Residual(4, F.relu), pool(kernel_size=2), nn.Dropout(0.3), nn.Conv2d(4, 2, 3))
+    x = torch.randn(4, 4, 8, 8)
+    state = torch.get_rng_state()
+    module(x).square().sum().backward()
+    expected = [p.grad.clone() for p in module.parameters()]
+
+    class Other(Chooser):
+        def choose(self, joint):
+            self.joint = joint
+            graph = joint.graph
+            names = ("intermediate:mask", "intermediate:index", "conv:apart", "fused:batch-norm")
+
+            def step(op):
+                found = [
+                    k
+                    for k, impl in enumerate(op.implementations)
+                    if impl.name in names and impl.in_place_of is None and op.phase == "backward"
+                ]
+                return Step(op.id, found[0] if found else 0)
+
+            steps = [step(op) for op in graph.operators]
+            forward, backward = steps[: graph.forward_count], steps[graph.forward_count :]
+            again = [
+                Step(op.id, k)
+                for op in graph.operators[: graph.forward_count]
+                for k, impl in enumerate(op.implementations)
+                if impl.name == "fused:batch-norm"
+            ]
+            self.schedule = Schedule(tuple(forward), (*again, *backward))
+            self.peak = simulate(graph, _costs(graph), self.schedule).peak_bytes
+            return 0, self.schedule
+
+    for p in module.parameters():
+        p.grad = None
+    for norm in (m for m in module.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.reset_running_stats()
+    chooser = Other()
+    torch._dynamo.reset()
+    torch.set_rng_state(state)
+    torch.compile(module, backend=Backend(chooser, "case", observed=True))(x).square().sum().backward()
+    used = {
+        chooser.joint.graph.operators[s.operator].implementations[s.implementation].name
+        for s in chooser.schedule.forward + chooser.schedule.backward
+    }
+    assert used == {"default", "intermediate:mask", "intermediate:index", "conv:apart", "fused:batch-norm"}
+    for p, gradient in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(p.grad, gradient)
+
+
+def _costs(graph):
+    from monetrun.graph import Costs
+
+    rows = [[0] * len(op.implementations) for op in graph.operators]
+    return Costs("none", tuple(tuple(float(v) for v in r) for r in rows), tuple(tuple(r) for r in rows))

@@ -1,0 +1,391 @@
+"""The operators of torch.ops.monet: native kernels against their references and against ATen, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from monetrun.ops import kernels
+
+aten, monet = torch.ops.aten, torch.ops.monet
+NAN, INF = math.nan, math.inf
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+IMAGES = [(2, 3, 5, 7), (1, 1, 1, 1), (0, 3, 4, 4), (3, 70, 6, 5), (2, 8, 8, 8)]
+LAYOUTS = ["contiguous", "channels-last", "transposed"]
+
+
+@pytest.fixture(scope="module", params=["native", "reference"])
+def kernel(request):
+    """Name of an operator to what is tested: the operator with its native kernel, or its reference."""
+    if request.param == "reference":
+        return kernels.REFERENCES.__getitem__
+    if not kernels.load():
+        pytest.skip(kernels.unavailable_reason())
+    return lambda name: getattr(monet, name).default
+
+
+def laid_out(x, layout):
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    return x.contiguous(memory_format=torch.channels_last if layout == "channels-last" else torch.contiguous_format)
+
+
+def numbers(shape, dtype, layout="contiguous", special=True, seed=0):
+    """Random numbers with NaN, infinities, signed zeros and the bounds of ReLU6 among them."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 4
+    if special:
+        flat = x.view(-1)
+        for i, value in enumerate((NAN, INF, -INF, 0.0, -0.0, 6.0, -0.3)):
+            flat[i + 3 :: 23] = value
+    return laid_out(x.to(dtype), layout)
+
+
+def assert_same(got, expected):
+    """Same dtype, shape, strides (of dimensions that matter) and bits, any NaN being any other."""
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    pairs = zip(got.shape, got.stride(), expected.stride(), strict=True)
+    assert got.numel() == 0 or all(size == 1 or a == b for size, a, b in pairs)
+    if got.is_floating_point():
+        assert torch.equal(got.isnan(), expected.isnan())
+        got, expected = got.nan_to_num(7, INF, -INF), expected.nan_to_num(7, INF, -INF)
+        assert torch.equal(got.signbit(), expected.signbit())
+    assert torch.equal(got, expected)
+
+
+shapes = pytest.mark.parametrize("shape", IMAGES, ids=str)
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+# --- masks
+
+
+@dtypes
+@layouts
+@shapes
+def test_a_masked_backward_has_the_bits_of_atens(kernel, shape, layout, dtype):
+    x, grad = numbers(shape, dtype, layout), numbers(shape, dtype, layout, seed=1)
+    for low in (0.0, 0.3):
+        mask = kernel("range_mask")(x, low, NAN)
+        assert mask.dtype == torch.uint8
+        assert mask.shape == ((x.numel() + 7) // 8,)
+        assert_same(kernel("mask_backward")(grad, mask, 0.0), aten.threshold_backward(grad, x, low))
+    # where the input is NaN, ATen's next two depend on whether the element is computed in a vector or at its end
+    finite = x.nan_to_num(1.0)
+    for low, high in [(0.0, 6.0), (-0.3, 0.7)]:
+        mask = kernel("range_mask")(finite, low, high)
+        assert_same(kernel("mask_backward")(grad, mask, 0.0), aten.hardtanh_backward(grad, finite, low, high))
+    mask = kernel("range_mask")(finite, 0.0, NAN)
+    expected = aten.leaky_relu_backward(grad, finite, 0.01, False)
+    assert_same(kernel("mask_backward")(grad, mask, 0.01), expected)
+    over = grad.clone()
+    assert kernel("mask_backward_")(over, mask, 0.01).data_ptr() == over.data_ptr()
+    assert_same(over, expected)
+
+
+@dtypes
+@layouts
+@shapes
+def test_a_packed_dropout_mask_has_the_bits_of_a_product(kernel, shape, layout, dtype):
+    x = numbers(shape, dtype, layout)
+    noise = laid_out((torch.rand(shape, generator=torch.Generator().manual_seed(2)) > 0.3).to(dtype), layout)
+    noise.div_(1 - 0.3)
+    mask = kernel("nonzero_mask")(noise)
+    scale = torch.ones((), dtype=dtype).div_(1 - 0.3).item()
+    assert_same(kernel("mask_scale")(x, mask, scale), x * noise)
+    over = x.clone()
+    assert kernel("mask_scale_")(over, mask, scale).data_ptr() == over.data_ptr()
+    assert_same(over, x * noise)
+
+
+def test_a_mask_is_one_bit_for_each_element_the_first_lowest_and_nothing_behind(kernel):
+    x = torch.tensor([1.0, -1.0, 2.0, 0.0, NAN, 3.0, -0.0, 1.0, 5.0, -5.0])
+    assert kernel("range_mask")(x, 0.0, NAN).tolist() == [0b10110101, 0b01]
+    assert kernel("range_mask")(x, 0.0, 3.0).tolist() == [0b10010101, 0b00]
+    assert kernel("nonzero_mask")(x).tolist() == [0b10110111, 0b11]
+
+
+def test_a_mask_is_in_the_order_of_storage(kernel):
+    x = torch.tensor([[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]])
+    assert kernel("range_mask")(x, 0.0, NAN).tolist() == [0b011001]
+    assert kernel("range_mask")(x.t().contiguous().t(), 0.0, NAN).tolist() == [0b001011]
+
+
+def test_many_elements_are_masked_by_several_threads(kernel):
+    x, grad = numbers((3, 100_003), torch.float32), numbers((3, 100_003), torch.float32, seed=1)
+    assert_same(
+        kernel("mask_backward")(grad, kernel("range_mask")(x, 0.0, NAN), 0.0), aten.threshold_backward(grad, x, 0.0)
+    )
+
+
+def test_what_is_not_dense_or_does_not_fit_is_refused(kernel):
+    x = torch.randn(4, 6)
+    with pytest.raises(RuntimeError, match="dense"):
+        kernel("range_mask")(x[:, ::2], 0.0, NAN)
+    with pytest.raises(RuntimeError, match=r"3 (contiguous )?bytes for 24 elements, got 2"):
+        kernel("mask_backward")(x, torch.zeros(2, dtype=torch.uint8), 0.0)
+    with pytest.raises(RuntimeError, match="differ"):
+        kernel("batch_norm_act")(x, None, None, torch.zeros(6), torch.ones(6), torch.randn(6, 4).t(), 0.0, NAN)
+
+
+# --- max pooling
+
+WINDOWS = [
+    ((7, 9), [2, 2], [2, 2], [0, 0], [1, 1], False),
+    ((7, 9), [3, 3], [2, 2], [1, 1], [1, 1], False),
+    ((8, 10), [3, 2], [2, 1], [1, 1], [2, 3], False),
+    ((7, 8), [3, 3], [2, 2], [1, 0], [1, 1], True),
+    ((6, 6), [2, 2], [], [1, 1], [1, 1], True),
+    ((5, 5), [5, 5], [1, 1], [2, 2], [1, 1], False),
+    ((4, 5), [1, 1], [3, 3], [0, 0], [1, 1], False),
+]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
+@dtypes
+def test_pooling_by_one_byte_has_the_bits_of_atens(kernel, layout, dtype):
+    batches = [(2, 5), (1, 1), (2, 33), (0, 3)] + ([(4,)] if layout == "contiguous" else [])
+    for images, window, special in itertools.product(batches, WINDOWS, (False, True)):
+        size, *place, ceil_mode = window
+        x = numbers((*images, *size), dtype, layout, special)
+        if not special:
+            x = (x / 3).round()  # ties
+        elif x.numel():
+            x[0] = -INF
+            x[-1, ..., :3, :3] = NAN
+        y, flat = aten.max_pool2d_with_indices(x, *place, ceil_mode)
+        index = kernel("max_pool2d_index")(x, *place, ceil_mode)
+        assert index.dtype == torch.uint8
+        grad = laid_out(numbers(y.shape, dtype, special=False, seed=3), layout)
+        expected = aten.max_pool2d_with_indices_backward(grad, x, *place, ceil_mode, flat)
+        assert_same(kernel("max_pool2d_index_backward")(grad, index, list(x.shape), *place), expected)
+        assert_same(kernel("max_pool2d_input_backward")(grad, x, *place, ceil_mode), expected)
+
+
+def test_a_window_that_a_byte_cannot_name_is_refused(kernel):
+    with pytest.raises(RuntimeError, match="255"):
+        kernel("max_pool2d_index")(torch.randn(1, 1, 16, 16), [16, 16], [1, 1], [0, 0], [1, 1], False)
+
+
+# --- normalization
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def assert_normal(got, expected, exact):
+    if exact:
+        return assert_same(got, expected)
+    tolerance = TOLERANCE[expected.dtype]
+    assert got.stride() == expected.stride()
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * 20, equal_nan=True)
+
+
+def activated(y, low, high):
+    if math.isnan(high):
+        return y if math.isnan(low) else torch.relu(y)
+    return aten.hardtanh(y, low, high)
+
+
+def parameter_dtypes(dtype):
+    return {dtype, torch.float64 if dtype == torch.float64 else torch.float32}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
+@dtypes
+def test_batch_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, layout, dtype):
+    exact = kernel != kernels.REFERENCES.__getitem__ and kernels.batch_norm_act_is_exact(dtype, layout != "contiguous")
+    shapes = [(2, 3, 5, 7), (4, 70, 3, 3), (2, 3, 4, 5, 3), (5, 33, 1, 1), (8, 64, 33, 5), (3, 16), (2, 5, 9)]
+    bounds = [(NAN, NAN), (0.0, NAN), (0.0, 6.0), (-0.5, 0.5)]
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for shape, with_residual, parameters in itertools.product(shapes, (False, True), parameter_dtypes(dtype)):
+        if layout != "contiguous" and len(shape) not in last:
+            continue
+        form = torch.contiguous_format if layout == "contiguous" else last[len(shape)]
+        x = numbers(shape, dtype, special=False).contiguous(memory_format=form)
+        residual = numbers(shape, dtype, seed=5).contiguous(memory_format=form) if with_residual else None
+        weight, bias = (numbers(shape[1], parameters, special=False, seed=s) for s in (1, 2))
+        statistics = torch.zeros_like(weight), torch.ones_like(weight)
+        y, mean, invstd, *_ = aten._native_batch_norm_legit_functional(x, weight, bias, *statistics, True, 0.1, 1e-5)
+        y = y if residual is None else y + residual
+        for low, high in bounds:
+            got = kernel("batch_norm_act")(x, weight, bias, mean, invstd, residual, low, high)
+            assert_normal(got, activated(y, low, high), exact)
+
+
+def test_batch_norm_and_relu_treat_nan_infinity_and_zeros_as_torch_does(kernel):
+    x = torch.tensor([NAN, INF, -INF, -0.0, 0.0, -1.0, 7.0]).view(1, 1, 7)
+    zero, one = torch.zeros(1), torch.ones(1)
+    for low, high in [(0.0, NAN), (0.0, 6.0), (-INF, INF)]:
+        got = kernel("batch_norm_act")(x, None, -zero, zero, one, torch.full_like(x, -0.0), low, high)
+        assert_same(got, activated(x, low, high))
+
+
+@dtypes
+def test_layer_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, dtype):
+    for parameters in parameter_dtypes(dtype):
+        exact = kernel != kernels.REFERENCES.__getitem__ and kernels.layer_norm_apply_is_exact(dtype, parameters)
+        for rows, shape in [((5, 3), [7]), ((9,), [4, 16]), ((2,), [300]), ((0,), [8]), ((1,), [1])]:
+            x = numbers((*rows, *shape), dtype, special=False)
+            weight, bias = (numbers(shape, parameters, special=False, seed=s) for s in (1, 2))
+            for w, b in [(weight, bias), (weight, None), (None, None)]:
+                if w is None and parameters != dtype:
+                    continue
+                y, mean, rstd = aten.native_layer_norm(x, shape, w, b, 1e-5)
+                assert_normal(kernel("layer_norm_apply")(x, shape, w, b, mean, rstd), y, exact)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
+@dtypes
+def test_group_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, layout, dtype):
+    for parameters in parameter_dtypes(dtype):
+        exact = kernel != kernels.REFERENCES.__getitem__ and kernels.group_norm_apply_is_exact(
+            dtype, parameters, layout != "contiguous"
+        )
+        for shape, groups in [
+            ((2, 6, 5, 7), 3),
+            ((3, 32, 8, 8), 8),
+            ((2, 48, 9), 4),
+            ((1, 8, 1, 1), 8),
+            ((2, 24, 33, 5), 1),
+        ]:
+            if layout != "contiguous" and len(shape) != 4:
+                continue
+            x = laid_out(numbers(shape, dtype, special=False), layout)
+            weight, bias = (numbers(shape[1], parameters, special=False, seed=s) for s in (1, 2))
+            for w, b in [(weight, bias), (None, None)]:
+                if w is None and parameters != dtype:
+                    continue
+                n, c = shape[:2]
+                y, mean, rstd = aten.native_group_norm(x, w, b, n, c, x.numel() // (n * c), groups, 1e-5)
+                assert_normal(kernel("group_norm_apply")(x, w, b, mean, rstd, groups), y, exact)
+
+
+def test_the_native_normalizations_are_exact_where_torch_uses_fused_multiply_add():
+    if not kernels.load() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("not an x86-64 processor with AVX2")
+    for dtype in DTYPES:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert kernels.batch_norm_act_is_exact(dtype, False)
+        assert kernels.batch_norm_act_is_exact(dtype, True)
+        assert kernels.layer_norm_apply_is_exact(dtype, wide)
+        assert kernels.group_norm_apply_is_exact(dtype, wide, False)
+    assert not kernels.layer_norm_apply_is_exact(torch.bfloat16, torch.bfloat16)
+
+
+# --- cross entropy
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@dtypes
+def test_the_gradient_of_cross_entropy_has_the_bits_of_atens(kernel, reduction, dtype, monkeypatch):
+    monkeypatch.setitem(kernels.CHUNK_BYTES, "cpu", 1000)
+    for rows, classes, weighted in [(7, 33, False), (5, 300, True), (1, 2, True), (64, 10, False)]:
+        logits = numbers((rows, classes), dtype, special=False)
+        logits[0, 0] = INF if rows == 1 else -INF
+        target = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1))
+        target[rows // 2] = -100
+        target[0] = 1
+        weight = numbers((classes,), dtype, special=False).abs() if weighted else None
+        logs = torch.log_softmax(logits, 1)
+        loss, total = aten.nll_loss_forward(logs, target, weight, reduction, -100)
+        grad_loss = numbers(loss.shape, dtype, special=False, seed=4)
+        wide = aten.nll_loss_backward(grad_loss, logs, target, weight, reduction, -100, total)
+        expected = aten._log_softmax_backward_data(wide, logs, 1, dtype)
+        arguments = target, weight, reduction, -100, total, 1
+        assert_same(kernel("log_softmax_nll_backward")(grad_loss, logs, *arguments), expected)
+        assert kernel("log_softmax_nll_backward_")(grad_loss, logs, *arguments).data_ptr() == logs.data_ptr()
+        assert_same(logs, expected)
+
+
+# --- dropout by counter
+
+
+def test_philox_draws_the_published_words():
+    # the known answers of Salmon et al. for a counter and a key of zeros and of ones
+    words = kernels._philox(0, torch.tensor([0]))
+    assert [f"{w:08x}" for w in words[0].tolist()] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
+
+
+@dtypes
+@layouts
+def test_dropout_by_counter_is_the_reference_to_the_bit(kernel, layout, dtype):
+    for shape in [(2, 3, 5, 7), (1, 1, 1, 1), (0, 3, 4, 4), (3, 70, 6, 5)]:
+        x = numbers(shape, dtype, layout)
+        for p, seed, offset in [(0.3, 17, 0), (0.5, -1, (1 << 32) - 3), (0.0, 5, 9), (1.0, 5, 9)]:
+            assert_same(kernel("philox_dropout")(x, p, seed, offset), kernels.philox_dropout(x, p, seed, offset))
+
+
+def test_dropout_by_counter_drops_its_share_scales_the_rest_and_replays(kernel):
+    x = torch.ones(200_001)
+    y = kernel("philox_dropout")(x, 0.3, 11, 5)
+    assert y.unique().tolist() == [0.0, torch.tensor(1 / (1 - 0.3)).item()]
+    assert abs((y == 0).double().mean().item() - 0.3) < 0.005
+    assert torch.equal(kernel("philox_dropout")(x, 0.3, 11, 5), y)
+    assert torch.equal(kernel("philox_dropout")(x[: 100_000 - 8], 0.3, 11, 7), y[8:100_000])
+    assert not torch.equal(kernel("philox_dropout")(x, 0.3, 12, 5), y)
+    assert torch.equal(kernel("philox_dropout")(x, 0.0, 11, 5), x)
+    assert not kernel("philox_dropout")(x, 1.0, 11, 5).any()
+
+
+# --- the operators as torch sees them
+
+
+def samples():
+    x = torch.randn(2, 3, 6, 6)
+    mask, logs = kernels.range_mask(x, 0.0, NAN), torch.log_softmax(torch.randn(5, 7), 1)
+    window = [3, 3], [2, 2], [1, 1], [1, 1]
+    c = torch.randn(3)
+    nll = torch.randint(7, (5,)), None, 1, -100, torch.tensor(5.0), 1
+    images = x.contiguous(memory_format=torch.channels_last)
+    return {
+        "range_mask": (x, 0.0, 6.0),
+        "nonzero_mask": (x.transpose(1, 2),),
+        "mask_backward": (x, mask, 0.1),
+        "mask_backward_": (x.clone(), mask, 0.0),
+        "mask_scale": (x, mask, 2.0),
+        "mask_scale_": (x.clone(), mask, 2.0),
+        "max_pool2d_index": (images, *window, False),
+        "max_pool2d_index_backward": (
+            torch.randn(2, 3, 3, 3),
+            kernels.max_pool2d_index(x, *window, False),
+            [2, 3, 6, 6],
+            *window,
+        ),
+        "max_pool2d_input_backward": (torch.randn(2, 3, 3, 3), x, *window, False),
+        "batch_norm_act": (images, c, None, c, c, images, 0.0, NAN),
+        "layer_norm_apply": (x, [6], None, None, torch.randn(2, 3, 6, 1), torch.randn(2, 3, 6, 1)),
+        "group_norm_apply": (x, c, c, torch.randn(2, 3), torch.randn(2, 3), 3),
+        "log_softmax_nll_backward": (torch.tensor(1.0), logs, *nll),
+        "log_softmax_nll_backward_": (torch.tensor(1.0), logs.clone(), *nll),
+        "philox_dropout": (x, 0.5, 1, 2),
+    }
+
+
+def test_every_operator_has_a_sample():
+    assert set(samples()) == set(kernels.REFERENCES)
+
+
+@pytest.mark.parametrize("name", kernels.REFERENCES)
+def test_opcheck(name):
+    kernels.load()
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if not name.endswith("_"):  # torch functionalizes no operator that returns what it writes
+        checks.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(monet, name).default, samples()[name], test_utils=checks)
+
+
+def test_without_a_compiler_the_references_serve_and_the_reason_is_told(tmp_path):
+    code = (
+        "import torch\nfrom monetrun.ops import kernels\n"
+        "assert not kernels.load()\nassert 'CXX' in kernels.unavailable_reason()\n"
+        "print(torch.ops.monet.range_mask(torch.tensor([1.0, -1.0]), 0.0, 9.0).tolist())"
+    )
+    environment = {**os.environ, "CXX": str(tmp_path / "none")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[1]"
