@@ -16,7 +16,7 @@ setup(
     python_requires=">=3.10",
     packages=["monetrun", "monetrun.ops", "monetrun.solve", "monetrun.cuda_ops"],
     package_dir={"monetrun": "monetrun", "monetrun.cuda_ops": "cuda_ops"},
-    package_data={"monetrun.cuda_ops": ["*.cpp", "*.hpp", "*.cu"]},
+    package_data={"monetrun.cuda_ops": ["*.cpp", "*.hpp", "*.cu", "*.cuh"]},
     install_requires=[
         "torch>=2.11",
         "torchvision",

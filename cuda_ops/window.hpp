@@ -37,7 +37,9 @@ struct Window {
 
   MONET_BOTH int64_t start(int64_t output, int d) const { return output * stride[d] - padding[d]; }
   // The first place k of the window for which start + k * dilation is within the input.
-  MONET_BOTH int64_t first(int64_t start, int d) const { return start >= 0 ? 0 : (-start + dilation[d] - 1) / dilation[d]; }
+  MONET_BOTH int64_t first(int64_t start, int d) const {
+    return start >= 0 ? 0 : (-start + dilation[d] - 1) / dilation[d];
+  }
   MONET_BOTH static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
   MONET_BOTH int64_t last(int64_t start, int d, int64_t input) const {
     return start >= input ? 0 : at_most(size[d], (input - start + dilation[d] - 1) / dilation[d]);
@@ -70,6 +72,23 @@ inline std::vector<int64_t> sizes_of(const Tensor& t, int64_t height, int64_t wi
   size[size.size() - 2] = height;
   size[size.size() - 1] = width;
   return size;
+}
+
+inline void check_index(const Tensor& grad, const Tensor& index, const Images& out,
+                        const std::vector<int64_t>& input_size) {
+  bool same = index.dim() == grad.dim() && index.scalar_type() == ScalarType::Byte &&
+              (out.channels_last ? is_channels_last(index) : index.is_contiguous());
+  for (int64_t d = 0; same && d < grad.dim(); ++d) same = index.size(d) == grad.size(d);
+  STD_TORCH_CHECK(same, "index is not of grad's shape and layout, in bytes");
+  STD_TORCH_CHECK(static_cast<int64_t>(input_size.size()) == grad.dim(), "input_size and grad differ in dimensions");
+}
+
+inline void check_pooled(const Tensor& grad, const Tensor& x, const Images& in, const Images& out, const Window& w,
+                         bool ceil_mode) {
+  STD_TORCH_CHECK(grad.scalar_type() == x.scalar_type() && out.height == w.outputs(in.height, 0, ceil_mode) &&
+                      out.width == w.outputs(in.width, 1, ceil_mode),
+                  "grad is not of the output's shape and the input's dtype");
+  STD_TORCH_CHECK(in.channels_last ? is_channels_last(grad) : grad.is_contiguous(), "grad and x differ in layout");
 }
 
 }  // namespace monet

@@ -48,6 +48,12 @@ def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) 
     )
 
 
+def modelled(joint: JointGraph, model: roofline.Device) -> Costs:
+    """The costs of a graph on ``model``, without workspaces."""
+    known = {signature: estimate(*timed, model) for signature, timed in joint.timed.items()}
+    return costs_of(joint, known, roofline.PREFIX + model.name)
+
+
 def measure(
     joint: JointGraph, known: Mapping[str, OperatorCost], meter: Meter, device: torch.device
 ) -> dict[str, OperatorCost]:

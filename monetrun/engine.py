@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monetrun import backend as backends
-from monetrun import codec, cost, planner
+from monetrun import codec, cost, planner, roofline
 from monetrun.backend import Backend
 from monetrun.budget import format_bytes, parse, resolve
 from monetrun.capture import JointGraph
@@ -19,6 +19,7 @@ from monetrun.device import default_kind, query, smallest
 from monetrun.errors import InfeasibleBudget, MonetrunError, PlanMismatch
 from monetrun.graph import BACKWARD, FORWARD
 from monetrun.meter import meter_for
+from monetrun.ops import kernels
 from monetrun.plan import Options, Plan, Schedule, Solution, parse_kinds
 from monetrun.recorder import Recorder, cost_key
 from monetrun.settings import PROBE
@@ -50,6 +51,8 @@ class Engine:
         self.settings = session.settings
         self.device = device
         self.meter = meter_for(device)
+        if not kernels.load(device.type):
+            _log.info("torch.ops.monet runs its references: %s", kernels.unavailable_reason(device.type))
         self.store = Store(Path(self.settings.cache_folder)) if self.settings.cache_folder else None
         self.known: dict[str, OperatorCost] = {}
         if self.store is not None:
@@ -67,7 +70,7 @@ class Engine:
         if self.plan is None and self.settings.plan_file:
             self.plan = codec.loads(Plan, Path(self.settings.plan_file).read_text())
         if self.plan is None:
-            self.recorder = Recorder(self.meter, device, self.known)
+            self.recorder = Recorder(self.meter, device, self.known, roofline.parse(self.settings.cost_model))
         else:
             self._follow(self.plan)
             if self.settings.record_file:

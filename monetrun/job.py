@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,7 @@ class Job:
         self.local_ranks = local_world_size(args)
         self.world_size = self.local_ranks * _nodes(args)
         self.kind = default_kind()
+        self.modelled_bytes = _modelled_bytes(args.cost_model)
         self.console = report.console()
         self.record: StepRecord | None = None
         self.plan: Plan | None = None
@@ -66,6 +68,11 @@ class Job:
         Raises:
             MonetrunError: see ``errors``; nothing was started then, and nothing is left.
         """
+        if self.modelled_bytes:
+            raise UsageError(
+                f"--cost-model {self.args.cost_model} plans for a device that is not here",
+                f"monetrun plan --cost-model {self.args.cost_model} plans; leave it out to train here",
+            )
         environment = self._settings(RUN).to_environment()
         if self.args.plan:
             self.plan = read_plan(self.args.plan)
@@ -92,8 +99,13 @@ class Job:
             raise UsageError(f"--out {out}: {error.strerror}", "name a file in a folder that can be written") from error
         if not self.args.quiet:
             self._print_plan(self.planned(), f"DRY RUN  {Path(self.args.training_script).name}     nothing trained")
-            self._say(f"  wrote {out}      next: monetrun --plan {out} {self.args.training_script}")
-            self._say(f"  what it does: monetrun explain {out}")
+            command = shlex.join(
+                ["monetrun", "--plan", out, self.args.training_script, *self.args.training_script_args]
+            )
+            self._say(f"  wrote {out}      next: {command}")
+            if self.modelled_bytes:
+                self._say(f"  of {self.args.cost_model}: nothing was measured, and kernels' workspaces are not counted")
+            self._say(f"  what it does: {shlex.join(['monetrun', 'explain', out])}")
         if self.args.json:
             print(text)
 
@@ -162,6 +174,7 @@ class Job:
             algorithm=a.algorithm,
             solver_seconds=a.solver_seconds,
             mip_solver=a.solver,
+            cost_model=a.cost_model,
             recompute=not a.no_recompute,
             implementations=a.implementations,
             strict=a.strict,
@@ -217,7 +230,7 @@ class Job:
             return int(self.budget.value)
         if self.budget.kind not in ("auto", "share_of_free"):
             return None
-        free = smallest(query(self.kind, self.local_ranks)).free_bytes
+        free = self.modelled_bytes or smallest(query(self.kind, self.local_ranks)).free_bytes
         nbytes = resolve(self.budget, free, None, **({"reserve_bytes": 0} if self.kind == "cpu" else {}))
         return max(1, nbytes // _GRAIN_BYTES * _GRAIN_BYTES)
 
@@ -247,6 +260,7 @@ class Job:
             str(script.resolve()) if not a.module else a.training_script,
             content.decode("utf-8", "replace"),
             list(a.training_script_args),
+            a.cost_model,
             self.local_ranks,
             self.world_size,
             self.kind,
@@ -394,6 +408,20 @@ def _own_error(path: Path) -> MonetrunError | None:
     error = MonetrunError(text)
     error.exit_code = int(message["errorCode"])
     return error
+
+
+def _modelled_bytes(cost_model: str) -> int:
+    """Memory of the device that a cost model is of, 0 for ``"measured"``.
+
+    Raises:
+        UsageError: there is no such cost model.
+    """
+    if cost_model == "measured":
+        return 0
+    from monetrun import roofline  # here, since it imports torch
+
+    model = roofline.parse(cost_model)
+    return 0 if model is None else model.memory_bytes
 
 
 def _nodes(args: argparse.Namespace) -> int:

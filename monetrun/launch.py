@@ -121,6 +121,12 @@ def _add_options(parser: argparse.ArgumentParser) -> frozenset[str]:
         help="recompute only, the same as --implementations none",
     )
     add("--no-recompute", action="store_true", help="other implementations only: no operator runs twice")
+    add(
+        "--cost-model",
+        default="measured",
+        metavar="MODEL",
+        help="what operators cost: measured here, or (monetrun plan) roofline:p100 | v100 | a100 | h100 | h200 | cpu",
+    )
     add("--no-cache", action="store_true", help="neither read nor write the cache of plans and costs")
     add("--json", action="store_true", help="report as JSON, on stdout")
     add("--quiet", action="store_true", help="print nothing but errors")

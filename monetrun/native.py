@@ -1,4 +1,4 @@
-"""Builds the C++ sources of ``cuda_ops/`` at first use, keeps them per user, and loads them with ctypes.
+"""Builds the C++ and CUDA sources of ``cuda_ops/`` at first use, keeps them per user, and loads them with ctypes.
 
 A library is named by the hash of its sources, its flags and the compiler, so that a change of any of them builds it
 anew, and processes that start together build it once (a file lock; the finished file is moved into place).
@@ -69,6 +69,20 @@ def compiler() -> str:
     raise NativeBuildFailed("there is no C++ compiler (g++, c++ or clang++)", "install g++, or set CXX")
 
 
+def cuda_compiler() -> str:
+    """The CUDA compiler: that of ``$CUDA_HOME``, else nvcc on the path.
+
+    Raises:
+        NativeBuildFailed: there is none.
+    """
+    home = os.environ.get("CUDA_HOME")
+    if found := shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc"):
+        return found
+    raise NativeBuildFailed(
+        f"there is no nvcc {f'in CUDA_HOME, {home}' if home else 'on the path'}", "install the CUDA toolkit"
+    )
+
+
 def build(
     source: str,
     flags: Sequence[str] = DEFAULT_FLAGS,
@@ -81,7 +95,8 @@ def build(
     """Compile ``source`` (a file name in ``source_folder()``) into a shared library, unless that was done before.
 
     Args:
-        source: file name; the files that it includes with quotes, from the same folder, count as its parts.
+        source: file name, .cpp or .cu (for nvcc); the files that it includes with quotes, from the same folder, count
+            as its parts.
         flags: compiler flags.
         includes: folders for ``-I``.
         library_folders: folders for ``-L`` and for the run path.
@@ -95,10 +110,12 @@ def build(
         NativeBuildFailed: with the reason and, where it is the compiler's, its last lines.
     """
     path = source_folder() / source
-    cxx = compiler()
-    arguments = [*flags, "-fPIC", "-shared", *(f"-I{folder}" for folder in includes)]
+    cuda = path.suffix == ".cu"
+    cxx = cuda_compiler() if cuda else compiler()
+    shared = ("-Xcompiler=-fPIC", "-shared") if cuda else ("-fPIC", "-shared")
+    arguments = [*flags, *shared, *(f"-I{folder}" for folder in includes)]
     links = [f"-L{folder}" for folder in library_folders]
-    links += [f"-Wl,-rpath,{folder}" for folder in library_folders]
+    links += [f"{'-Xlinker=' if cuda else '-Wl,'}-rpath,{folder}" for folder in library_folders]
     links += [f"-l{name}" for name in libraries]
     digest = hashlib.sha256()
     texts = (_identity(cxx), *arguments, *links, key)

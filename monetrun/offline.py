@@ -87,8 +87,7 @@ def costs(joint: JointGraph, model_name: str) -> Costs:
     device = roofline.parse(model_name)
     if device is None:
         raise UsageError("fake tensors cannot be measured", f"cost models: {', '.join(roofline.names()[1:])}")
-    known = {signature: cost.estimate(*timed, device) for signature, timed in joint.timed.items()}
-    return cost.costs_of(joint, known, model_name)
+    return cost.modelled(joint, device)
 
 
 class _Collector:

@@ -183,7 +183,7 @@ def _solve(
 
 
 def _disjoint_sum(added: dict[tuple[int, ...], float]) -> float:
-    """The largest values whose keys have no graph in common, added up: rounds that share a graph share what it costs."""
+    """The largest values whose keys have no graph in common, added up: what rounds share they cost only once."""
     total, counted = 0.0, set[int]()
     for graphs, seconds in sorted(added.items(), key=lambda item: (-item[1], item[0])):
         if counted.isdisjoint(graphs):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from monetrun import cost
+from monetrun import cost, roofline
 from monetrun.capture import JointGraph
 from monetrun.cost import OperatorCost
 from monetrun.graph import BACKWARD, FORWARD, Costs
@@ -44,11 +44,19 @@ class Recorder:
         meter: of the device that the model is on.
         device: that device.
         known: costs measured before, by signature.
+        model: of the device to plan for, where it is not this one and nothing can be measured.
     """
 
-    def __init__(self, meter: Meter, device: torch.device, known: Mapping[str, OperatorCost]) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        device: torch.device,
+        known: Mapping[str, OperatorCost],
+        model: roofline.Device | None = None,
+    ) -> None:
         self.meter = meter
         self.device = device
+        self.model = model
         self.known = dict(known)
         self.joints: list[JointGraph] = []
         self.schedules: list[Schedule] = []
@@ -127,7 +135,9 @@ class Recorder:
     # ---- the record
 
     def measure(self, store: Store | None) -> list[Costs]:
-        """Measure what is not known of the operators' costs, and share it through the store."""
+        """Measure what is not known of the operators' costs, and share it through the store; or compute it."""
+        if self.model is not None:
+            return [cost.modelled(joint, self.model) for joint in self.joints]
         where = cost_key(self.device)
         known = dict(self.known)
         for joint in self.joints:
@@ -181,7 +191,7 @@ class Recorder:
                 "optimizer state": self.state_bytes,
                 "script (batch, buffers, ...)": max(0, first - weights),
             },
-            device=device_name(self.device),
+            device=costs[0].device if costs else device_name(self.device),
             torch_version=torch.__version__,
             exact=self.meter.exact,
         )
@@ -233,5 +243,5 @@ def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
     storages: dict[int, int] = {}
     for tensor in tensors:
         if tensor is not None and tensor.layout == torch.strided:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     return sum(storages.values())

@@ -102,6 +102,7 @@ class SolverProgress:
         self._plain_seconds = plain_seconds
         self._began = time.monotonic()
         self._best_seconds, self._bound_seconds = math.inf, 0.0
+        self._seconds = 0.0  # what the solver's clock said last
         self._told = ""
         self._told_at = -math.inf
         self._shown = shown and not console.is_terminal
@@ -118,6 +119,7 @@ class SolverProgress:
     def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.stop()
+        self._tell()
 
     def __call__(self, seconds: float, incumbent_seconds: float, bound_seconds: float) -> None:
         """The best plan, or the bound on all plans, has become better.
@@ -128,18 +130,23 @@ class SolverProgress:
             bound_seconds: no step costs less.
         """
         better = incumbent_seconds < self._best_seconds
-        self._best_seconds, self._bound_seconds = incumbent_seconds, bound_seconds
-        if self._shown and better and time.monotonic() - self._told_at >= _SECONDS_BETWEEN_LINES:
-            said = self.text()
-            if said != self._told:
-                self._told, self._told_at = said, time.monotonic()
-                self._console.print(Text(f"monetrun: {self.what}: {said} {seconds:.1f} s"))
+        self._best_seconds, self._bound_seconds, self._seconds = incumbent_seconds, bound_seconds, seconds
+        if better and time.monotonic() - self._told_at >= _SECONDS_BETWEEN_LINES:
+            self._tell()
 
     def begin(self, budget_bytes: int) -> None:
         """Another budget is planned now: what was found for the last one does not count."""
+        self._tell()
         self.what = f"planning {format_bytes(budget_bytes)}"
         self._best_seconds, self._bound_seconds = math.inf, 0.0
-        self._began = time.monotonic()
+        self._began, self._told_at = time.monotonic(), -math.inf
+
+    def _tell(self) -> None:
+        """A line of what is known, unless it has been told."""
+        said = f"monetrun: {self.what}: {self.text()}"
+        if self._shown and said != self._told and not math.isinf(self._best_seconds):
+            self._told, self._told_at = said, time.monotonic()
+            self._console.print(Text(f"{said} {self._seconds:.1f} s"))
 
     def text(self) -> str:
         """``"+12.3% (bound 11.8%, gap 0.5%)"``."""
@@ -154,8 +161,11 @@ class SolverProgress:
 
     def _line(self) -> Spinner:
         seconds = time.monotonic() - self._began
-        hint = "  Ctrl-C takes the best so far" if seconds > 2 and not math.isinf(self._best_seconds) else ""
-        self._spinner.update(text=Text(f"monetrun: {self.what}: {self.text()} {seconds:.1f} s{hint}"))
+        said = f"monetrun: {self.what}: {self.text()} {seconds:.1f} s"
+        hint = "  Ctrl-C takes it"
+        if seconds > 2 and not math.isinf(self._best_seconds) and len(said + hint) + 3 < self._console.width:
+            said += hint
+        self._spinner.update(text=Text(said, no_wrap=True, overflow="ellipsis"))
         return self._spinner
 
 

@@ -34,6 +34,8 @@ class Settings:
         algorithm: the solver's name.
         solver_seconds: its time.
         mip_solver: ``"scip"`` or ``"highs"``.
+        cost_model: what operators cost: ``"measured"`` here, or a name that ``roofline.parse`` knows (a probe on fake
+            tensors).
         recompute: False: no operator runs twice.
         implementations: as ``plan.parse_kinds`` reads it.
         strict: what cannot be planned is an error.
@@ -53,6 +55,7 @@ class Settings:
     algorithm: str = "hierarchical"
     solver_seconds: float = 20.0
     mip_solver: str = "scip"
+    cost_model: str = "measured"
     recompute: bool = True
     implementations: str = "all"
     strict: bool = False

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from monetrun import fake, roofline
 from monetrun.errors import CaptureFailed, MonetrunError
 from monetrun.ops import cpu_allocator
 from monetrun.settings import PROBE, RUN, Settings
@@ -144,6 +145,8 @@ class Session:
             from monetrun import probe
 
             probe.stand_in_for_the_other_ranks(self.settings.world_size)
+            if self.settings.cost_model != roofline.MEASURED:
+                fake.start(self._undo)
         atexit.register(self.report)
 
     def close(self) -> None:

@@ -283,7 +283,7 @@ def main(names: tuple[str, ...], cost_model: str, implementations: bool, out: Pa
         if not implementations:
             data.pop("optional_ops", None)
         data["seconds"] = sum(op["seconds"] for op in data["ops"])
-        data["cost_model"], data["torch"] = cost_model, torch.__version__
+        data.update(cost_model=cost_model, torch=torch.__version__, parameter_bytes=parameter_bytes(name))
         path = out / f"{name}.json"
         path.write_text(json.dumps(data, separators=(",", ":")) + "\n")
         click.echo(

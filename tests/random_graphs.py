@@ -134,3 +134,52 @@ def broken(draw: st.DrawFn, graph: Graph, schedule: Schedule) -> Schedule:
             case "cut":
                 cut = draw(st.integers(0, len(steps)))
     return Schedule(tuple(steps[:cut]), tuple(steps[cut:]))
+
+
+def conv_norm_relu(blocks: int, sizes: tuple[int, ...] = (16,)) -> tuple[Graph, Costs]:
+    """A convolution, a normalization and a ReLU, ``blocks`` times, and their backward, with other implementations.
+
+    A ReLU runs again from the normalization's input and statistics (``fused``); its backward reads its output, or a
+    mask of an eighth of the bytes per 4-byte element that an optional operator writes (``intermediate``).
+    """
+    tensors: list[Tensor] = []
+    operators: list[Operator] = []
+    seconds: list[tuple[float, ...]] = []
+
+    def tensor(nbytes: int, kept: bool = False) -> int:
+        tensors.append(Tensor(len(tensors), nbytes, kept=kept, name=f"t{len(tensors)}"))
+        return len(tensors) - 1
+
+    def run(
+        phase: str, outputs: tuple[int, ...], ways: list[tuple[str, tuple[int, ...], float]], **flags: bool
+    ) -> None:
+        implementations = tuple(Implementation(name, reads) for name, reads, _ in ways)
+        i = len(operators)
+        operators.append(Operator(i, f"op{i}", "test.op", phase, outputs, implementations, **flags))
+        seconds.append(tuple(s for _, _, s in ways))
+
+    saved = []
+    x: tuple[int, ...] = ()
+    for block in range(blocks):
+        size = sizes[block % len(sizes)] * 32
+        conv, norm, stats, relu, mask = tensor(size), tensor(size), tensor(1), tensor(size), tensor(size // 32)
+        run(FORWARD, (conv,), [("default", x, 6.0)])
+        run(FORWARD, (norm, stats), [("default", (conv,), 1.5)])
+        run(FORWARD, (relu,), [("default", (norm,), 1.0), ("fused", (conv, stats), 1.0)])
+        run(FORWARD, (mask,), [("default", (relu,), 0.5)], optional=True)
+        saved.append((size, x, conv, stats, relu, mask))
+        x = (relu,)
+    gradient = tensor(saved[-1][0])
+    run(BACKWARD, (gradient,), [("default", x, 1.0)])
+    for size, x, conv, stats, relu, mask in reversed(saved):
+        after_relu, after_norm, weight, after = tensor(size), tensor(size), tensor(4, kept=True), tensor(size)
+        ways = [("default", (gradient, relu), 1.5), ("intermediate", (gradient, mask), 1.0)]
+        run(BACKWARD, (after_relu,), ways)
+        run(BACKWARD, (after_norm,), [("default", (after_relu, conv, stats), 2.0)])
+        run(BACKWARD, (weight,), [("default", (after_norm, *x), 6.0)])
+        run(BACKWARD, (after,), [("default", (after_norm,), 6.0)])
+        gradient = after
+    graph = Graph("conv-norm-relu", tuple(tensors), tuple(operators))
+    costs = Costs("unit", tuple(seconds), tuple((0,) * len(row) for row in seconds))
+    graphs.check(graph, costs)
+    return graph, costs

@@ -80,6 +80,18 @@ class Residual(nn.Module):
         return self.activation(y + self.norm(self.one(y)))
 
 
+class Loss(nn.Module):
+    def __init__(self, classes, weight=False, reduction="mean", label=0):
+        super().__init__()
+        self.classes, self.reduction, self.label = classes, reduction, label
+        self.register_buffer("weight", torch.linspace(0.5, 2, classes) if weight else None)
+        self.scale = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x):
+        target = torch.full((len(x),), self.label, dtype=torch.long)
+        return F.cross_entropy(x[:, : self.classes] * self.scale, target, self.weight, reduction=self.reduction)
+
+
 def pool(**keywords):
     return Wave(lambda x: F.relu(x), lambda x: F.max_pool2d(x, **keywords))
 
@@ -111,6 +123,8 @@ CASES = {
         ),
         (2, 3, 4, 5),
     ),
+    "cross entropy": (Loss(5), (6, 11)),
+    "cross entropy, weighted": (Loss(7, weight=True, reduction="sum", label=2), (9, 7)),
     "elementwise": (
         Wave(F.elu, F.silu, F.gelu, F.hardswish, F.hardsigmoid, torch.tanh, torch.exp, torch.neg, torch.sigmoid),
         (2, 3, 4, 5),

@@ -41,4 +41,4 @@ def _apart(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     # other layouts may be computed by other kernels where the input's is not seen
     if all(v.is_contiguous() for v in (value, of_grad, of_weight)):
         call = Call(monet.convolution_input_gradient.default, (grad, weight, list(value.shape), *window), only=0)
-        yield Alternative("conv:apart", call)
+        yield Alternative("conv:apart", call, costs_as=Call(node.target, node.args))

@@ -89,9 +89,9 @@ def _over_gradient(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     yield from over_gradient(node, Call(node.target, node.args, dict(node.kwargs)), "in-place")
 
 
-def over_gradient(node: fx.Node, call: Call, name: str) -> Iterator[Alternative]:
+def over_gradient(node: fx.Node, call: Call, name: str, costs_as: Call | None = None) -> Iterator[Alternative]:
     """``call``, whose first argument is the gradient of ``node``'s output, with its result over that gradient."""
     if may_overwrite(node, node.args[0]):
         overload, out = _OVERWRITE_GRADIENT[call.target]
         over = Call(overload, call.args, {**call.kwargs, out: call.args[0]})
-        yield Alternative(name, over, node.args[0], costs_as=call)  # type: ignore[arg-type]
+        yield Alternative(name, over, node.args[0], costs_as=costs_as or call)  # type: ignore[arg-type]

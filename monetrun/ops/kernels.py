@@ -438,19 +438,41 @@ def philox_dropout(x: Tensor, p: float, seed: int, offset: int) -> Tensor:
 # --- the native kernels ----------------------------------------------------------------------------------------------
 
 
-def _build(device_type: str) -> Path:
+def _compile(source: str, flags: Sequence[str], libraries: Sequence[str]) -> Path:
+    # torch's version is no part of the key: the stable ABI is the same in all of them
     folder = Path(torch.__file__).parent
-    common = ("-std=c++20", "-O3")
-    host = ("-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast")
+    return native.build(
+        source,
+        ("-std=c++20", "-O3", *flags),
+        includes=(folder / "include",),
+        library_folders=(folder / "lib",),
+        libraries=libraries,
+    )
+
+
+def compile_cuda(architectures: Sequence[str]) -> Path:
+    """Compile the CUDA kernels for devices such as "sm_80", of which none need be here, unless that was done before.
+
+    Returns:
+        The library's path.
+
+    Raises:
+        NativeBuildFailed: there is no nvcc, or it refuses the sources.
+    """
+    targets = [f"-gencode=arch={a.replace('sm_', 'compute_')},code={a}" for a in architectures]
+    return _compile("ops_cuda.cu", ("-DUSE_CUDA", *targets), ("torch_cpu", "torch_cuda"))
+
+
+def _build(device_type: str) -> Path:
     if device_type == "cpu":
         # the cache tells processors apart, so that none runs another's instructions
-        return native.build(
-            "ops_cpu.cpp",
-            (*common, *host, "-march=native"),
-            includes=(folder / "include",),
-            library_folders=(folder / "lib",),
-            libraries=("torch_cpu",),
-        )
+        flags = ("-march=native", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast")
+        return _compile("ops_cpu.cpp", flags, ("torch_cpu",))
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            raise native.NativeBuildFailed("torch sees no CUDA device")
+        found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        return compile_cuda([f"sm_{major}{minor}" for major, minor in sorted(found)])
     raise native.NativeBuildFailed(f"there are no native kernels for {device_type}")
 
 

@@ -77,8 +77,9 @@ def _from_other_end(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         if end is not read and alike(node, end):
             name = "output" if end.target in _FORWARD[node.target] else "output:input"
             call = Call(node.target, (node.args[0], end, *node.args[2:]), dict(node.kwargs))
-            yield Alternative(name, call)
-            yield from over_gradient(node, call, name)
+            default = Call(node.target, node.args, dict(node.kwargs))
+            yield Alternative(name, call, costs_as=default)
+            yield from over_gradient(node, call, name, default)
 
 
 @implementation(*_FORWARD)

@@ -31,7 +31,7 @@ from monetrun.graph import KINDS
 
 ENTRY_POINTS = "monetrun.implementations"
 
-_FAMILIES = ("in_place", "rectifiers", "pooling", "convolution", "dropout", "normalization")
+_FAMILIES = ("in_place", "rectifiers", "pooling", "convolution", "dropout", "normalization", "cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Alternative:
         call: gives what the node gives (the same tensors, in the same order).
         overwrites: the argument whose storage the (only) result takes over, or None.
         exact: whether the result has the same bits as the node's.
-        costs_as: the call to measure in its place: the one that runs the same kernel out of place.
+        costs_as: the call to measure in its place, one that runs the same kernel: the same work measured twice would
+            differ by noise, and the planner would take the luckier one.
     """
 
     name: str

@@ -94,13 +94,22 @@ def improve(
     return _solution(best[1], bound_seconds, "optimal" if best[0] <= bound_seconds else "feasible", start)
 
 
-def most_frugal(graph: Graph, costs: Costs, options: Options = Options(seconds=6.0)) -> Schedule:  # noqa: B008
-    """A schedule with the least peak that the search finds, for the smallest feasible budget; seconds count second."""
+def most_frugal(
+    graph: Graph,
+    costs: Costs,
+    options: Options = Options(seconds=6.0),  # noqa: B008
+    enough_bytes: int = 0,
+    patience: float = 1.0,
+) -> Schedule:
+    """A schedule with the least peak that the search finds, or one of at most ``enough_bytes``; seconds count second.
+
+    The clock ends it after ``patience`` times ``options.seconds``.
+    """
     view = _View(graph, costs, options)
-    deadline = time.perf_counter() + options.seconds
+    deadline = time.perf_counter() + patience * options.seconds
     best = plain_schedule(graph)
     peak_bytes = simulate(graph, costs, best).peak_bytes
-    floor_bytes = least_step_bytes(graph, costs)
+    floor_bytes = max(least_step_bytes(graph, costs), enough_bytes)
     share, attempts = 0.5, 0
     while peak_bytes > floor_bytes and share > 0.002 and attempts < 24 and time.perf_counter() < deadline:
         target_bytes = peak_bytes - max(1, int(share * (peak_bytes - floor_bytes)))

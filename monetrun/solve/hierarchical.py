@@ -18,14 +18,13 @@ that the same inputs give the same plan, unless the machine is so busy that the 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
 from monetrun.graph import Costs, Graph
 from monetrun.plan import Options, Schedule, Solution, plain_schedule
 from monetrun.solve import bound, greedy, mip, relaxation, tidy, windows
-from monetrun.solve.incumbent import PATIENCE, Incumbent
+from monetrun.solve.incumbent import Incumbent
 
 
 def solve(
@@ -60,6 +59,8 @@ def solve(
         _search_greedily(search, min(0.5, 0.05 * options.seconds))
         relaxed = _search_blocks(search)
         _search_greedily(search, min(15.0, 0.2 * options.seconds))
+        if search.best is None:
+            _search_frugally(search, min(15.0, 0.3 * options.seconds))
         if search.best is None and relaxed is not None:
             windows.repair(search, relaxed, 0.2 * search.left())
         windows.improve(search)
@@ -72,17 +73,24 @@ def solve(
     return Solution(search.best, search.bound_seconds, status, "hierarchical", search.elapsed())
 
 
-def _search_greedily(search: Incumbent, seconds: float) -> None:
+def _search_greedily(search: Incumbent, seconds: float, start: Schedule | None = None) -> None:
     """Offer what the greedy solver finds."""
     if search.done():
         return
-    seconds = min(seconds, search.left())
-    options = dataclasses.replace(search.options, seconds=seconds)
-    patience = min(PATIENCE, (search.options.seconds - search.elapsed()) / seconds)
-    schedule = greedy.improve(search.graph, search.costs, search.budget_bytes, None, options, patience).schedule
-    search.work_seconds += 0.6 * seconds  # what its iterations take on an idle core
+    options, patience = search.native(min(seconds, search.left()))
+    schedule = greedy.improve(search.graph, search.costs, search.budget_bytes, start, options, patience).schedule
     if schedule is not None:
         search.offer(schedule)
+
+
+def _search_frugally(search: Incumbent, seconds: float) -> None:
+    """Go down to the budget in steps, and improve what is found there: for budgets that greedy does not reach."""
+    if search.done():
+        return
+    options, patience = search.native(min(0.7 * seconds, search.left()))
+    schedule = greedy.most_frugal(search.graph, search.costs, options, search.budget_bytes, patience)
+    if search.offer(schedule).peak_bytes <= search.budget_bytes:
+        _search_greedily(search, 0.3 * seconds, schedule)
 
 
 def _search_blocks(search: Incumbent) -> Schedule | None:

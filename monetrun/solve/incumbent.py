@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 
@@ -79,6 +80,12 @@ class Incumbent:
         """Whether to stop: good enough, no time left, interrupted, or proven to be infeasible."""
         over = self.left() <= 0 or self.elapsed() >= self.options.seconds
         return self.close() or over or self.interrupted or math.isinf(self.bound_seconds)
+
+    def native(self, seconds: float) -> tuple[Options, float]:
+        """Options and patience for a native search that may take so long; its work is booked."""
+        self.work_seconds += 0.6 * seconds  # what its iterations take on an idle core
+        patience = min(PATIENCE, max(0.0, self.options.seconds - self.elapsed()) / seconds)
+        return dataclasses.replace(self.options, seconds=seconds), patience
 
     def mip_gap(self) -> float:
         """The gap, relative to a program's own objective, that is a quarter of the gap asked for."""

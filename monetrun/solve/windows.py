@@ -10,11 +10,13 @@ import itertools
 import random
 
 from monetrun.graph import BACKWARD, FORWARD, Graph
-from monetrun.plan import Options, Schedule
+from monetrun.plan import Options, Schedule, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import greedy, ilp, tidy
 from monetrun.solve.ilp import Slot
 from monetrun.solve.incumbent import Incumbent
+
+_SMALL = 25  # so few forward operators, and the paper's whole program is solved instead of windows
 
 
 def repair(search: Incumbent, schedule: Schedule, work_seconds: float) -> None:
@@ -82,8 +84,14 @@ def improve(search: Incumbent) -> None:
     movable = _movable(graph, search.budget_bytes)
     if not movable or not options.recompute:
         return
+    if graph.forward_count <= _SMALL and _improve_whole(search):
+        return
     rng = random.Random(options.seed)
-    base = search.best or greedy.most_frugal(graph, search.costs)
+    if search.best is None:
+        native, patience = search.native(min(2.0, max(0.01, 0.2 * search.left())))
+        base = greedy.most_frugal(graph, search.costs, native, search.budget_bytes, patience)
+    else:
+        base = search.best
     length, reach = 20, 2 if search.best is not None else 16
     for turn in itertools.count():
         if search.done() or (search.best is None and reach > 2 * len(movable)):
@@ -106,6 +114,13 @@ def improve(search: Incumbent) -> None:
             length = min(length + 2, len(movable))
         elif status != "optimal":
             length = max(length - 4, 6)
+
+
+def _improve_whole(search: Incumbent) -> bool:
+    """Solve the paper's whole program; whether it was solved to the end."""
+    slots = ilp.all_slots(search.graph, search.options)
+    start = search.best or plain_schedule(search.graph)
+    return _improve_slots(search, slots, start, 0.5 * search.left())[0] in ("optimal", "infeasible")
 
 
 def _movable(graph: Graph, budget_bytes: int) -> list[int]:
@@ -133,6 +148,10 @@ def _improve_window(
 ) -> tuple[str, float]:
     """Solve the window of ``base`` in which the operators ``free`` may run again; the solver's status, and its work."""
     slots = window_slots(search.graph, base, free, search.options, reach)
+    return _improve_slots(search, slots, base, work_seconds)
+
+
+def _improve_slots(search: Incumbent, slots: list[Slot], base: Schedule, work_seconds: float) -> tuple[str, float]:
     program = ilp.build(search.graph, search.costs, search.budget_bytes, slots)
     if program.infeasible:
         return "infeasible", 0.0

@@ -1,0 +1,110 @@
+"""The least memory in which a graph can be run at all: a schedule with a small peak, and a bound on every peak.
+
+From above: greedy eviction towards lower and lower budgets, then elastic windows (``solve.windows.repair``) that
+bring the schedule below its own peak. From below: the largest single step, and the relaxed program over blocks with the
+budget as its objective (``monetrun.solve.relaxation``), memory looked at where its own schedules have their peaks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from monetrun.graph import Costs, Graph
+from monetrun.plan import Options, Schedule
+from monetrun.simulate import simulate
+from monetrun.solve import bound, greedy, relaxation, windows
+from monetrun.solve.incumbent import Incumbent
+
+_PROGRAMS = 6  # relaxed programs, each with more points
+
+
+@dataclass(frozen=True, slots=True)
+class LeastBudget:
+    """The least budget of a graph.
+
+    Attributes:
+        peak_bytes: the least peak of which a schedule is known.
+        bound_bytes: no schedule has a lower peak.
+        schedule: the one with that peak.
+    """
+
+    peak_bytes: int
+    bound_bytes: int
+    schedule: Schedule
+
+    @property
+    def gap(self) -> float:
+        """How far the peak may be from the least, relative to the bound; 0 when it is the least."""
+        return (self.peak_bytes - self.bound_bytes) / max(self.bound_bytes, 1)
+
+
+def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> LeastBudget:
+    """The least budget within which ``graph`` can be run, and how sure that is.
+
+    Args:
+        graph: of any size.
+        costs: of the graph; seconds count only between schedules of one peak.
+        options: ``seconds`` is for everything; ``gap`` is of the bytes.
+    """
+    options = options or Options()
+    search = Incumbent(graph, costs, 0, options, None)
+    native, patience = search.native(0.3 * options.seconds)
+    schedule = greedy.most_frugal(graph, costs, native, patience=patience)
+    peak_bytes = simulate(graph, costs, schedule).peak_bytes
+    bound_bytes, schedules = _bound_bytes(search, peak_bytes)
+    for candidate in schedules:
+        candidate_bytes = simulate(graph, costs, candidate).peak_bytes
+        if candidate_bytes < peak_bytes:
+            schedule, peak_bytes = candidate, candidate_bytes
+    share = 0.5
+    while peak_bytes > bound_bytes * (1 + options.gap) and share > 0.01 and not _over(search):
+        target_bytes = peak_bytes - max(1, int(share * (peak_bytes - bound_bytes)))
+        # what is left is shared with the targets that may follow
+        found = _within(search, schedule, target_bytes, 0.4 * search.left())
+        if found is None:
+            share /= 2
+        else:
+            schedule, peak_bytes = found, simulate(graph, costs, found).peak_bytes
+    return LeastBudget(peak_bytes, min(bound_bytes, peak_bytes), schedule)
+
+
+def _over(search: Incumbent) -> bool:
+    return search.interrupted or search.left() <= 0 or search.elapsed() >= search.options.seconds
+
+
+def _bound_bytes(search: Incumbent, peak_bytes: int) -> tuple[int, list[Schedule]]:
+    """A bound on every peak, and the schedules that the relaxed programs said."""
+    graph, costs, options = search.graph, search.costs, search.options
+    bound_bytes = greedy.least_step_bytes(graph, costs)
+    schedules: list[Schedule] = []
+    points, local = bound.first_points(graph, 8), set[int]()
+    for _ in range(_PROGRAMS):
+        if bound_bytes * (1 + options.gap) >= peak_bytes or _over(search):
+            break
+        program = relaxation.relax(graph, costs, peak_bytes, points, options, local, least_bytes=True)
+        result = search.minimize(program.problem, options.seconds / 2 / _PROGRAMS, 0.5 * options.gap, None)
+        bound_bytes = max(bound_bytes, int(result.bound * program.unit_bytes * (1 - 1e-6)))
+        if result.value is None:
+            break
+        said = relaxation.relaxed_schedule(graph, program, result.value)
+        if said is None:
+            break
+        schedules.append(said)
+        over = bound.find_excess(graph, costs, bound_bytes, said, points)
+        more = {e.run for e in over if e.run >= 0} - local
+        if not more and {e.point for e in over} <= set(points):
+            break
+        points, local = tuple(sorted({*points, *(e.point for e in over)})), local | more
+    return bound_bytes, schedules
+
+
+def _within(search: Incumbent, schedule: Schedule, budget_bytes: int, seconds: float) -> Schedule | None:
+    """A schedule within ``budget_bytes``, made of ``schedule``, or None."""
+    seconds = max(seconds, 0.01)
+    options = dataclasses.replace(search.options, seconds=seconds, on_progress=None)
+    inner = Incumbent(search.graph, search.costs, budget_bytes, options, None)
+    windows.repair(inner, schedule, seconds)
+    search.work_seconds += inner.work_seconds
+    search.interrupted |= inner.interrupted
+    return inner.best

@@ -1,0 +1,164 @@
+"""MONeT's table of memory against overhead (arXiv 2010.14501), planned for the same card by the cost model.
+
+    python recipes/paper_table.py --seconds 20 --out recipes/results/paper_table.json
+
+The networks and batch sizes are the paper's; the problems are recipes/instances/ (fp32, roofline:p100), and all
+implementations there may be used. The paper measured on a 16 GB P100 and gives memory in GB of 2**30 bytes: parameters,
+activations, gradients and convolution workspaces. Counted here: parameters and buffers, and all that the graph
+allocates (activations, gradients, the loss); no workspaces, since a cost model knows none, and no optimizer state.
+So the plain step comes out 1 to 8% smaller here. Each row is therefore planned twice:
+
+* ratio: to the same share of the plain step's memory as in the paper. This is what is compared with the paper.
+* absolute: to the paper's bytes.
+
+The plain step is eager's: a ReLU6 that torchvision runs in place has its backward from its output.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from monetrun import instances
+from monetrun.graph import Graph
+from monetrun.plan import Options, Schedule, Step, parse_kinds, plain_schedule
+from monetrun.simulate import simulate
+from monetrun.solve import names, solver
+
+HERE = Path(__file__).parent
+
+# network -> the plain step's GB, and rows of (GB, overhead in %)
+PAPER: dict[str, tuple[float, list[tuple[float, float]]]] = {
+    "resnet50": (15.06, [(10.01, 3.22), (9.01, 4.68), (8.01, 5.56), (6.99, 7.28), (6.00, 9.31), (4.99, 11.95)]),
+    "googlenet": (14.93, [(9.98, 7.13), (8.99, 7.87), (8.01, 8.44), (7.02, 9.71), (6.01, 12.14), (4.99, 15.77)]),
+    "mobilenet_v2": (14.46, [(10.02, 2.40), (9.01, 3.10), (8.02, 4.77), (7.01, 5.53), (6.01, 7.55), (5.01, 8.72)]),
+    "unet": (14.32, [(7.00, 1.39), (6.01, 4.95), (5.01, 11.51)]),
+    "vgg16": (14.12, [(6.82, 1.99), (5.90, 5.44), (5.51, 9.11)]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One budget of one network; overheads and bounds in % of the plain step, None where nothing was found."""
+
+    network: str
+    reading: str
+    paper_gb: float
+    paper_plain_gb: float
+    paper_overhead: float
+    plain_gb: float
+    budget_gb: float
+    planned_gb: float | None
+    overhead: float | None
+    bound: float
+    gap: float | None
+    status: str
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """Against the paper's overhead: no worse, worse, or proven out of reach."""
+        if self.overhead is not None and self.overhead <= self.paper_overhead + 0.005:
+            return "ok"
+        return "out of reach" if self.bound > self.paper_overhead else "worse"
+
+
+def eager_schedule(graph: Graph) -> Schedule:
+    """The plain schedule with the backward of ReLU6 as eager has it for one in place: from its output."""
+
+    def step(plain: Step) -> Step:
+        operator = graph.operators[plain.operator]
+        if operator.target != "aten.hardtanh_backward.default":
+            return plain
+        found = (k for k, i in enumerate(operator.implementations) if i.name == "output" and i.in_place_of is None)
+        return Step(plain.operator, next(found, 0))
+
+    plain = plain_schedule(graph)
+    return Schedule(plain.forward, tuple(step(s) for s in plain.backward))
+
+
+def plan(network: str, readings: list[str], algorithm: str, options: Options) -> list[Row]:
+    """The paper's rows for one network."""
+    path = HERE / "instances" / f"{network}.json"
+    problem = instances.read(path)
+    fixed = json.loads(path.read_text())["parameter_bytes"]
+    graph, costs = problem.graph, problem.costs
+    plain = simulate(graph, costs, eager_schedule(graph))
+    plain_gb = (fixed + plain.peak_bytes) / 2**30
+    paper_plain_gb, targets = PAPER[network]
+    rows = []
+    for paper_gb, paper_overhead in targets:
+        for reading in readings:
+            budget_gb = paper_gb if reading == "absolute" else paper_gb / paper_plain_gb * plain_gb
+            start = time.perf_counter()
+            solution = solver(algorithm)(graph, costs, int(budget_gb * 2**30) - fixed, options)
+            seconds = time.perf_counter() - start
+            bound = max(0.0, 100 * (solution.bound_seconds / plain.seconds - 1))
+            overhead = planned_gb = gap = None
+            if solution.schedule is not None:
+                timeline = simulate(graph, costs, solution.schedule)
+                planned_gb = (timeline.peak_bytes + fixed) / 2**30
+                overhead = 100 * (timeline.seconds / plain.seconds - 1)
+                gap = max(0.0, overhead - bound)
+            rows.append(
+                Row(
+                    network,
+                    reading,
+                    paper_gb,
+                    paper_plain_gb,
+                    paper_overhead,
+                    plain_gb,
+                    budget_gb,
+                    planned_gb,
+                    overhead,
+                    bound,
+                    gap,
+                    solution.status,
+                    seconds,
+                )
+            )
+    return rows
+
+
+@click.command()
+@click.option("--networks", default=",".join(PAPER), show_default=True)
+@click.option("--readings", default="ratio,absolute", show_default=True)
+@click.option("--algorithm", default="hierarchical", show_default=True, type=click.Choice(names()))
+@click.option("--seconds", default=20.0, show_default=True, help="Time limit for one row.")
+@click.option("--implementations", default="all", show_default=True, help="Kinds that may be used.")
+@click.option("--out", default=None, type=click.Path(dir_okay=False, path_type=Path), help="JSON of all rows.")
+def main(networks: str, readings: str, algorithm: str, seconds: float, implementations: str, out: Path | None) -> None:
+    """Plan the paper's rows, and print them beside the paper's."""
+    options = Options(seconds=seconds, implementations=parse_kinds(implementations))
+    rows = [row for network in networks.split(",") for row in plan(network, readings.split(","), algorithm, options)]
+    table = Table(title=f"{algorithm}, {seconds:g} s per row, implementations: {implementations}")
+    for heading in ("network", "budget", "paper GB", "of", "GB", "of", "paper %", "%", "bound %", "gap %", "s", ""):
+        table.add_column(heading, justify="right" if "%" in heading or "GB" in heading or heading == "s" else "left")
+    for r in rows:
+        sizes = (r.paper_gb, r.paper_plain_gb, r.budget_gb, r.plain_gb, r.paper_overhead, r.overhead, r.bound, r.gap)
+        shown = ["-" if value is None else f"{value:.2f}" for value in sizes]
+        table.add_row(r.network, r.reading, *shown, f"{r.seconds:.0f}", r.verdict)
+    Console(width=120).print(table)
+    for reading in readings.split(","):
+        judged = [r.verdict for r in rows if r.reading == reading]
+        click.echo(f"{reading}: {judged.count('ok')} of {len(judged)} rows no worse than the paper's")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        found = {
+            "cost_model": "roofline:p100",
+            "algorithm": algorithm,
+            "seconds": seconds,
+            "implementations": implementations,
+            "rows": [{**asdict(r), "verdict": r.verdict} for r in rows],
+        }
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
