@@ -93,6 +93,11 @@ template <class T>
 using Arithmetic = typename Lanes<T>::Arithmetic;
 template <class T>
 using Values = typename Lanes<T>::Values;
+// Unsigned integers of the size of the arithmetic type.
+template <class T>
+using Unsigned = std::conditional_t<sizeof(Arithmetic<T>) == 8, uint64_t, uint32_t>;
+template <class T>
+using UnsignedLanes = Vector<Unsigned<T>>;
 
 template <class V>
 inline V load_as(const void* from) {

@@ -40,9 +40,6 @@ inline Tensor nonzero_mask(const Tensor& x) {
   return mask;
 }
 
-template <class T>
-using UnsignedLanes = Vector<std::conditional_t<sizeof(Arithmetic<T>) == 8, uint64_t, uint32_t>>;
-
 inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out) {
   check_dense(grad, "grad");
   check_mask(mask, grad.numel());

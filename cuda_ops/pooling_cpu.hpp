@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "masks_cpu.hpp"
+#include "dispatch_cpu.hpp"
 #include "window.hpp"
 
 namespace monet {
@@ -18,7 +18,7 @@ class Finder {
   using A = Arithmetic<T>;
   using V = Values<T>;
   using P = UnsignedLanes<T>;
-  using Bits = std::conditional_t<sizeof(A) == 8, uint64_t, uint32_t>;
+  using Bits = Unsigned<T>;
   static constexpr int64_t kLanes = Lanes<T>::kLanes;
   static constexpr A kNone = -std::numeric_limits<A>::infinity();
 

@@ -220,29 +220,15 @@ def _computed(name: str) -> Callable[..., Any]:
     return compute
 
 
-def _compared(name: str) -> Callable[..., Any]:
+def _refused(name: str) -> Callable[..., Any]:
     def refuse(self: Unknown, *others: Any) -> Any:
         raise refused("Tensor.item()")
 
     return refuse
 
 
-for _name in [
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "pow",
-    "rpow",
-    "neg",
-    "pos",
-    "abs",
-    "round",
-]:
-    setattr(Unknown, f"__{_name}__", _computed(f"__{_name}__"))
-for _name in ["eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "floor", "ceil", "trunc"]:
-    setattr(Unknown, f"__{_name}__", _compared(f"__{_name}__"))
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "pow", "radd", "rsub", "rmul", "rtruediv", "rpow", "neg", "pos", "abs")
+_DECISIONS = ("eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "floor", "ceil", "trunc")
+for _make, _names in ((_computed, _ARITHMETIC), (_refused, _DECISIONS)):
+    for _name in _names:
+        setattr(Unknown, f"__{_name}__", _make(f"__{_name}__"))

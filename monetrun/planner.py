@@ -49,6 +49,25 @@ def baseline(record: StepRecord) -> Baseline:
     return Baseline(replay(record, plain), best, plain, tuple(frugal))
 
 
+def more_frugal(record: StepRecord, base: Baseline, options: Options) -> Baseline:
+    """The baseline with a most frugal step that was looked for longer, before a budget is refused.
+
+    Takes at most about ``options.seconds``.
+    """
+    from monetrun.solve.least import least_budget  # cvxpy takes long to import, and most budgets are feasible
+
+    rounds = [joined for bounds in record.rounds if (joined := round_graph(record, bounds)) is not None]
+    share = replace(options, seconds=options.seconds / max(1, len(rounds)), on_progress=None)
+    frugal, best = list(base.frugal_schedules), base.frugal
+    for joined in rounds:
+        parts = joined.split(least_budget(joined.graph, joined.costs, share).schedule)
+        trial = [parts.get(k, s) for k, s in enumerate(frugal)]
+        timeline = replay(record, trial)
+        if timeline.peak_bytes < best.peak_bytes:
+            frugal, best = trial, timeline
+    return replace(base, frugal=best, frugal_schedules=tuple(frugal))
+
+
 def plan_step(
     record: StepRecord,
     budget_bytes: int,
@@ -74,6 +93,8 @@ def plan_step(
     """
     options = options or Options()
     base = known or baseline(record)
+    if base.frugal.peak_bytes > budget_bytes:
+        base = more_frugal(record, base, options)
     if base.frugal.peak_bytes > budget_bytes:
         raise infeasible(record, budget_bytes, base)
     solver = solve.solver(algorithm)

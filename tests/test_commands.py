@@ -19,6 +19,7 @@ optimizer.step()
 with open("trained", "a") as file:
     file.write("x")
 """
+WORDS = ("train.py", "--batch", "256", "--points", "9")
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,8 @@ def run(capsys, *words, expect=0):
 
 def test_frontier_tables_and_draws_every_budget_from_one_trial_run(capsys):
     out, err = run(
-        *(capsys, "frontier", "--points", "3", "--solver-seconds", "2", "--json", "f.json", "--plot", "f.svg"),
-        *("train.py", "--batch", "256", "--points", "9"),
+        *(capsys, "frontier", "--points", "3", "--solver-seconds", "1", "--json", "f.json", "--plot", "f.svg"),
+        *WORDS,
     )
     found = json.loads(Path("f.json").read_text())
     assert [p["budget_bytes"] for p in found["points"]] == sorted({p["budget_bytes"] for p in found["points"]})[::-1]
@@ -57,24 +58,14 @@ def test_frontier_tables_and_draws_every_budget_from_one_trial_run(capsys):
     assert not Path("trained").exists()
 
 
-def test_a_plan_of_a_script_with_an_out_of_its_own_is_explained_from_the_cache(capsys):
-    words = ("train.py", "--batch", "256", "--points", "9")
-    run(capsys, "plan", "--budget", "0.7x", "--solver-seconds", "2", "--out", "p.json", *words)
-    _, err = run(capsys, "plan", "--budget", "0.8x", "--solver-seconds", "2", *words[:3], "--out", "models")
-    assert Path("plan.json").exists()
-    assert not Path("models").exists()
-    assert "next: monetrun --plan plan.json train.py --batch 256 --out models" in err
+def test_a_plan_is_explained_from_the_cache_and_without_it_refused_with_the_next_step(capsys, monkeypatch, tmp_path):
+    run(capsys, "plan", "--budget", "0.7x", "--solver-seconds", "1", "--out", "p.json", *WORDS)
     out, _ = run(capsys, "explain", "p.json")
     assert "Run again" in out
-    assert "module" in out
     found = json.loads(run(capsys, "explain", "--json", "p.json").out)
     plan = json.loads(Path("p.json").read_text())
     assert found["planned_peak_bytes"] == plan["planned_peak_bytes"] == sum(found["at_peak"].values())
     assert found["overhead"] == plan["overhead"]
-
-
-def test_a_plan_without_its_trial_run_is_refused_with_the_next_step(capsys, monkeypatch, tmp_path):
-    run(capsys, "plan", "--budget", "0.7x", "--solver-seconds", "2", "--out", "p.json", *("train.py", "--batch", "256"))
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "empty"))
     assert "monetrun plan --out p.json SCRIPT" in run(capsys, "explain", "p.json", expect=83).err
     assert "nothing.json" in run(capsys, "explain", "nothing.json", expect=83).err
@@ -82,23 +73,19 @@ def test_a_plan_without_its_trial_run_is_refused_with_the_next_step(capsys, monk
 
 
 def test_batch_finds_the_largest_and_says_what_to_type(capsys):
-    words = ("--budget", "600KiB", "--max-overhead", "99%", "--solver-seconds", "1", "--multiple", "64")
-    out, err = run(capsys, "batch", *words, "--json", "train.py", "--batch", "{batch}")
+    words = ("--budget", "600KiB", "--max-overhead", "99%", "--multiple", "64", "--algorithm", "greedy")
+    out, err = run(capsys, "batch", *words, "--solver-seconds", "1", "--json", "train.py", "--batch", "{batch}")
     found = json.loads(out)
     assert found["batch"] % 64 == 0
     assert found["planned_peak_bytes"] <= 600 << 10
     assert found["overhead"] <= 0.99
     assert found["verified"][-1]["batch"] == found["batch"] or not found["verified"][-1]["fits"]
     assert err.rstrip().endswith(f"next: monetrun --budget 600KiB train.py --batch {found['batch']}")
-    refused = run(capsys, "batch", *words, "--budget", "100KiB", "train.py", "--batch", "{batch}", expect=80).err
-    assert "batch 64 needs" in refused
-    assert "fits: --budget" in refused
     assert not Path("trained").exists()
 
 
 def test_a_script_that_never_trains_is_an_error_of_its_own(capsys, folder):
     (folder / "idle.py").write_text("import torch\n")
-    assert "without a training step" in run(capsys, "frontier", "idle.py", expect=85).err
     assert "without a training step" in run(capsys, "batch", "--budget", "1GiB", "idle.py", "{batch}", expect=85).err
 
 
@@ -138,3 +125,11 @@ def test_the_next_command_keeps_a_launchs_options_and_drops_the_commands():
     args = parser.parse_args(words)
     assert (args.points, args.json, args.training_script_args) == (3, "f", ["--json"])
     assert launch.launch_words(parser, words, args) == ["--nproc-per-node=2", "--strict", "-m"]
+
+
+def test_plan_leaves_a_scripts_own_out_to_the_script(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli.Job, "dry_run", lambda job, out: seen.append((out, job.args.training_script_args)))
+    assert cli.main(["plan", "train.py", "--out", "models"]) == 0
+    assert cli.main(["plan", "--budget", "0.5x", "--out", "p.json", "train.py", "--out=models", "--", "-x"]) == 0
+    assert seen == [("plan.json", ["--out", "models"]), ("p.json", ["--out=models", "--", "-x"])]

@@ -7,18 +7,22 @@ says that it is exact, otherwise within a few roundings.
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
+import zoo
 from torch import fx, nn
 
 from monetrun.backend import Backend
 from monetrun.capture import JointGraph
-from monetrun.graph import check
+from monetrun.graph import Costs, check
 from monetrun.ops import registry
 from monetrun.plan import Schedule, Step, plain_schedule
+from monetrun.simulate import simulate
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -216,62 +220,67 @@ def test_a_mask_takes_a_bit_and_an_index_a_byte_per_element(dtype):
     }
 
 
-def test_a_schedule_of_other_implementations_gives_the_same_gradients():
-    """All in one: masks, indices, fused runs again, executed by a schedule that the replay accepts."""
-    from monetrun.simulate import simulate
+class Forcing(Chooser):
+    """Runs every backward operator otherwise than eager does, and every forward operator that can a second time."""
 
+    def choose(self, joint):
+        self.joint = joint
+        graph = joint.graph
+
+        def other(op):
+            found = [k for k, impl in enumerate(op.implementations) if k and impl.in_place_of is None]
+            return Step(op.id, found[-1] if found else 0)
+
+        forward = [Step(op.id) for op in graph.operators[: graph.forward_count]]
+        again = [s for s in map(other, graph.operators[: graph.forward_count]) if s.implementation]
+        backward = [other(op) for op in graph.operators[graph.forward_count :]]
+        self.schedule = Schedule(tuple(forward), (*again, *backward))
+        zeros = [[0] * len(op.implementations) for op in graph.operators]
+        costs = Costs("none", tuple(tuple(map(float, row)) for row in zeros), tuple(map(tuple, zeros)))
+        simulate(graph, costs, self.schedule)
+        steps = self.schedule.forward + self.schedule.backward
+        self.used = {graph.operators[s.operator].implementations[s.implementation].name for s in steps}
+        return 0, self.schedule
+
+
+NETWORKS = {
+    "convolutions": (
+        lambda: nn.Sequential(Residual(4, F.relu), pool(kernel_size=2), nn.Dropout(0.3), nn.Conv2d(4, 2, 3)),
+        lambda: torch.randn(4, 4, 8, 8),
+        {"intermediate:mask", "output:input", "conv:apart", "fused:batch-norm"},
+    ),
+    "mobilenet": (
+        lambda: torchvision.models.mobilenet_v2(num_classes=10),
+        lambda: torch.randn(4, 3, 64, 64),
+        {"intermediate:mask", "conv:apart", "fused:batch-norm"},
+    ),
+    "gpt": (
+        lambda: zoo.GPT(layers=2, width=32, length=32),
+        lambda: zoo.tokens(4, 32, 0),
+        {"intermediate:mask", "fused:cross-entropy"},
+    ),
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_other_implementation_at_once_gives_the_gradients_of_eager(network):
+    """Bit for bit, which is closer to float64 than any tolerance."""
     torch.manual_seed(0)
-    module = nn.Sequential(Residual(4, F.relu), pool(kernel_size=2), nn.Dropout(0.3), nn.Conv2d(4, 2, 3))
-    x = torch.randn(4, 4, 8, 8)
-    state = torch.get_rng_state()
-    module(x).square().sum().backward()
-    expected = [p.grad.clone() for p in module.parameters()]
+    make, inputs, expected_kinds = NETWORKS[network]
+    module, x = make(), inputs()
+    twin = copy.deepcopy(module)
+    chooser = Forcing()
 
-    class Other(Chooser):
-        def choose(self, joint):
-            self.joint = joint
-            graph = joint.graph
-            names = ("intermediate:mask", "intermediate:index", "conv:apart", "fused:batch-norm")
+    def gradients(module, run):
+        torch.manual_seed(1)
+        out = run(x)
+        loss = out["loss"] if isinstance(out, dict) else out.square().sum()
+        loss.backward()
+        return {name: p.grad for name, p in module.named_parameters()}, dict(module.named_buffers())
 
-            def step(op):
-                found = [
-                    k
-                    for k, impl in enumerate(op.implementations)
-                    if impl.name in names and impl.in_place_of is None and op.phase == "backward"
-                ]
-                return Step(op.id, found[0] if found else 0)
-
-            steps = [step(op) for op in graph.operators]
-            forward, backward = steps[: graph.forward_count], steps[graph.forward_count :]
-            again = [
-                Step(op.id, k)
-                for op in graph.operators[: graph.forward_count]
-                for k, impl in enumerate(op.implementations)
-                if impl.name == "fused:batch-norm"
-            ]
-            self.schedule = Schedule(tuple(forward), (*again, *backward))
-            self.peak = simulate(graph, _costs(graph), self.schedule).peak_bytes
-            return 0, self.schedule
-
-    for p in module.parameters():
-        p.grad = None
-    for norm in (m for m in module.modules() if isinstance(m, nn.BatchNorm2d)):
-        norm.reset_running_stats()
-    chooser = Other()
+    expected = gradients(module, module)
     torch._dynamo.reset()
-    torch.set_rng_state(state)
-    torch.compile(module, backend=Backend(chooser, "case", observed=True))(x).square().sum().backward()
-    used = {
-        chooser.joint.graph.operators[s.operator].implementations[s.implementation].name
-        for s in chooser.schedule.forward + chooser.schedule.backward
-    }
-    assert used == {"default", "intermediate:mask", "intermediate:index", "conv:apart", "fused:batch-norm"}
-    for p, gradient in zip(module.parameters(), expected, strict=True):
-        assert torch.equal(p.grad, gradient)
-
-
-def _costs(graph):
-    from monetrun.graph import Costs
-
-    rows = [[0] * len(op.implementations) for op in graph.operators]
-    return Costs("none", tuple(tuple(float(v) for v in r) for r in rows), tuple(tuple(r) for r in rows))
+    given = gradients(twin, torch.compile(twin, backend=Backend(chooser, "case", observed=True)))
+    assert chooser.used - {"default"} == expected_kinds
+    for one, other in zip(given, expected, strict=True):
+        assert [name for name in other if not torch.equal(one[name], other[name])] == []

@@ -1,7 +1,7 @@
 """What follows a BatchNorm, recomputed from the BatchNorm's input and its saved statistics in one pass.
 
-Without it, running ReLU(BatchNorm(x) + y) again costs the statistics' passes over x, one for the affine part, one for the
-sum, one for the ReLU. Mean and inverse deviation are kept anyway, for the backward.
+Without it, running ReLU(BatchNorm(x) + y) again costs the statistics' passes over x, one for the affine part, one for
+the sum, one for the ReLU. Mean and inverse deviation are kept anyway, for the backward.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 monet = torch.ops.monet
 
 # backward -> the forward operators that it belongs to
-_FORWARD = {
+_FORWARD: dict[Any, tuple[Any, ...]] = {
     aten.threshold_backward.default: (aten.relu.default,),
     aten.hardtanh_backward.default: (aten.hardtanh.default, aten.hardtanh_.default),
     aten.leaky_relu_backward.default: (aten.leaky_relu.default,),

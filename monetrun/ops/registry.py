@@ -182,9 +182,9 @@ def _offered(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
 # ---- what generators ask about nodes
 
 
-def real_tensors() -> AbstractContextManager[None]:
+def real_tensors() -> AbstractContextManager[Any]:
     """For the few generators that compute: a graph is captured with fake tensors."""
-    return torch._subclasses.fake_tensor.unset_fake_temporarily()  # type: ignore[no-any-return]
+    return torch._subclasses.fake_tensor.unset_fake_temporarily()
 
 
 def value_of(node: Any) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ budget as its objective (``monetrun.solve.relaxation``), memory looked at where 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from monetrun.graph import Costs, Graph
@@ -84,7 +85,7 @@ def _bound_bytes(search: Incumbent, peak_bytes: int) -> tuple[int, list[Schedule
             break
         program = relaxation.relax(graph, costs, peak_bytes, points, options, local, least_bytes=True)
         result = search.minimize(program.problem, options.seconds / 2 / _PROGRAMS, 0.5 * options.gap, None)
-        bound_bytes = max(bound_bytes, int(result.bound * program.unit_bytes * (1 - 1e-6)))
+        bound_bytes = max(bound_bytes, math.ceil(result.bound * program.unit_bytes * (1 - 1e-6)))
         if result.value is None:
             break
         said = relaxation.relaxed_schedule(graph, program, result.value)

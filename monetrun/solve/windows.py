@@ -184,7 +184,7 @@ def window_slots(
     touched = {t for i in free for t in operators[i].outputs}
     touched |= {t for i in free for impl in operators[i].implementations for t in impl.inputs}
     touched = {t for t in touched if not graph.tensors[t].external}
-    again = sorted(i for i in free if operators[i].replayable)
+    again = sorted(i for i in free if operators[i].replayable and options.recompute)
 
     def choices(operator: int, implementation: int) -> tuple[int, ...]:
         allowed = ilp.allowed_choices(graph, operator, options)
