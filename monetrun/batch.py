@@ -27,6 +27,7 @@ from monetrun.step import StepRecord, StepTimeline, replay
 PLACEHOLDER = "{batch}"
 SMALLEST_TRIAL = 4  # less, and convolutions and normalizations run other kernels than they will
 _MOST_VERIFIED = 6
+_FARTHEST = 1024  # no line is followed farther than so many times the largest batch that was tried
 _NEAR = 0.01  # a batch larger by less than this share is not worth another trial run
 _FED = 0.95  # tensors smaller than this share of what the line says: the script had fewer samples to feed
 _EXAMPLE = f"monetrun batch --budget 12GiB train.py --batch-size {PLACEHOLDER}"
@@ -276,7 +277,8 @@ class _Prediction:
         low = fits // step  # in multiples: is within the limits, or 0
         if fails is None:
             high = max(low, max(samples) // step, 1) + 1
-            while feasible(high) or self._more_frugal(samples, high * step):
+            far = _FARTHEST * max(samples) // step
+            while high < far and (feasible(high) or self._more_frugal(samples, high * step)):
                 high *= 2
         else:
             high = -(-fails // step)

@@ -311,7 +311,8 @@ def _tried(
     """
     parser = launch.command_parser(command, description, options)
     args = parser.parse_args(list(words))
-    args.launch_words = launch.launch_words(parser, words, args)
+    # the time for a whole table is not that for one plan
+    args.launch_words = launch.launch_words(parser, words, args, ["solver_seconds"] if command == "frontier" else [])
     if args.no_probe or args.plan:
         raise UsageError(f"monetrun {command} needs its trial run", "leave out --no-probe and --plan")
     check_script(args)

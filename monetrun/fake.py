@@ -40,9 +40,6 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         self.meter: FakeMeter | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensors:
-        return self  # a tensor's copy is a tensor of the same mode
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` on shapes; outside of compilation count what it makes, and refuse what needs values."""
         if self.meter is None or TracingContext.try_get() is not None:
@@ -132,8 +129,8 @@ def meter() -> FakeMeter | None:
 def start(undo: contextlib.ExitStack) -> None:
     """From here on, what the script makes is fake and counted; ``undo`` has what ends that.
 
-    Data loaders work for real, and what they give is taken by its shape. ``Tensor.item()`` of a floating-point tensor
-    is an ``Unknown``; whatever else asks for values raises ``CaptureFailed``.
+    Data loaders work for real, and what they give is taken by its shape; ``torch.save`` writes nothing.
+    ``Tensor.item()`` of a floating-point tensor is an ``Unknown``; what else asks for values raises ``CaptureFailed``.
     """
     global _running
     mode = undo.enter_context(fake_tensors())
@@ -146,13 +143,12 @@ def start(undo: contextlib.ExitStack) -> None:
 
     undo.callback(stop)
     loader, iterator = torch.utils.data.DataLoader, torch.utils.data.dataloader._BaseDataLoaderIter
-    begin, following, item, text, numpy = (
-        loader.__iter__,
-        iterator.__next__,
-        torch.Tensor.item,
-        torch.Tensor.__format__,
-        torch.Tensor.numpy,
-    )
+    begin: Any = loader.__iter__
+    following: Any = iterator.__next__
+    item: Any = torch.Tensor.item
+    text: Any = torch.Tensor.__format__
+    numpy: Any = torch.Tensor.numpy
+    deep: Any = torch.Tensor.__deepcopy__
 
     def begin_for_real(self: Any) -> Any:
         with unset_fake_temporarily():
@@ -176,7 +172,23 @@ def start(undo: contextlib.ExitStack) -> None:
             raise refused("Tensor.numpy()")
         return numpy(self, *args, **kwargs)
 
+    def copied(self: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if not isinstance(self, FakeTensor):
+            return deep(self, memo)
+        if id(self) not in memo:  # torch's own would copy the mode too
+            new = self.detach().clone()
+            parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = (
+                nn.Parameter(new, self.requires_grad) if parameter else new.requires_grad_(self.requires_grad)
+            )
+        return memo[id(self)]
+
+    def unsaved(*args: Any, **kwargs: Any) -> None:
+        """There is nothing to save, and a checkpoint that is there must stay."""
+
     for owner, name, function in (
+        (torch.Tensor, "__deepcopy__", copied),
+        (torch, "save", unsaved),
         (loader, "__iter__", begin_for_real),
         (iterator, "__next__", following_for_real),
         (torch.Tensor, "item", unknown_item),

@@ -200,11 +200,16 @@ def command_parser(
     return result
 
 
-def launch_words(parser: LaunchParser, words: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """The options among ``words`` that are a launch's own, but for the budget: for the next command to be typed."""
+def launch_words(
+    parser: LaunchParser, words: Sequence[str], args: argparse.Namespace, but: Sequence[str] = ()
+) -> list[str]:
+    """The options among ``words`` that are a launch's own, for the next command to be typed.
+
+    Left out are ``--budget``, ``--json``, and the destinations in ``but``.
+    """
     head = words[: len(words) - len(args.training_script_args) - 1]
     shared = set(_add_options(argparse.ArgumentParser(add_help=False)))
-    dropped = (parser.own - shared) | {"budget", "json", "solver_seconds"}
+    dropped = (parser.own - shared) | {"budget", "json", *but}
     kept: list[str] = []
     keep = True
     for word in head:

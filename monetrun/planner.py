@@ -117,7 +117,7 @@ def plan_step(
         plain_peak_bytes=base.plain.peak_bytes,
         planned_peak_bytes=timeline.peak_bytes,
         overhead=overhead,
-        bound=min(overhead, max(0.0, found.bound_seconds / plain_seconds - 1.0)) if plain_seconds else 0.0,
+        bound=min(overhead, found.bound_seconds / plain_seconds - 1.0) if plain_seconds else 0.0,
         status=found.status,
         solver=algorithm,
         device=record.device,
@@ -167,7 +167,8 @@ def _solve(
         in_place_where_legal(g, c, s, options)
         for g, c, s in zip(record.graphs, record.costs, base.plain_schedules, strict=True)
     ]
-    added: dict[tuple[int, ...], float] = {}  # seconds that the graphs of a round cost more, at least
+    # seconds that the graphs of a round cost more, at least: less where other implementations are faster
+    added: dict[tuple[int, ...], float] = {}
     status = "optimal"
     tight = [b for b in record.rounds if _peak_in(record, schedules, b) > budget_bytes]
     # the round that needs most first: the schedules it is given then hold in most others too
@@ -195,7 +196,8 @@ def _solve(
             continue
         parts = joined.split(solution.schedule)
         schedules = [parts.get(k, s) for k, s in enumerate(schedules)]
-        added[graphs] = max(added.get(graphs, 0.0), calls * (solution.bound_seconds - plain))
+        more = calls * (solution.bound_seconds - plain)
+        added[graphs] = max(added.get(graphs, more), more)
         status = solution.status if status == "optimal" else status
     if replay(record, schedules).peak_bytes > budget_bytes:
         schedules = _one_parameter(record, budget_bytes, base)

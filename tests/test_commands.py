@@ -80,7 +80,8 @@ def test_batch_finds_the_largest_and_says_what_to_type(capsys):
     assert found["planned_peak_bytes"] <= 600 << 10
     assert found["overhead"] <= 0.99
     assert found["verified"][-1]["batch"] == found["batch"] or not found["verified"][-1]["fits"]
-    assert err.rstrip().endswith(f"next: monetrun --budget 600KiB train.py --batch {found['batch']}")
+    kept = "--algorithm greedy --solver-seconds 1"
+    assert err.rstrip().endswith(f"next: monetrun --budget 600KiB {kept} train.py --batch {found['batch']}")
     assert not Path("trained").exists()
 
 

@@ -99,6 +99,7 @@ def test_a_packed_dropout_mask_has_the_bits_of_a_product(kernel, shape, layout, 
     mask = kernel("nonzero_mask")(noise)
     scale = torch.ones((), dtype=dtype).div_(1 - 0.3).item()
     assert_same(kernel("mask_scale")(x, mask, scale), x * noise)
+    assert_same(kernel("mask_scale")(x, mask, 1 / 7), x * ((noise != 0).to(dtype) * (1 / 7)))
     over = x.clone()
     assert kernel("mask_scale_")(over, mask, scale).data_ptr() == over.data_ptr()
     assert_same(over, x * noise)
@@ -108,6 +109,7 @@ def test_a_mask_is_one_bit_for_each_element_the_first_lowest_and_nothing_behind(
     x = torch.tensor([1.0, -1.0, 2.0, 0.0, NAN, 3.0, -0.0, 1.0, 5.0, -5.0])
     assert kernel("range_mask")(x, 0.0, NAN).tolist() == [0b10110101, 0b01]
     assert kernel("range_mask")(x, 0.0, 3.0).tolist() == [0b10010101, 0b00]
+    assert kernel("range_mask")(x, -0.5, NAN).tolist() == [0b11111101, 0b01]
     assert kernel("nonzero_mask")(x).tolist() == [0b10110111, 0b11]
 
 
@@ -142,6 +144,7 @@ WINDOWS = [
     ((8, 10), [3, 2], [2, 1], [1, 1], [2, 3], False),
     ((7, 8), [3, 3], [2, 2], [1, 0], [1, 1], True),
     ((6, 6), [2, 2], [], [1, 1], [1, 1], True),
+    ((6, 9), [2, 2], [3, 3], [0, 0], [1, 1], True),
     ((5, 5), [5, 5], [1, 1], [2, 2], [1, 1], False),
     ((4, 5), [1, 1], [3, 3], [0, 0], [1, 1], False),
 ]

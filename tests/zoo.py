@@ -420,7 +420,7 @@ def mobilenet_v2(steps):
 
 @case
 def vgg16(steps):
-    return classify(torchvision.models.vgg16(num_classes=10), steps, 24, 128)
+    return classify(torchvision.models.vgg16(num_classes=10), steps, 16, 96)
 
 
 @case

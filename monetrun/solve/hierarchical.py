@@ -55,12 +55,12 @@ def solve(
     try:
         for schedule in (plain_schedule(graph), *known):
             search.offer(schedule)
-        search.raise_bound(bound_seconds)
+        search.raise_bound(math.inf if greedy.least_step_bytes(graph, costs) > budget_bytes else bound_seconds)
         _search_greedily(search, min(0.5, 0.05 * options.seconds))
-        relaxed = _search_blocks(search)
-        _search_greedily(search, min(15.0, 0.2 * options.seconds))
         if search.best is None:
             _search_frugally(search, min(15.0, 0.3 * options.seconds))
+        relaxed = _search_blocks(search)
+        _search_greedily(search, min(15.0, 0.2 * options.seconds))
         if search.best is None and relaxed is not None:
             windows.repair(search, relaxed, 0.2 * search.left())
         windows.improve(search)

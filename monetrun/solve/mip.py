@@ -28,8 +28,8 @@ Vector = NDArray[np.float64]
 
 # Seconds of a simplex iteration, and of a nonzero in it, with all that solvers do beside: SCIP 10 and HiGHS 1.15 on the
 # programs of six networks, one 2.6 GHz Zen 4 core, 2026-11; single solves take 0.4 to 2.5 times as long.
-_ITERATION_SECONDS, _NONZERO_SECONDS = 2.5e-4, 2e-9
-_ENTRY_SECONDS = 4e-6  # of building, handing over and presolving a nonzero
+_ITERATION_SECONDS, _NONZERO_SECONDS = 3e-4, 2e-9
+_ENTRY_SECONDS = 5e-6  # of building, handing over and presolving a nonzero
 Progress = Callable[[float, float], None]
 
 

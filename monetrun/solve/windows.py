@@ -6,6 +6,7 @@ thousands of operators; started from the schedule that it comes from, it never m
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -106,6 +107,12 @@ def improve(search: Incumbent) -> None:
                 reach *= 2  # more freedom, since this was quick, or was not enough
             elif search.seconds >= before:
                 reach = max(2, reach // 2) if reach > 2 else 2 * len(movable) + 1  # too large: leave it
+            continue
+        if turn % 8 == 4:  # steps that windows do not make: one run for many, everywhere at once
+            native, patience = search.native(min(1.0, max(0.01, 0.1 * search.left())))
+            native = dataclasses.replace(native, seed=options.seed + turn)
+            found = greedy.improve(graph, search.costs, search.budget_bytes, base, native, patience).schedule
+            search.offer(found or base)
             continue
         free = _choose(rng, movable, min(length, len(movable)))
         status, work_seconds = _improve_window(search, base, free, 3.0, None if turn % 2 else 6)

@@ -1,0 +1,128 @@
+"""Torch's own partitioner, read back as a schedule: what ``simulate`` can judge beside monetrun's plans.
+
+``min_cut_rematerialization_partition`` decides what is saved, what runs again, and in which order its two modules run;
+the knob is ``torch._functorch.config.activation_memory_budget``. Judged are the calls of these modules as they are,
+without a compiler that fuses them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._functorch import config, partitioners
+from torch._guards import detect_fake_mode
+
+from monetrun.capture import JointGraph, is_tangent
+from monetrun.errors import CaptureFailed
+from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.plan import Schedule, Step
+from monetrun.solve import tidy
+
+_OPERATOR = "monetrun_operator"  # in a node's meta: which operator of the graph it calls; copies of the node carry it
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What torch decided, as a schedule.
+
+    Attributes:
+        graph: the joint graph's tensors, and its operators in the order and the phases of torch's two modules.
+        costs: of ``graph``.
+        schedule: over ``graph``, default implementations.
+        again: how many operators run again.
+        random_again: how many random ones torch would have run again; the schedule saves their results.
+    """
+
+    graph: Graph
+    costs: Costs
+    schedule: Schedule
+    again: int
+    random_again: int
+
+
+def partition(joint: JointGraph, costs: Costs, budget: float, estimator: str = "flops") -> Partition:
+    """Let torch partition ``joint``.
+
+    Args:
+        joint: as captured; left as it is.
+        costs: of ``joint.graph``.
+        budget: torch's ``activation_memory_budget``, from 0 (run all again) to 1 (the fastest).
+        estimator: its ``activation_memory_budget_runtime_estimator``.
+
+    Raises:
+        CaptureFailed: the graph was captured of real tensors.
+    """
+    module = _as_torch_sees_it(joint)
+    inputs = [n for n in module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    own = {n.name: t for n, t in joint.storage.items()}
+    static = [i for i, n in enumerate(inputs) if own.get(n.name, -1) not in joint.transient]
+    mode = detect_fake_mode([n.meta.get("val") for n in inputs])
+    if mode is None:
+        raise CaptureFailed(f"{joint.graph.name} has no fake inputs", "capture it with monetrun.offline")
+    # without common subexpressions: every operator of the graph is either in a module or dead
+    patched = config.patch(
+        activation_memory_budget=budget, activation_memory_budget_runtime_estimator=estimator, cse=False
+    )
+    with mode, patched:
+        forward, backward = partitioners.min_cut_rematerialization_partition(
+            module, (), num_fwd_outputs=len(joint.outputs), static_lifetime_input_indices=static
+        )
+    return _read(joint, costs, _operators(forward), _operators(backward))
+
+
+def _as_torch_sees_it(joint: JointGraph) -> fx.GraphModule:
+    module = fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph))
+    number = {node.name: i for i, node in enumerate(joint.nodes)}
+    for node in reversed(module.graph.nodes):
+        if "monetrun_optional" in node.meta:
+            module.graph.erase_node(node)
+            continue
+        if node.name in number:
+            node.meta[_OPERATOR] = number[node.name]
+        if node.target is torch.ops.monet.bernoulli_like.default:
+            node.target = torch.ops.aten.bernoulli.p
+    return module
+
+
+def _operators(module: fx.GraphModule) -> list[int]:
+    """The operators that a module of torch's runs, in order."""
+    return [n.meta[_OPERATOR] for n in module.graph.nodes if n.op == "call_function" and _OPERATOR in n.meta]
+
+
+def _read(joint: JointGraph, costs: Costs, forward: list[int], backward: list[int]) -> Partition:
+    operators = joint.graph.operators
+    first = set(forward)
+    twice = [o for o in backward if o in first]
+    unsaved = {o for o in twice if operators[o].phase == FORWARD and not operators[o].replayable}
+    late = [o for o in backward if o not in first]
+    dead = sorted(set(range(len(operators))) - first - set(late))  # in no module: never run, like optional ones
+    order = forward + late + dead
+    number = {o: i for i, o in enumerate(order)}
+    graph = dataclasses.replace(
+        joint.graph,
+        operators=tuple(
+            dataclasses.replace(
+                operators[o],
+                id=i,
+                phase=FORWARD if o in first else BACKWARD,
+                replayable=o in first and o not in unsaved,
+                optional=i >= len(forward) + len(late),
+            )
+            for i, o in enumerate(order)
+        ),
+    )
+    permuted = dataclasses.replace(
+        costs,
+        seconds=tuple(costs.seconds[o] for o in order),
+        workspace_bytes=tuple(costs.workspace_bytes[o] for o in order),
+    )
+    schedule = tidy.without_dead_runs(
+        graph,
+        Schedule(tuple(Step(number[o]) for o in forward), tuple(Step(number[o]) for o in backward if o not in unsaved)),
+    )
+    again = len(schedule.backward) - len(late)
+    return Partition(graph, permuted, schedule, again, len(unsaved))

@@ -1,0 +1,639 @@
+"""What this version does on a GPU: kernels, conformance, and the paper's five networks at their batch sizes.
+
+    python recipes/gpu_check.py                              # one GPU, under 9 minutes, no network
+    python recipes/gpu_check.py --resume                     # the cells that the time did not suffice for
+    python recipes/gpu_check.py --device cpu --scale small   # the same steps on a machine without a GPU
+
+Each cell is one network in one precision (fp32, or bf16 autocast with channels-last), trained in one way: eagerly with
+``cudnn.benchmark``, under monetrun's plan for a share of the activation peak, with ``torch.utils.checkpoint`` around
+each block, or by ``torch.compile`` with that ``activation_memory_budget``. A cell's model and the eager one train in
+turn, step by step, in one process; seconds are medians, and peaks are the allocator's, without the other model's bytes.
+
+The activation peak is what an eager step allocates at most, less what lies there after it (weights, buffers,
+gradients, optimizer state, batch); a share of it is a budget of that share plus those. Results are written after
+every cell, so that what was measured survives a kill. Where the integer programs' packages are missing, plans are the
+greedy search's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read when CUDA is first used
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from capture_instances import Double, UNet
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchvision.models.googlenet import Inception
+from torchvision.models.mobilenetv2 import InvertedResidual
+from torchvision.models.resnet import Bottleneck
+
+from monetrun import cost, planner, worker
+from monetrun.errors import InfeasibleBudget, MonetrunError
+from monetrun.meter import Meter, meter_for
+from monetrun.ops import cpu_allocator, kernels
+from monetrun.plan import Options, Plan, plain_schedule
+from monetrun.planner import Baseline
+from monetrun.settings import RUN, Settings
+from monetrun.step import StepRecord, replay
+
+ROOT = Path(__file__).resolve().parent.parent
+SOLVER_PACKAGES = ("cvxpy", "pyscipopt", "highspy")
+PRECISIONS = ("fp32", "bf16")
+WARM_UP_STEPS = 6  # compilation, and the early calls that are timed one by one
+PEAK_STEPS = 2
+COMPILE_TIME_SHARE = 0.25  # of the whole, kept for torch.compile, whose cells come last
+
+
+# ---- the networks
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How it is made, its batch, the images' height and width, and the blocks that a user would checkpoint."""
+
+    make: Callable[[], nn.Module]
+    batch: int
+    size: tuple[int, int]
+    blocks: Callable[[nn.Module], list[nn.Module]]
+    small: tuple[int, tuple[int, int]] = (4, (64, 64))
+
+
+def of_type(*types: type[nn.Module]) -> Callable[[nn.Module], list[nn.Module]]:
+    return lambda model: [m for m in model.modules() if isinstance(m, types)]
+
+
+def vgg_stages(model: nn.Module) -> list[nn.Module]:
+    """Its convolutions up to each pooling, which become one module each."""
+    stages, stage = [], []
+    for layer in model.features:
+        stage.append(layer)
+        if isinstance(layer, nn.MaxPool2d):
+            stages.append(nn.Sequential(*stage))
+            stage = []
+    model.features = nn.Sequential(*stages, *stage)
+    return stages
+
+
+tv = torchvision.models
+NETWORKS = {
+    "resnet50": Network(tv.resnet50, 184, (224, 224), of_type(Bottleneck)),
+    "mobilenet_v2": Network(tv.mobilenet_v2, 272, (224, 224), of_type(InvertedResidual)),
+    "googlenet": Network(
+        lambda: tv.googlenet(aux_logits=False, init_weights=False), 320, (224, 224), of_type(Inception)
+    ),
+    "unet": Network(UNet, 11, (416, 608), of_type(Double), (2, (32, 32))),
+    "vgg16": Network(lambda: tv.vgg16(init_weights=False), 176, (224, 224), vgg_stages),
+}
+SMALL = ("mobilenet_v2", "unet")
+
+
+def build(network: Network, precision: str, device: torch.device, small: bool) -> Trainer:
+    """The network with random images on ``device``, ready to train."""
+    torch.manual_seed(0)
+    model = network.make().to(device).train()
+    batch, size = network.small if small else (network.batch, network.size)
+    x = torch.randn(batch, 3, *size, device=device)
+    if precision == "bf16":
+        model = model.to(memory_format=torch.channels_last)
+        x = x.contiguous(memory_format=torch.channels_last)
+    classes = torch.arange(batch, device=device)
+    pixels = (x.mean(1, keepdim=True) > 0).float() if isinstance(model, UNet) else None
+
+    def loss() -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            if pixels is not None:
+                return F.binary_cross_entropy_with_logits(model(x), pixels)
+            return F.cross_entropy(model(x), classes)
+
+    return Trainer(model, loss, meter_for(device))
+
+
+# ---- training, plainly and planned
+
+
+class Trainer:
+    """A model, its loss and its optimizer; ``step`` trains once and gives the seconds."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[], torch.Tensor], meter: Meter) -> None:
+        self.model, self.loss, self.meter = model, loss, meter
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(self) -> float:
+        """One training step, waited for."""
+        self.meter.synchronize()
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+        self.meter.synchronize()
+        return time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that was allocated, and reserved (None on a CPU), over some steps, in bytes."""
+
+    allocated: int
+    reserved: int | None
+
+    def less(self, others: int) -> Peak:
+        """Without what lies there beside the model."""
+        return Peak(self.allocated - others, None if self.reserved is None else self.reserved - others)
+
+
+def peak_of(trainer: Trainer, steps: int = PEAK_STEPS) -> Peak:
+    """The peaks of the process over ``steps`` steps, with nothing cached before them."""
+    release_cached()
+    trainer.meter.reset_peak()
+    for _ in range(steps):
+        trainer.step()
+    on_cuda = torch.cuda.is_initialized()
+    return Peak(trainer.meter.peak_bytes(), torch.cuda.max_memory_reserved() if on_cuda else None)
+
+
+def release_cached() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def paired(plain: Trainer, other: Trainer, pairs: int) -> list[tuple[float, float]]:
+    """Seconds of both models' steps, in turns; who begins a pair changes from one to the next."""
+    plain.step(), other.step()
+    rows = []
+    for i in range(pairs):
+        seconds = {t: t.step() for t in ((plain, other) if i % 2 == 0 else (other, plain))}
+        rows.append((seconds[plain], seconds[other]))
+    return rows
+
+
+class Reference:
+    """A model trained eagerly: what it holds between steps, and its peak, in bytes, measured while it is alone."""
+
+    def __init__(self, make: Callable[[], Trainer], meter: Meter) -> None:
+        release_cached()
+        before = meter.current_bytes()
+        self.trainer = make()
+        self.seconds = [self.trainer.step() for _ in range(3)][-1]
+        self.peak = peak_of(self.trainer).less(before)
+        self.held_bytes = meter.current_bytes() - before
+
+    @property
+    def activation_bytes(self) -> int:
+        """The activation peak: without weights, buffers, gradients, optimizer state and batch."""
+        return self.peak.allocated - self.held_bytes
+
+    def share(self, peak: Peak) -> float:
+        """``peak`` of such a model, as a share of the activation peak."""
+        return (peak.allocated - self.held_bytes) / self.activation_bytes
+
+    def others(self) -> int:
+        """What the process holds between steps beside one such model."""
+        return self.trainer.meter.current_bytes() - self.held_bytes
+
+
+class Recorded:
+    """Such a model, to be trained under plans: its step is recorded, and its operators are timed, once."""
+
+    def __init__(self, make: Callable[[], Trainer]) -> None:
+        session = worker.Session(Settings(mode=RUN, strict=True))
+        session.watch_process()
+        try:
+            self.trainer = make()
+            session.put_triggers([self.trainer.model])
+            self.trainer.step()
+            recorder = session.engine.recorder
+            if torch.backends.cudnn.benchmark and recorder.device.type == "cuda":
+                # cuDNN tries its algorithms at a thread's first call: their workspaces are not the operator's
+                for joint in recorder.joints:
+                    cost.measure(joint, {}, recorder.meter, recorder.device)
+            self.record: StepRecord = recorder.record(recorder.measure(None))
+            plain = tuple(plain_schedule(g) for g in self.record.graphs)
+            frugal = tuple(recorder.schedules)
+        finally:
+            session.close()
+            torch._dynamo.reset()
+        self.base = Baseline(replay(self.record, plain), replay(self.record, frugal), plain, frugal)
+
+    def plan(self, budget_bytes: int, algorithm: str, options: Options) -> Plan:
+        """The plan for a budget of the process.
+
+        Raises:
+            InfeasibleBudget, NoPlanInTime: as ``planner.plan_step``.
+        """
+        if self.base.frugal.peak_bytes > budget_bytes:
+            self.base = planner.baseline(self.record)
+        if self.base.frugal.peak_bytes > budget_bytes and algorithm == "greedy":
+            raise planner.infeasible(self.record, budget_bytes, self.base)  # looking further takes the other solvers
+        return planner.plan_step(self.record, budget_bytes, algorithm, options, self.base)
+
+    @contextlib.contextmanager
+    def following(self, plan: Plan) -> Iterator[worker.Session]:
+        """Meanwhile the model trains under ``plan``, and the process may allocate no more than its budget."""
+        session = worker.Session(Settings(mode=RUN, strict=True), plan)
+        session.watch_process()
+        try:
+            session.optimizer_made(self.trainer.optimizer)
+            session.put_triggers([self.trainer.model])
+            yield session
+        finally:
+            session.close()
+            lift_limit(self.trainer)
+            torch._dynamo.reset()
+
+
+def lift_limit(trainer: Trainer) -> None:
+    """Let the process allocate past a plan's budget again."""
+    device = next(trainer.model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    elif cpu_allocator.install():
+        cpu_allocator.set_limit(None)
+
+
+def run_planned(plain: Reference, recorded: Recorded, plan: Plan, pairs: int) -> dict[str, Any]:
+    """Train under ``plan``: its peak while the budget is enforced, then its seconds beside the eager model's."""
+    started = time.perf_counter()
+    trainer = recorded.trainer
+    release_cached()
+    with recorded.following(plan) as session:
+        peak = refused = None
+        try:
+            peak = warm_peak(trainer)
+        except torch.OutOfMemoryError as error:  # on CUDA the cap is on what is reserved: fragments count
+            refused = first_line(error)
+        if peak is None:  # only here, since the exception held the step's tensors
+            lift_limit(trainer)
+            peak = warm_peak(trainer)
+        if set(session.engine.schedules) != {g.fingerprint for g in plan.graphs}:
+            raise MonetrunError("the graph that was captured is not the one that was planned")
+        lift_limit(trainer)
+        others = plain.others()
+        rows = paired(plain.trainer, trainer, pairs)
+    peak, planned = peak.less(others), Peak(plan.planned_peak_bytes - others, None)
+    return {
+        "budget_bytes": plan.budget_bytes - others,
+        "planned_peak_bytes": planned.allocated,
+        "planned_share": plain.share(planned),
+        "planned_ratio": 1 + plan.overhead,
+        "bound_ratio": 1 + plan.bound,
+        "planned_seconds": statistics.median(a for a, _ in rows) + plan.overhead * recorded.base.plain.seconds,
+        "refused_by_the_cap": refused,
+        **measured(plain, peak, rows),
+        "seconds_until_measured": time.perf_counter() - started,
+    }
+
+
+def warm_peak(trainer: Trainer) -> Peak:
+    for _ in range(WARM_UP_STEPS):
+        trainer.step()
+    return peak_of(trainer)
+
+
+def measured(plain: Reference, peak: Peak, rows: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """What every cell beside the eager one says; ``peak`` is the model's own."""
+    return {
+        "allocated_bytes": peak.allocated,
+        "reserved_bytes": peak.reserved,
+        "measured_share": plain.share(peak),
+        "seconds": statistics.median(b for _, b in rows),
+        "eager_seconds": statistics.median(a for a, _ in rows),
+        "ratio": statistics.median(b / a for a, b in rows),
+        "pairs": len(rows),
+    }
+
+
+# ---- cells
+
+
+class Case:
+    """One network in one precision, in all the ways to train it; the models are made when they are first needed."""
+
+    def __init__(self, network: Network, make: Callable[[], Trainer], meter: Meter, args: argparse.Namespace) -> None:
+        self.network, self.make, self.meter, self.args = network, make, meter, args
+
+    @functools.cached_property
+    def plain(self) -> Reference:
+        """The eager model, which the others run beside."""
+        return Reference(self.make, self.meter)
+
+    @functools.cached_property
+    def recorded(self) -> Recorded:
+        """The model that trains under plans."""
+        self.plain  # noqa: B018  (is measured alone, so before)
+        return Recorded(self.make)
+
+    def eager(self, share: float) -> dict[str, Any]:
+        """Nothing but torch."""
+        plain = self.plain
+        return {
+            "allocated_bytes": plain.peak.allocated,
+            "reserved_bytes": plain.peak.reserved,
+            "held_bytes": plain.held_bytes,
+            "activation_bytes": plain.activation_bytes,
+            "seconds": statistics.median(plain.trainer.step() for _ in range(self.args.pairs)),
+            "ratio": 1.0,
+            "measured_share": 1.0,
+        }
+
+    def planned(self, share: float) -> dict[str, Any]:
+        """Under the plan for ``share`` of the activation peak."""
+        plain, recorded = self.plain, self.recorded
+        budget = plain.others() + plain.held_bytes + int(share * plain.activation_bytes)
+        options = Options(seconds=self.args.solver_seconds)
+        started = time.perf_counter()
+        plan = recorded.plan(budget, self.args.algorithm, options)
+        seconds = time.perf_counter() - started
+        return {"solver_seconds": seconds, **run_planned(plain, recorded, plan, self.args.pairs)}
+
+    def checkpoint(self, share: float) -> dict[str, Any]:
+        """Each block runs again in the backward."""
+
+        def make() -> Trainer:
+            trainer = self.make()
+            for block in self.network.blocks(trainer.model):
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            return trainer
+
+        return self._beside(make)
+
+    def compile(self, share: float) -> dict[str, Any]:
+        """By torch's own planner: ``share`` of the bytes that it would save."""
+
+        def make() -> Trainer:
+            trainer = self.make()
+            trainer.model.compile(backend=self.args.compile_backend, dynamic=False)
+            return trainer
+
+        try:
+            with torch._functorch.config.patch(activation_memory_budget=share):
+                return self._beside(make)
+        finally:
+            torch._dynamo.reset()
+
+    def _beside(self, make: Callable[[], Trainer]) -> dict[str, Any]:
+        plain = self.plain
+        self.__dict__.pop("recorded", None)  # its memory
+        started = time.perf_counter()
+        trainer = make()
+        peak = warm_peak(trainer).less(plain.others())
+        rows = paired(plain.trainer, trainer, self.args.pairs)
+        return {**measured(plain, peak, rows), "seconds_until_measured": time.perf_counter() - started}
+
+
+class OutOfTime(Exception):
+    """A cell took longer than it may."""
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise ``OutOfTime`` in what takes longer."""
+
+    def expired(number: int, frame: object) -> None:
+        raise OutOfTime(f"stopped after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, max(0.01, seconds))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Results:
+    """The document, written after each cell."""
+
+    def __init__(self, header: dict[str, Any], path: Path | None, resume: bool) -> None:
+        self.path = path
+        known: dict[str, Any] = {"commands": [], "cells": []}
+        if resume and path is not None and path.exists():
+            known = json.loads(path.read_text(encoding="utf-8"))
+        self.document = {
+            **known,
+            **header,
+            "commands": [*known["commands"], shlex.join(["python", *sys.argv])],
+            "cells": [c for c in known["cells"] if c["status"] == "ok"],
+        }
+        self.longest: dict[str, float] = {}
+
+    def has(self, key: dict[str, Any]) -> bool:
+        """Whether the cell is there already."""
+        return any(all(c[k] == v for k, v in key.items()) for c in self.document["cells"])
+
+    def note(self, name: str, value: Any) -> None:
+        """Add a field and write."""
+        self.document[name] = value
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file at once."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
+        part.replace(self.path)
+
+    def cell(self, key: dict[str, Any], run: Callable[[float], dict[str, Any]], deadline: float) -> None:
+        """Run one cell unless the time left is less than such a cell took before; note it and print its row."""
+        if self.has(key):
+            return
+        started = time.monotonic()
+        left, expected = deadline - started, self.longest.get(key["method"], 0.0)
+        if left <= expected:
+            found = {"status": "skipped", "reason": f"{max(0.0, left):.0f} s left, such a cell took {expected:.0f} s"}
+        else:
+            try:
+                with at_most(left):
+                    found = {"status": "ok", **run(key["share"])}
+            except OutOfTime as error:
+                found = {"status": "skipped", "reason": str(error)}
+            except InfeasibleBudget as error:
+                found = {"status": "infeasible", "reason": first_line(error), "smallest_bytes": error.smallest_bytes}
+            except (RuntimeError, AssertionError, ImportError, MonetrunError) as error:
+                found = {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
+            taken = time.monotonic() - started
+            self.longest[key["method"]] = max(expected, taken)
+            found["cell_seconds"] = taken
+        self.document["cells"].append({**key, **found})
+        self.write()
+        print(row(self.document["cells"][-1]), flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+HEADINGS = f"{'network':13}{'':5} {'method':11}{'share':>5}   {'peak: planned, allocated, reserved (MiB)':40} step"
+
+
+def row(cell: dict[str, Any]) -> str:
+    """A line of the table: peaks in MiB (their share of the activation peak), and seconds beside the eager step's."""
+    share = "" if cell["share"] is None else f"{cell['share']:.2f}"
+    name = f"{cell['network']:13}{cell['precision']:5} {cell['method']:11}{share:>5}   "
+    if cell["status"] != "ok":
+        return f"{name}{cell['status']}: {cell['reason']}"
+
+    def mib(field: str) -> str:
+        return f"{cell[field] / 2**20:9.1f}" if cell.get(field) is not None else f"{'-':>9}"
+
+    ratio = f"x{cell['planned_ratio']:.3f} planned, " if "planned_ratio" in cell else ""
+    cap = ", the cap refused it" if cell.get("refused_by_the_cap") else ""
+    return (
+        f"{name}{mib('planned_peak_bytes')}{mib('allocated_bytes')}{mib('reserved_bytes')}  "
+        f"({cell['measured_share']:.3f})  {cell['seconds'] * 1e3:8.1f} ms  {ratio}x{cell['ratio']:.3f}{cap}"
+    )
+
+
+# ---- kernels and conformance
+
+
+def build_kernels(device_type: str) -> dict[str, Any]:
+    started = time.perf_counter()
+    reason = kernels.prebuild(device_type)
+    loaded = kernels.load(device_type)
+    reason = reason or kernels.unavailable_reason(device_type)
+    return {"loaded": loaded, "reason": reason, "seconds": time.perf_counter() - started}
+
+
+def conformance(device_type: str, seconds: float, tests: Sequence[str]) -> dict[str, Any]:
+    """Run the tests of implementations and kernels on the device, in a process of their own."""
+    if importlib.util.find_spec("pytest") is None:
+        return {"status": "skipped", "reason": "pytest is missing"}
+    parallel = ["-n", "8"] if importlib.util.find_spec("xdist") and (os.cpu_count() or 1) >= 8 else []
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=line", *parallel, *tests]
+    started = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "MONETRUN_TEST_DEVICE": device_type},
+            capture_output=True,
+            text=True,
+            timeout=max(1.0, seconds),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": "skipped", "reason": f"stopped after {seconds:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    return {
+        "status": "ok" if done.returncode == 0 else "failed",
+        "summary": lines[-1] if lines else first_line(RuntimeError(done.stderr)),
+        "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))],
+        "seconds": time.perf_counter() - started,
+    }
+
+
+# ---- the run
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--scale", choices=("paper", "small"), default="paper", help="small: small images, 2 networks")
+    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS))
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=[0.5, 1.0, 0.65, 0.33], help="in order of importance"
+    )
+    parser.add_argument("--pairs", type=int, default=5, help="steps of each model that are timed in turns")
+    parser.add_argument("--seconds", type=float, default=520.0, help="for everything")
+    parser.add_argument("--solver-seconds", type=float, default=3.0, help="for each plan")
+    parser.add_argument("--algorithm", help="default: hierarchical, or greedy where its packages are missing")
+    parser.add_argument("--compile-backend", help="default: inductor, or aot_eager_decomp_partition on a CPU")
+    parser.add_argument("--skip", nargs="+", choices=("kernels", "conformance", "checkpoint", "compile"), default=[])
+    parser.add_argument("--resume", action="store_true", help="keep the cells that the results have already")
+    parser.add_argument("--out", type=Path, help="default on a GPU: recipes/results/gpu_<its name>.json")
+    args = parser.parse_args(argv)
+    args.missing = [name for name in SOLVER_PACKAGES if importlib.util.find_spec(name) is None]
+    args.algorithm = args.algorithm or ("greedy" if args.missing else "hierarchical")
+    args.compile_backend = args.compile_backend or (
+        "inductor" if args.device == "cuda" else "aot_eager_decomp_partition"
+    )
+    args.networks = args.networks or (SMALL if args.scale == "small" else list(NETWORKS))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    started = time.monotonic()
+    args = arguments(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device; --device cpu --scale small runs the same steps here")
+    device = torch.device(args.device)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    if args.device == "cuda" and args.out is None:
+        args.out = ROOT / "recipes" / "results" / f"gpu_{re.sub('[^0-9a-z]+', '_', name.lower()).strip('_')}.json"
+    torch.backends.cudnn.benchmark = True
+    results = Results(about(args, name), args.out, args.resume)
+    if args.missing:
+        print(f"missing: {', '.join(args.missing)}: plans are made by --algorithm {args.algorithm}", flush=True)
+    if "kernels" not in args.skip:
+        results.note("kernels", build_kernels(args.device))
+        print(f"kernels: {results.document['kernels']}", flush=True)
+    if "conformance" not in args.skip and results.document.get("conformance", {}).get("status") != "ok":
+        tests = [str(ROOT / "tests" / f"test_{name}.py") for name in ("implementations", "kernels")]
+        results.note("conformance", conformance(args.device, 0.35 * args.seconds, tests))
+        print(f"conformance: {results.document['conformance']}", flush=True)
+    print(HEADINGS, flush=True)
+    deadline = started + args.seconds
+    before_compile = deadline - (0.0 if "compile" in args.skip else COMPILE_TIME_SHARE * args.seconds)
+    meter = meter_for(device)
+    for methods, end in ((("eager", "planned", "checkpoint"), before_compile), (("compile",), deadline)):
+        for precision in args.precisions:
+            for network in args.networks:
+                make = functools.partial(build, NETWORKS[network], precision, device, args.scale == "small")
+                case = Case(NETWORKS[network], make, meter, args)
+                for method in methods:
+                    if method in args.skip:
+                        continue
+                    for share in args.shares if method in ("planned", "compile") else (None,):
+                        key = {"network": network, "precision": precision, "method": method, "share": share}
+                        results.cell(key, getattr(case, method), end)
+                del case
+    results.note("seconds", time.monotonic() - started)
+    return results.document
+
+
+def about(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Where and with what the cells are measured."""
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if args.device == "cuda" else None,
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"],
+        "threads": torch.get_num_threads(),
+        "scale": args.scale,
+        "algorithm": args.algorithm,
+        "compile_backend": args.compile_backend,
+        "missing": args.missing,
+    }
+
+
+if __name__ == "__main__":
+    main()
