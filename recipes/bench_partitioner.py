@@ -33,9 +33,9 @@ from monetrun import offline
 from monetrun.capture import JointGraph
 from monetrun.graph import Costs, Graph
 from monetrun.partitioner import Partition, partition
-from monetrun.plan import Options, Schedule, parse_kinds, plain_schedule
+from monetrun.plan import Options, Schedule, Solution, parse_kinds, plain_schedule
 from monetrun.simulate import Timeline, simulate
-from monetrun.solve import solver, tidy
+from monetrun.solve import hierarchical, tidy
 
 SETTINGS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 SHARES = (0.65, 0.5, 0.4, 0.33)  # planned where torch reaches none as low
@@ -89,12 +89,19 @@ class Row:
     @property
     def verdict(self) -> str:
         """Against ``AT_MOST``: ok, worse, or out of reach (by the bound); without torch, whether there is a plan."""
-        if self.torch_overhead is None:
-            proven = "no schedule" if self.status == "infeasible" else "none found"
-            return proven if self.overhead is None else "plan"
-        if self.overhead is not None and self.overhead <= AT_MOST * self.torch_overhead:
-            return "ok"
-        return "out of reach" if self.bound > AT_MOST * self.torch_overhead else "worse"
+        if self.torch_overhead is not None:
+            return verdict(self.overhead, self.torch_overhead, self.bound)
+        if self.overhead is not None:
+            return "plan"
+        return "no schedule" if self.status == "infeasible" else "none found"
+
+
+def verdict(overhead: float | None, torch_overhead: float, bound: float) -> str:
+    """Whether an overhead is at most ``AT_MOST`` of torch's; if not, whether any could, by the bound."""
+    most = AT_MOST * torch_overhead
+    if overhead is not None and overhead <= most:
+        return "ok"
+    return "out of reach" if bound > most else "worse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,25 +154,41 @@ class Bench:
             for (peak_bytes, overhead), settings in sorted(found.items(), reverse=True)
         ]
 
-    def plan(self, budget_bytes: int) -> Plan:
-        """Ask the planner."""
-        graph = self.joint.graph
+    def plan(self, budget_bytes: int, torch_overhead: float | None = None, settle_seconds: float = 0.0) -> Plan:
+        """Ask the planner, for ``settle_seconds`` more where plan and bound leave the verdict open."""
         start = time.perf_counter()
-        solution = solver("hierarchical")(graph, self.costs, budget_bytes, self.options)
-        seconds = time.perf_counter() - start
+        solve = hierarchical.solve
+        solution = solve(self.joint.graph, self.costs, budget_bytes, self.options)
+        plan = self._plan(budget_bytes, solution, time.perf_counter() - start)
+        if torch_overhead is None or settle_seconds <= 0 or _settled(plan, torch_overhead):
+            return plan
+        known = () if solution.schedule is None else (solution.schedule,)
+        longer = dataclasses.replace(self.options, seconds=settle_seconds)
+        solution = solve(
+            self.joint.graph, self.costs, budget_bytes, longer, known=known, bound_seconds=solution.bound_seconds
+        )
+        return self._plan(budget_bytes, solution, time.perf_counter() - start)
+
+    def _plan(self, budget_bytes: int, solution: Solution, seconds: float) -> Plan:
         bound = max(0.0, solution.bound_seconds / self.plain.seconds - 1)
         if solution.schedule is None:
             return Plan(budget_bytes, budget_bytes, None, bound, seconds, solution.status)
-        timeline = simulate(graph, self.costs, solution.schedule)
+        timeline = simulate(self.joint.graph, self.costs, solution.schedule)
         if timeline.peak_bytes > budget_bytes:
-            raise AssertionError(f"{graph.name}: a peak of {timeline.peak_bytes} bytes, over {budget_bytes}")
+            raise AssertionError(f"{self.joint.graph.name}: {timeline.peak_bytes} bytes planned, over {budget_bytes}")
         return Plan(budget_bytes, timeline.peak_bytes, self.overhead(timeline), bound, seconds, solution.status)
 
-    def rows(self, partitions: dict[str, Partition], shares: Sequence[float]) -> Iterator[Row]:
+    def rows(
+        self, partitions: dict[str, Partition], shares: Sequence[float], settle_seconds: float = 0.0
+    ) -> Iterator[Row]:
         """Torch's points, then the shares that it does not reach."""
         points = self.points(partitions)
         plans = [Plan(self.plain.peak_bytes, self.plain.peak_bytes, 0.0, 0.0, 0.0, "optimal")]
-        plans += [self.plan(p.peak_bytes) for p in points if p.overhead > 0 and not _beaten(p, points)]
+        plans += [
+            self.plan(p.peak_bytes, p.overhead, settle_seconds)
+            for p in points
+            if p.overhead > 0 and not _beaten(p, points)
+        ]
         for p in points:
             yield self._row(p.settings, p.peak_bytes, p, plans)
         least = min((p.peak_bytes for p in points), default=self.plain.peak_bytes)
@@ -194,6 +217,12 @@ class Bench:
         )
 
 
+def _settled(plan: Plan, torch_overhead: float) -> bool:
+    if plan.overhead is None or plan.overhead > torch_overhead:
+        return False
+    return verdict(plan.overhead, torch_overhead, plan.bound) != "worse"
+
+
 def _beaten(point: Point, points: list[Point]) -> bool:
     """Whether another point has no higher peak and overhead: what is no worse than that one needs no plan here."""
     return any(p is not point and p.peak_bytes <= point.peak_bytes and p.overhead <= point.overhead for p in points)
@@ -206,6 +235,7 @@ def bench(
     estimators: Sequence[str],
     shares: Sequence[float],
     options: Options,
+    settle_seconds: float,
 ) -> list[Row]:
     """All rows of one model."""
     joint = capture_instances.capture(model)
@@ -214,7 +244,7 @@ def bench(
         f"{estimator} {setting:g}": partition(joint, costs, setting, estimator)
         for estimator, setting in itertools.product(estimators, settings)
     }
-    return [row for k in kinds for row in Bench(joint, costs, k, options).rows(partitions, shares)]
+    return [row for k in kinds for row in Bench(joint, costs, k, options).rows(partitions, shares, settle_seconds)]
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -245,6 +275,9 @@ def summary(rows: list[Row]) -> str:
 @click.command()
 @click.option("--models", default=",".join(capture_instances.PROBLEMS), help="By comma; all by default.")
 @click.option("--seconds", default=4.0, show_default=True, help="Time limit for one plan.")
+@click.option(
+    "--settle", default=12.0, show_default=True, help="More seconds where a plan and its bound leave it open."
+)
 @click.option("--settings", default=",".join(map(str, SETTINGS)), show_default=True, help="Of torch's budget.")
 @click.option("--estimators", default="flops", show_default=True, help="Torch's runtime estimators: flops, testing.")
 @click.option("--shares", default=",".join(map(str, SHARES)), show_default=True, help="Planned where torch has none.")
@@ -254,6 +287,7 @@ def summary(rows: list[Row]) -> str:
 def main(
     models: str,
     seconds: float,
+    settle: float,
     settings: str,
     estimators: str,
     shares: str,
@@ -268,10 +302,12 @@ def main(
         table.add_column(heading, justify="right" if heading in ("share", "ratio", "s") or "%" in heading else "left")
     rows: list[Row] = []
     for model in models.split(","):
-        found = bench(model, kinds, _numbers(settings), estimators.split(","), _numbers(shares), options)
+        found = bench(model, kinds, _numbers(settings), estimators.split(","), _numbers(shares), options, settle)
         for k in kinds:
             click.echo(summary([r for r in found if r.kinds == k]), err=True)
         rows += found
+        if out is not None:  # after each model: what there is stays when the run is ended
+            _write(rows, seconds, settle, out)
     for r in rows:
         ratio = "-" if r.ratio is None else f"{r.ratio:.2f}"
         shown = map(_percent, (r.torch_overhead, r.overhead, r.bound))
@@ -281,17 +317,23 @@ def main(
     Console(width=130).print(table)
     beside = [r.verdict for r in rows if r.torch_overhead is not None]
     click.echo(", ".join(f"{beside.count(v)} {v}" for v in ("ok", "worse", "out of reach")) + f" of {len(beside)}")
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        written = {
-            "cost_model": "roofline:p100",
-            "torch": torch.__version__,
-            "algorithm": "hierarchical",
-            "seconds": seconds,
-            "at_most": AT_MOST,
-            "rows": [{**asdict(r), "ratio": r.ratio, "verdict": r.verdict} for r in rows],
-        }
-        out.write_text(json.dumps(written, indent=1) + "\n")
+
+
+def _write(rows: list[Row], seconds: float, settle: float, out: Path) -> None:
+    written = {
+        "cost_model": "roofline:p100",
+        "torch": torch.__version__,
+        "algorithm": "hierarchical",
+        "seconds": seconds,
+        "settle_seconds": settle,
+        "at_most": AT_MOST,
+        "rows": [
+            {**asdict(r), "bound": None if r.bound == float("inf") else r.bound, "ratio": r.ratio, "verdict": r.verdict}
+            for r in rows
+        ],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(written, indent=1) + "\n")
 
 
 def _span(settings: tuple[str, ...]) -> str:

@@ -52,7 +52,7 @@ from monetrun import cost, planner, worker
 from monetrun.errors import InfeasibleBudget, MonetrunError
 from monetrun.meter import Meter, meter_for
 from monetrun.ops import cpu_allocator, kernels
-from monetrun.plan import Options, Plan, plain_schedule
+from monetrun.plan import Options, Plan, parse_kinds, plain_schedule
 from monetrun.planner import Baseline
 from monetrun.settings import RUN, Settings
 from monetrun.step import StepRecord, replay
@@ -361,7 +361,7 @@ class Case:
         """Under the plan for ``share`` of the activation peak."""
         plain, recorded = self.plain, self.recorded
         budget = plain.others() + plain.held_bytes + int(share * plain.activation_bytes)
-        options = Options(seconds=self.args.solver_seconds)
+        options = Options(self.args.solver_seconds, implementations=parse_kinds(self.args.implementations))
         started = time.perf_counter()
         plan = recorded.plan(budget, self.args.algorithm, options)
         seconds = time.perf_counter() - started
@@ -411,7 +411,7 @@ def at_most(seconds: float) -> Iterator[None]:
     """Raise ``OutOfTime`` in what takes longer."""
 
     def expired(number: int, frame: object) -> None:
-        raise OutOfTime(f"stopped after {seconds:.0f} s")
+        raise OutOfTime(f"stopped after {seconds:.0f} s, when time was out (--resume goes on)")
 
     before = signal.signal(signal.SIGALRM, expired)
     signal.setitimer(signal.ITIMER_REAL, max(0.01, seconds))
@@ -436,7 +436,6 @@ class Results:
             "commands": [*known["commands"], shlex.join(["python", *sys.argv])],
             "cells": [c for c in known["cells"] if c["status"] == "ok"],
         }
-        self.longest: dict[str, float] = {}
 
     def has(self, key: dict[str, Any]) -> bool:
         """Whether the cell is there already."""
@@ -457,13 +456,13 @@ class Results:
         part.replace(self.path)
 
     def cell(self, key: dict[str, Any], run: Callable[[float], dict[str, Any]], deadline: float) -> None:
-        """Run one cell unless the time left is less than such a cell took before; note it and print its row."""
+        """Run one cell until the deadline at most; note it and print its row."""
         if self.has(key):
             return
         started = time.monotonic()
-        left, expected = deadline - started, self.longest.get(key["method"], 0.0)
-        if left <= expected:
-            found = {"status": "skipped", "reason": f"{max(0.0, left):.0f} s left, such a cell took {expected:.0f} s"}
+        left = deadline - started
+        if left <= 0:
+            found = {"status": "skipped", "reason": "no time was left (--resume goes on)"}
         else:
             try:
                 with at_most(left):
@@ -474,9 +473,7 @@ class Results:
                 found = {"status": "infeasible", "reason": first_line(error), "smallest_bytes": error.smallest_bytes}
             except (RuntimeError, AssertionError, ImportError, MonetrunError) as error:
                 found = {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
-            taken = time.monotonic() - started
-            self.longest[key["method"]] = max(expected, taken)
-            found["cell_seconds"] = taken
+            found["cell_seconds"] = time.monotonic() - started
         self.document["cells"].append({**key, **found})
         self.write()
         print(row(self.document["cells"][-1]), flush=True)
@@ -561,6 +558,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5, help="steps of each model that are timed in turns")
     parser.add_argument("--seconds", type=float, default=520.0, help="for everything")
     parser.add_argument("--solver-seconds", type=float, default=3.0, help="for each plan")
+    parser.add_argument("--implementations", default="all", help="that plans may use, as for monetrun itself")
     parser.add_argument("--algorithm", help="default: hierarchical, or greedy where its packages are missing")
     parser.add_argument("--compile-backend", help="default: inductor, or aot_eager_decomp_partition on a CPU")
     parser.add_argument("--skip", nargs="+", choices=("kernels", "conformance", "checkpoint", "compile"), default=[])
@@ -630,6 +628,7 @@ def about(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "scale": args.scale,
         "algorithm": args.algorithm,
+        "implementations": args.implementations,
         "compile_backend": args.compile_backend,
         "missing": args.missing,
     }

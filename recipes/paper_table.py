@@ -17,6 +17,7 @@ The plain step is eager's: a ReLU6 that torchvision runs in place has its backwa
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,17 +57,19 @@ class Row:
     budget_gb: float
     planned_gb: float | None
     overhead: float | None
-    bound: float
+    bound: float | None
     gap: float | None
     status: str
     seconds: float
 
     @property
     def verdict(self) -> str:
-        """Against the paper's overhead: no worse, worse, or proven out of reach."""
+        """Against the paper's overhead: no worse, worse, or (by the bound) out of reach under the cost model."""
         if self.overhead is not None and self.overhead <= self.paper_overhead + 0.005:
             return "ok"
-        return "out of reach" if self.bound > self.paper_overhead else "worse"
+        if self.status == "infeasible" or (self.bound is not None and self.bound > self.paper_overhead):
+            return "out of reach"
+        return "worse"
 
 
 def eager_schedule(graph: Graph) -> Schedule:
@@ -99,13 +102,14 @@ def plan(network: str, readings: list[str], algorithm: str, options: Options) ->
             start = time.perf_counter()
             solution = solver(algorithm)(graph, costs, int(budget_gb * 2**30) - fixed, options)
             seconds = time.perf_counter() - start
-            bound = max(0.0, 100 * (solution.bound_seconds / plain.seconds - 1))
-            overhead = planned_gb = gap = None
+            overhead = planned_gb = gap = bound = None
+            if math.isfinite(solution.bound_seconds):  # infinite where nothing is feasible
+                bound = max(0.0, 100 * (solution.bound_seconds / plain.seconds - 1))
             if solution.schedule is not None:
                 timeline = simulate(graph, costs, solution.schedule)
                 planned_gb = (timeline.peak_bytes + fixed) / 2**30
                 overhead = 100 * (timeline.seconds / plain.seconds - 1)
-                gap = max(0.0, overhead - bound)
+                gap = max(0.0, overhead - (bound or 0.0))
             rows.append(
                 Row(
                     network,

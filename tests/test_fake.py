@@ -1,19 +1,23 @@
 """Trial runs on fake tensors: the same bytes as the real ones, and a clear error where a script looks at values."""
 
 import contextlib
+import gc
 import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
 
-from monetrun import fake, planner, worker
+from monetrun import fake, launch, worker
 from monetrun.errors import CaptureFailed
-from monetrun.plan import Options
+from monetrun.job import Job
+from monetrun.ops import cpu_allocator
+from monetrun.plan import plain_schedule
 from monetrun.settings import RUN, Settings
 from monetrun.step import replay
 
@@ -26,7 +30,10 @@ def running_fake():
 
 
 def recorded(train, *, on_fake_tensors):
-    """The record of one training step."""
+    """The record of one training step, without what other tests have left, and the schedules that it ran."""
+    gc.collect()
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+    held = 0 if on_fake_tensors else cpu_allocator.allocated_bytes()
     session = worker.Session(Settings(mode=RUN, budget="1x", cost_model="roofline:p100"))
     with contextlib.ExitStack() as undo:
         undo.callback(torch._dynamo.reset)
@@ -36,7 +43,8 @@ def recorded(train, *, on_fake_tensors):
         session.watch_process()
         train()
         recorder = session.engine.recorder
-        return recorder.record(recorder.measure(None))
+        record = recorder.record(recorder.measure(None))
+        return replace(record, base_bytes=record.base_bytes - held), recorder.schedules
 
 
 def small_cnn():
@@ -56,17 +64,18 @@ def small_gpt():
 
 @pytest.mark.parametrize("train", [small_cnn, small_gpt])
 def test_a_fake_trial_plans_the_same_bytes_as_a_real_one(train):
-    real, imagined = (recorded(train, on_fake_tensors=f) for f in (False, True))
+    (real, _), (imagined, frugal) = (recorded(train, on_fake_tensors=f) for f in (False, True))
     assert [g.fingerprint for g in imagined.graphs] == [g.fingerprint for g in real.graphs]
     assert imagined.base_bytes == pytest.approx(real.base_bytes, rel=0.01)
-    assert imagined.ledger == pytest.approx(real.ledger, rel=0.01)
-    real_base, base = planner.baseline(real), planner.baseline(imagined)
-    assert base.plain.peak_bytes == pytest.approx(real_base.plain.peak_bytes, rel=0.03)
-    budget = int(0.7 * real_base.plain.peak_bytes)
-    planned = planner.plan_step(imagined, budget, "greedy", Options(seconds=0.5), base)
-    schedules = [g.schedule for g in planned.graphs]
-    assert replay(real, schedules).peak_bytes == pytest.approx(planned.planned_peak_bytes, rel=0.03)
-    assert planned.device == "roofline:p100"
+    for name in ("parameters", "gradients", "optimizer state"):
+        assert imagined.ledger[name] == pytest.approx(real.ledger[name], rel=0.01)
+    peaks = []
+    for schedules in ([plain_schedule(g) for g in real.graphs], frugal):
+        expected, found = (replay(record, schedules).peak_bytes for record in (real, imagined))
+        assert found == pytest.approx(expected, rel=0.03)
+        peaks.append(found)
+    assert peaks[1] < 0.7 * peaks[0]
+    assert imagined.device == "roofline:p100"
 
 
 def test_the_meter_counts_storages_once_and_until_their_last_view_is_gone():
@@ -122,17 +131,16 @@ def test_looking_at_values_names_the_line(look):
 
 SCRIPT = """
 import copy, sys, torch, torch.nn.functional as F, torchvision
-from torch.utils.data import DataLoader, TensorDataset
-images = torch.zeros(0, 3, 64, 64)
+from torch.utils.data import DataLoader
 
 class Images(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, i):
-        x = torch.rand(3, 64, 64)
+        x = torch.rand(3, 96, 96)
         assert x.sum().item() > 0  # data is real
         return x, i % 10
 
-model = torchvision.models.resnet18(num_classes=10)
+model = torchvision.models.squeezenet1_1(num_classes=10)
 ema = copy.deepcopy(model)
 assert not list(model.parameters())[0] is list(ema.parameters())[0]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -160,15 +168,15 @@ def test_an_unmodified_script_is_planned_for_a_device_that_is_not_here(tmp_path)
     plan_ = json.loads(done.stdout)
     assert plan_["device"] == "roofline:p100"
     assert plan_["planned_peak_bytes"] <= plan_["budget_bytes"] == int(0.7 * plan_["plain_peak_bytes"])
-    assert plan_["ledger"]["parameters"] == sum(p.nbytes for p in _resnet18().parameters())
+    assert plan_["ledger"]["parameters"] == sum(p.nbytes for p in _squeezenet().parameters())
     assert "nothing was measured" in done.stderr
     assert not (tmp_path / "train.py.pt").exists()
 
 
-def _resnet18():
+def _squeezenet():
     import torchvision
 
-    return torchvision.models.resnet18(num_classes=10)
+    return torchvision.models.squeezenet1_1(num_classes=10)
 
 
 def test_a_script_that_looks_at_values_ends_with_82_and_its_line(tmp_path):
@@ -189,3 +197,12 @@ def test_cost_models_that_cannot_be_used_are_refused(tmp_path, words, why):
     done = plan(tmp_path, *words) if words[0] == "plan" else plan(tmp_path, "--quiet", *words)
     assert done.returncode == 2
     assert why in done.stderr
+
+
+def test_a_share_of_free_memory_is_of_the_named_device():
+    args = launch.parser().parse_args(["--cost-model", "roofline:h200", "--budget", "80%", "--no-cache", "train.py"])
+    job = Job(args)
+    try:
+        assert job.budget_bytes() == pytest.approx(0.8 * (143771 << 20), rel=0.01)
+    finally:
+        job.close()

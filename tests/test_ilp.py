@@ -10,6 +10,7 @@ from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Oper
 from monetrun.plan import Options, Step, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import ilp
+from monetrun.solve.slot import all_slots, without_useless
 
 quick = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -76,8 +77,8 @@ def test_a_chain_is_recomputed_no_more_than_its_budget_demands(budget_bytes, aga
 
 def test_useless_slots_are_left_out():
     graph, _ = chain(6)
-    slots = ilp.all_slots(graph, Options())
-    left = ilp.without_useless(graph, slots)
+    slots = all_slots(graph, Options())
+    left = without_useless(graph, slots)
     # before the backward operator of x[k] only x[0..k] can still be wanted
     assert len(slots) == 12 + 6 * 6
     assert len(left) == 12 + 6 + 5 + 4 + 3 + 2 + 1
@@ -85,7 +86,7 @@ def test_useless_slots_are_left_out():
 
 def test_a_schedule_is_found_again_among_the_slots():
     graph, costs = chain(4)
-    program = ilp.build(graph, costs, 4, ilp.all_slots(graph, Options()))
+    program = ilp.build(graph, costs, 4, all_slots(graph, Options()))
     schedule = ilp.solve(graph, costs, 4, Options(gap=0.0)).schedule
     start = ilp.start_from(graph, program, schedule)
     assert ilp.read_schedule(program, start) == schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -15,9 +16,17 @@ from monetrun.ops import kernels
 
 aten, monet = torch.ops.aten, torch.ops.monet
 NAN, INF = math.nan, math.inf
+DEVICE = os.environ.get("MONETRUN_TEST_DEVICE", "cpu")  # recipes/gpu_check.py sets it
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 IMAGES = [(2, 3, 5, 7), (1, 1, 1, 1), (0, 3, 4, 4), (3, 70, 6, 5), (2, 8, 8, 8)]
 LAYOUTS = ["contiguous", "channels-last", "transposed"]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device():
+    """Tensors are made there, unless they are drawn from a generator of the CPU."""
+    with contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE):
+        yield
 
 
 @pytest.fixture(scope="module", params=["native", "reference"])
@@ -25,8 +34,8 @@ def kernel(request):
     """Name of an operator to what is tested: the operator with its native kernel, or its reference."""
     if request.param == "reference":
         return kernels.REFERENCES.__getitem__
-    if not kernels.load():
-        pytest.skip(kernels.unavailable_reason())
+    if not kernels.load(DEVICE):
+        pytest.skip(kernels.unavailable_reason(DEVICE))
     return lambda name: getattr(monet, name).default
 
 
@@ -38,12 +47,13 @@ def laid_out(x, layout):
 
 def numbers(shape, dtype, layout="contiguous", special=True, seed=0):
     """Random numbers with NaN, infinities, signed zeros and the bounds of ReLU6 among them."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 4
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * 4
     if special:
         flat = x.view(-1)
         for i, value in enumerate((NAN, INF, -INF, 0.0, -0.0, 6.0, -0.3)):
             flat[i + 3 :: 23] = value
-    return laid_out(x.to(dtype), layout)
+    return laid_out(x.to(DEVICE, dtype), layout)
 
 
 def assert_same(got, expected):
@@ -94,12 +104,14 @@ def test_a_masked_backward_has_the_bits_of_atens(kernel, shape, layout, dtype):
 @shapes
 def test_a_packed_dropout_mask_has_the_bits_of_a_product(kernel, shape, layout, dtype):
     x = numbers(shape, dtype, layout)
-    noise = laid_out((torch.rand(shape, generator=torch.Generator().manual_seed(2)) > 0.3).to(dtype), layout)
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(2), device="cpu")
+    noise = laid_out((drawn > 0.3).to(DEVICE, dtype), layout)
     noise.div_(1 - 0.3)
     mask = kernel("nonzero_mask")(noise)
     scale = torch.ones((), dtype=dtype).div_(1 - 0.3).item()
     assert_same(kernel("mask_scale")(x, mask, scale), x * noise)
-    assert_same(kernel("mask_scale")(x, mask, 1 / 7), x * ((noise != 0).to(dtype) * (1 / 7)))
+    for other in (1 / 7, 1.5):  # which the dtype cannot hold, and whose products are often halfway between two values
+        assert_same(kernel("mask_scale")(x, mask, other), x * ((noise != 0).to(dtype) * other))
     over = x.clone()
     assert kernel("mask_scale_")(over, mask, scale).data_ptr() == over.data_ptr()
     assert_same(over, x * noise)
@@ -202,7 +214,9 @@ def parameter_dtypes(dtype):
 @pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
 @dtypes
 def test_batch_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, layout, dtype):
-    exact = kernel != kernels.REFERENCES.__getitem__ and kernels.batch_norm_act_is_exact(dtype, layout != "contiguous")
+    exact = kernel != kernels.REFERENCES.__getitem__ and kernels.batch_norm_act_is_exact(
+        dtype, layout != "contiguous", DEVICE
+    )
     shapes = [(2, 3, 5, 7), (4, 70, 3, 3), (2, 3, 4, 5, 3), (5, 33, 1, 1), (8, 64, 33, 5), (3, 16), (2, 5, 9)]
     bounds = [(NAN, NAN), (0.0, NAN), (0.0, 6.0), (-0.5, 0.5)]
     last = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -232,7 +246,9 @@ def test_batch_norm_and_relu_treat_nan_infinity_and_zeros_as_torch_does(kernel):
 @dtypes
 def test_layer_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, dtype):
     for parameters in parameter_dtypes(dtype):
-        exact = kernel != kernels.REFERENCES.__getitem__ and kernels.layer_norm_apply_is_exact(dtype, parameters)
+        exact = kernel != kernels.REFERENCES.__getitem__ and kernels.layer_norm_apply_is_exact(
+            dtype, parameters, DEVICE
+        )
         for rows, shape in [((5, 3), [7]), ((9,), [4, 16]), ((2,), [300]), ((0,), [8]), ((1,), [1])]:
             x = numbers((*rows, *shape), dtype, special=False)
             weight, bias = (numbers(shape, parameters, special=False, seed=s) for s in (1, 2))
@@ -248,7 +264,7 @@ def test_layer_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, 
 def test_group_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, layout, dtype):
     for parameters in parameter_dtypes(dtype):
         exact = kernel != kernels.REFERENCES.__getitem__ and kernels.group_norm_apply_is_exact(
-            dtype, parameters, layout != "contiguous"
+            dtype, parameters, layout != "contiguous", DEVICE
         )
         for shape, groups in [
             ((2, 6, 5, 7), 3),
@@ -287,11 +303,11 @@ def test_the_native_normalizations_are_exact_where_torch_uses_fused_multiply_add
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @dtypes
 def test_the_gradient_of_cross_entropy_has_the_bits_of_atens(kernel, reduction, dtype, monkeypatch):
-    monkeypatch.setitem(kernels.CHUNK_BYTES, "cpu", 1000)
+    monkeypatch.setitem(kernels.CHUNK_BYTES, DEVICE, 1000)
     for rows, classes, weighted in [(7, 33, False), (5, 300, True), (1, 2, True), (64, 10, False)]:
         logits = numbers((rows, classes), dtype, special=False)
         logits[0, 0] = INF if rows == 1 else -INF
-        target = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1))
+        target = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1), device="cpu").to(DEVICE)
         target[rows // 2] = -100
         target[0] = 1
         weight = numbers((classes,), dtype, special=False).abs() if weighted else None
@@ -322,6 +338,13 @@ def test_dropout_by_counter_is_the_reference_to_the_bit(kernel, layout, dtype):
         x = numbers(shape, dtype, layout)
         for p, seed, offset in [(0.3, 17, 0), (0.5, -1, (1 << 32) - 3), (0.0, 5, 9), (1.0, 5, 9)]:
             assert_same(kernel("philox_dropout")(x, p, seed, offset), kernels.philox_dropout(x, p, seed, offset))
+
+
+def test_dropout_by_counter_drops_what_is_below_p_and_nothing_else(kernel):
+    word = kernels._philox(17, torch.tensor([3]))[0, 0].item()
+    x = torch.ones(1)
+    assert kernel("philox_dropout")(x, word / 2**32, 17, 3).item() > 0
+    assert kernel("philox_dropout")(x, (word + 1) / 2**32, 17, 3).item() == 0
 
 
 def test_dropout_by_counter_drops_its_share_scales_the_rest_and_replays(kernel):
@@ -376,7 +399,7 @@ def test_every_operator_has_a_sample():
 
 @pytest.mark.parametrize("name", kernels.REFERENCES)
 def test_opcheck(name):
-    kernels.load()
+    kernels.load(DEVICE)
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if not name.endswith("_"):  # torch functionalizes no operator that returns what it writes
         checks.append("test_aot_dispatch_dynamic")

@@ -167,7 +167,7 @@ class GPT(nn.Module):
 
     def forward(self, batch):
         tokens = batch["tokens"]
-        x = self.drop(self.token(tokens) + self.position(torch.arange(tokens.shape[1])))
+        x = self.drop(self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device)))
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))

@@ -1,8 +1,12 @@
-"""The gradient of a convolution's input without the input, of which only the shape is needed (MONeT, section 4.2)."""
+"""The gradient of a convolution's input without the input, of which only the shape is needed (MONeT, section 4.2).
+
+It is the transposed convolution of the output's gradient, computed by the same kernels; eager's own call takes the input
+as well, which then has to be kept, or run again, until it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,34 +15,28 @@ from torch import fx
 from monetrun.ops.registry import Alternative, Call, Joint, implementation, value_of
 
 aten = torch.ops.aten
-monet = torch.ops.monet
-
-_library = torch.library.Library("monet", "FRAGMENT")
-_library.define(
-    "convolution_input_gradient(Tensor grad, Tensor weight, SymInt[] input_size, SymInt[] stride, SymInt[] padding, "
-    "SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor"
-)
-
-
-def _convolution_input_gradient(
-    grad: torch.Tensor, weight: torch.Tensor, input_size: Sequence[int], *window: Any
-) -> torch.Tensor:
-    # as torch.nn.grad does: the shape of an input, on one element
-    shape_only = grad.new_empty(1).expand(input_size)
-    mask = [True, False, False]
-    return aten.convolution_backward.default(grad, shape_only, weight, None, *window, mask)[0]  # type: ignore[no-any-return]
-
-
-_library.impl("convolution_input_gradient", _convolution_input_gradient, "CompositeExplicitAutograd")
 
 
 @implementation(aten.convolution_backward.default)
 def _apart(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
-    grad, x, weight, _, *window, mask = node.args
-    value, of_grad, of_weight = value_of(x), value_of(grad), value_of(weight)
-    if list(mask) != [True, False, False] or value is None or of_grad is None or of_weight is None:  # type: ignore[arg-type]
+    arguments: Any = node.args
+    grad, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = arguments
+    values = value_of(x), value_of(grad), value_of(weight)
+    if list(mask) != [True, False, False] or any(v is None or not v.is_contiguous() for v in values):
         return
-    # other layouts may be computed by other kernels where the input's is not seen
-    if all(v.is_contiguous() for v in (value, of_grad, of_weight)):
-        call = Call(monet.convolution_input_gradient.default, (grad, weight, list(value.shape), *window), only=0)
-        yield Alternative("conv:apart", call, costs_as=Call(node.target, node.args))
+    of_x, of_grad, of_weight = (v.shape for v in values if v is not None)
+    dimensions = len(of_x) - 2
+    stride, padding, dilation = (list(v) * dimensions if len(v) == 1 else list(v) for v in (stride, padding, dilation))
+    rest = [0] * dimensions
+    if not transposed:  # what the strides leave over at the far end
+        rest = [
+            of_x[d + 2]
+            - ((of_grad[d + 2] - 1) * stride[d] - 2 * padding[d] + dilation[d] * (of_weight[d + 2] - 1) + 1)
+            for d in range(dimensions)
+        ]
+    call = Call(
+        aten.convolution.default,
+        (grad, weight, None, stride, padding, dilation, not transposed, rest, groups),
+        only=0,
+    )
+    yield Alternative("conv:apart", call, costs_as=Call(node.target, node.args))

@@ -19,6 +19,10 @@ from monetrun.simulate import simulate
 from monetrun.solve import mip
 from monetrun.solve.relaxation import bound_of, floor_seconds, relax, relaxed_schedule
 
+# so many pairs of point and forward operator can a program have of which SCIP 10 solves the root relaxation and cuts in
+# a second on one 2.6 GHz Zen 4 core (2026-11)
+_PLACES_PER_SECOND = 2000.0
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -51,6 +55,16 @@ def first_points(graph: Graph, count: int) -> tuple[int, ...]:
     if not backward:
         return ()
     return tuple(sorted({backward[len(backward) * k // count] for k in range(count)}))
+
+
+def all_points(graph: Graph, seconds: float) -> tuple[int, ...]:
+    """Every operator of the backward pass, or nothing where a program with memory looked at everywhere is too large.
+
+    With ``local`` all forward operators as well it bounds best: on a U-Net at a third of its activations 38% where
+    eight points that grow to where its schedules are over the budget give 20%. ``seconds`` is the time there is.
+    """
+    points = tuple(op.id for op in graph.operators[graph.forward_count :] if not op.optional)
+    return points if len(points) * graph.forward_count <= _PLACES_PER_SECOND * seconds else ()
 
 
 def improve(

@@ -8,7 +8,6 @@ the best of what was found anywhere: more budget never costs more.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 
 from monetrun.graph import Costs, Graph
@@ -24,18 +23,14 @@ def frontier(graph: Graph, costs: Costs, budgets: Sequence[int], options: Option
         graph: of any size.
         costs: of the graph.
         budgets: in any order.
-        options: ``seconds`` are for all budgets together; what one does not need is the others'.
+        options: ``seconds`` are for all budgets together, in equal shares.
     """
-    began = time.monotonic()
     found: dict[int, Solution] = {}
     schedules: list[Schedule] = []
     waiting = sorted(set(budgets))
-    left_seconds = options.seconds
-    for done, budget_bytes in enumerate(waiting):
-        share = dataclasses.replace(options, seconds=max(0.01, left_seconds / (len(waiting) - done)))
-        # a budget that is larger has no larger bound: nothing is known of this one yet
+    share = dataclasses.replace(options, seconds=options.seconds / max(1, len(waiting)))
+    for budget_bytes in waiting:
         solution = hierarchical.solve(graph, costs, budget_bytes, share, known=schedules)
-        left_seconds -= min(solution.seconds, share.seconds)
         found[budget_bytes] = solution
         if solution.schedule is not None:
             schedules.append(solution.schedule)
@@ -44,7 +39,6 @@ def frontier(graph: Graph, costs: Costs, budgets: Sequence[int], options: Option
         solution = found[budget_bytes]
         bound_seconds = max(bound_seconds, solution.bound_seconds)
         found[budget_bytes] = _with_bound(graph, costs, solution, bound_seconds, options.gap)
-    del began
     return [found[b] for b in budgets]
 
 

@@ -60,6 +60,7 @@ def solve(
         if search.best is None:
             _search_frugally(search, min(15.0, 0.3 * options.seconds))
         relaxed = _search_blocks(search)
+        _bound_everywhere(search, 0.2 * options.seconds)
         _search_greedily(search, min(15.0, 0.2 * options.seconds))
         if search.best is None and relaxed is not None:
             windows.repair(search, relaxed, 0.2 * search.left())
@@ -139,6 +140,20 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
         if over and relaxed is not None and margins is not None:
             windows.repair(search, relaxed, slice_seconds / 2)
     return relaxed
+
+
+def _bound_everywhere(search: Incumbent, seconds: float) -> None:
+    """Raise the bound by a program that looks at memory in every place, where the graph is small enough for it."""
+    graph = search.graph
+    points = bound.all_points(graph, seconds)
+    if search.done() or not points:
+        return
+    local = range(graph.forward_count)
+    program = relaxation.relax(graph, search.costs, search.budget_bytes, points, search.options, local)
+    result = _minimize(search, program, seconds)
+    search.raise_bound(math.inf if result is None else relaxation.bound_of(program, result))
+    if result is not None:
+        _offer_relaxed(search, program, result)
 
 
 def _minimize(search: Incumbent, program: relaxation.Relaxation, work_seconds: float) -> mip.Result | None:

@@ -14,6 +14,7 @@ from monetrun.simulate import Timeline, simulate
 from monetrun.solve import mip, relaxation, tidy
 
 PATIENCE = 4.0  # so many times as long as its work should take may a part of the search take on the clock
+_TOLERANCE = 2e-6  # of a bound (``relaxation.bound_of``)
 
 
 class Incumbent:
@@ -74,7 +75,7 @@ class Incumbent:
 
     def close(self) -> bool:
         """Whether the best is within the gap of the bound."""
-        return self.seconds <= self.bound_seconds * (1 + self.options.gap)
+        return self.seconds <= self.bound_seconds * (1 + max(self.options.gap, _TOLERANCE))
 
     def done(self) -> bool:
         """Whether to stop: good enough, no time left, interrupted, or proven to be infeasible."""
@@ -91,7 +92,7 @@ class Incumbent:
         """The gap, relative to a program's own objective, that is a quarter of the gap asked for."""
         known = self.bound_seconds if math.isinf(self.seconds) else self.seconds
         floor = self.floor_seconds
-        return min(0.5, 0.25 * self.options.gap * floor / max(known - floor, 0.01 * floor))
+        return min(0.5, 0.25 * self.options.gap * floor / max(known - floor, 0.01 * floor, 1e-30))
 
     def minimize(
         self, problem: cp.Problem, work_seconds: float, gap: float, start: dict[str, mip.Vector] | None

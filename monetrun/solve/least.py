@@ -80,6 +80,8 @@ def _bound_bytes(search: Incumbent, peak_bytes: int) -> tuple[int, list[Schedule
     bound_bytes = greedy.least_step_bytes(graph, costs)
     schedules: list[Schedule] = []
     points, local = bound.first_points(graph, 8), set[int]()
+    if everywhere := bound.all_points(graph, options.seconds / 3):
+        points, local = everywhere, set(range(graph.forward_count))
     for _ in range(_PROGRAMS):
         if bound_bytes * (1 + options.gap) >= peak_bytes or _over(search):
             break

@@ -25,7 +25,8 @@ import numpy as np
 
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.plan import Options, Schedule, Step
-from monetrun.solve import ilp, mip, tidy
+from monetrun.solve import mip, tidy
+from monetrun.solve.slot import allowed_choices
 
 _NEGLIGIBLE = 2e-5  # tensors smaller than this share of the budget are taken to be always alive, at no bytes
 _SCALE = 1000.0
@@ -75,7 +76,7 @@ def bound_of(relaxation: Relaxation, result: mip.Result) -> float:
 def floor_seconds(graph: Graph, costs: Costs, options: Options) -> float:
     """What every schedule costs: each compulsory operator once, with its cheapest implementation."""
     return sum(
-        min(costs.seconds[op.id][k] for k in ilp.allowed_choices(graph, op.id, options))
+        min(costs.seconds[op.id][k] for k in allowed_choices(graph, op.id, options))
         for op in graph.operators
         if not op.optional
     )
@@ -84,7 +85,7 @@ def floor_seconds(graph: Graph, costs: Costs, options: Options) -> float:
 def _read_sets(graph: Graph, costs: Costs, operator: int, options: Options) -> list[tuple[frozenset[int], int]]:
     """The sets of tensors that implementations read, none a subset of a dearer one, each with its cheapest."""
     op, seconds = graph.operators[operator], costs.seconds[operator]
-    choices = sorted(ilp.allowed_choices(graph, operator, options), key=lambda k: (seconds[k], k))
+    choices = sorted(allowed_choices(graph, operator, options), key=lambda k: (seconds[k], k))
     found: list[tuple[frozenset[int], int]] = []
     for k in choices:
         reads = frozenset(op.implementations[k].inputs)
@@ -312,7 +313,7 @@ def _least_written_bytes(graph: Graph, costs: Costs, operator: int, options: Opt
     return min(
         sum(graph.tensors[t].nbytes for t in op.outputs[op.implementations[k].in_place_of is not None :])
         + costs.workspace_bytes[operator][k]
-        for k in ilp.allowed_choices(graph, operator, options)
+        for k in allowed_choices(graph, operator, options)
     )
 
 

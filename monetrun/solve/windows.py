@@ -14,10 +14,12 @@ from monetrun.graph import BACKWARD, FORWARD, Graph
 from monetrun.plan import Options, Schedule, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import greedy, ilp, tidy
-from monetrun.solve.ilp import Slot
 from monetrun.solve.incumbent import Incumbent
+from monetrun.solve.slot import Slot, all_slots, allowed_choices
 
 _SMALL = 25  # so few forward operators, and the paper's whole program is solved instead of windows
+
+_BUILD_SECONDS = 0.02  # of a window that is not solved
 
 
 def repair(search: Incumbent, schedule: Schedule, work_seconds: float) -> None:
@@ -82,10 +84,11 @@ def _around(
 def improve(search: Incumbent) -> None:
     """Free some operators at a time, or all within a reach, until the gap is reached or the time is up."""
     graph, options = search.graph, search.options
-    movable = _movable(graph, search.budget_bytes)
-    if not movable or not options.recompute:
+    if not options.recompute:  # few variables: what nothing decides is settled, and nothing runs twice
+        _improve_whole(search, search.left())
         return
-    if graph.forward_count <= _SMALL and _improve_whole(search):
+    movable = _movable(graph, search.budget_bytes)
+    if not movable or (graph.forward_count <= _SMALL and _improve_whole(search, 0.5 * search.left())):
         return
     rng = random.Random(options.seed)
     if search.best is None:
@@ -123,11 +126,11 @@ def improve(search: Incumbent) -> None:
             length = max(length - 4, 6)
 
 
-def _improve_whole(search: Incumbent) -> bool:
+def _improve_whole(search: Incumbent, work_seconds: float) -> bool:
     """Solve the paper's whole program; whether it was solved to the end."""
-    slots = ilp.all_slots(search.graph, search.options)
+    slots = all_slots(search.graph, search.options)
     start = search.best or plain_schedule(search.graph)
-    return _improve_slots(search, slots, start, 0.5 * search.left())[0] in ("optimal", "infeasible")
+    return _improve_slots(search, slots, start, work_seconds)[0] in ("optimal", "infeasible")
 
 
 def _movable(graph: Graph, budget_bytes: int) -> list[int]:
@@ -161,7 +164,8 @@ def _improve_window(
 def _improve_slots(search: Incumbent, slots: list[Slot], base: Schedule, work_seconds: float) -> tuple[str, float]:
     program = ilp.build(search.graph, search.costs, search.budget_bytes, slots)
     if program.infeasible:
-        return "infeasible", 0.0
+        search.work_seconds += _BUILD_SECONDS
+        return "infeasible", _BUILD_SECONDS
     start = ilp.start_from(search.graph, program, base)
     result = search.minimize(program.problem, work_seconds, search.mip_gap() / 4, start)
     if result.value is not None:
@@ -194,7 +198,7 @@ def window_slots(
     again = sorted(i for i in free if operators[i].replayable and options.recompute)
 
     def choices(operator: int, implementation: int) -> tuple[int, ...]:
-        allowed = ilp.allowed_choices(graph, operator, options)
+        allowed = allowed_choices(graph, operator, options)
         reads = {t for k in allowed for t in operators[operator].implementations[k].inputs}
         if operator in free or not touched.isdisjoint(reads):
             return allowed
@@ -207,7 +211,7 @@ def window_slots(
             compulsory = not (op.optional and op.id in free)
             slots.append(Slot(op.id, choices(op.id, ran[op.id]), compulsory, FORWARD))
         elif op.optional and op.id in free:
-            slots.append(Slot(op.id, ilp.allowed_choices(graph, op.id, options), False, FORWARD))
+            slots.append(Slot(op.id, allowed_choices(graph, op.id, options), False, FORWARD))
     place = {i: n for n, i in enumerate(again)}
     running: list[int] = []
     for step in schedule.backward:
@@ -226,7 +230,7 @@ def window_slots(
         cuts = [n for n in range(1, len(running)) if running[n] <= running[n - 1]]
         for begin, end in itertools.pairwise([0, *cuts, len(running)]):
             group = sorted({*running[begin:end], *(here if begin == 0 else ())})
-            slots += [Slot(i, ilp.allowed_choices(graph, i, options), False, BACKWARD) for i in group]
+            slots += [Slot(i, allowed_choices(graph, i, options), False, BACKWARD) for i in group]
         slots.append(Slot(step.operator, options_here, True, BACKWARD))
         running = []
     return slots

@@ -1,0 +1,76 @@
+"""The places of a program at which an operator runs or may run, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from monetrun.graph import BACKWARD, FORWARD, Graph
+from monetrun.plan import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in the order at which an operator runs (``compulsory``) or may run.
+
+    Attributes:
+        operator: its id.
+        choices: indices of the implementations that it may use.
+        compulsory: it runs for certain.
+        part: the pass in which the slot stands: a forward operator that may run again stands in the backward one.
+    """
+
+    operator: int
+    choices: tuple[int, ...]
+    compulsory: bool
+    part: str
+
+
+def allowed_choices(graph: Graph, operator: int, options: Options) -> tuple[int, ...]:
+    """Indices of the implementations of ``operator`` that ``options`` allow and that can ever be legal."""
+    op = graph.operators[operator]
+    allowed = [0]
+    for k, impl in enumerate(op.implementations[1:], 1):
+        if not impl.allowed_by(options.implementations):
+            continue
+        if impl.in_place_of is not None:
+            target = graph.tensors[impl.in_place_of]
+            if target.external or target.kept or target.nbytes != graph.tensors[op.outputs[0]].nbytes:
+                continue
+        allowed.append(k)
+    return tuple(allowed)
+
+
+def all_slots(graph: Graph, options: Options) -> list[Slot]:
+    """The slots of the paper's program: before every backward operator any replayable forward operator, once."""
+    choices = [allowed_choices(graph, op.id, options) for op in graph.operators]
+    forward = [op for op in graph.operators if op.phase == FORWARD]
+    slots = [Slot(op.id, choices[op.id], not op.optional, FORWARD) for op in forward]
+    for op in graph.operators[len(forward) :]:
+        if op.optional:
+            continue
+        if options.recompute:
+            slots += [Slot(again.id, choices[again.id], False, BACKWARD) for again in forward if again.replayable]
+        slots.append(Slot(op.id, choices[op.id], True, BACKWARD))
+    return slots
+
+
+def without_useless(graph: Graph, slots: Sequence[Slot]) -> list[Slot]:
+    """Drop the slots none of whose outputs can be read before it is certainly written again.
+
+    One sweep from the last slot: what a dropped slot would have read is then not wanted either. No schedule worth
+    having is lost; of the paper's R about half of the variables go.
+    """
+    wanted: set[int] = set()
+    left = []
+    for slot in reversed(slots):
+        op = graph.operators[slot.operator]
+        if not slot.compulsory and not any(
+            t in wanted and (op.optional or not graph.tensors[t].kept) for t in op.outputs
+        ):
+            continue
+        left.append(slot)
+        if slot.compulsory:
+            wanted.difference_update(op.outputs)
+        wanted.update(t for k in slot.choices for t in op.implementations[k].inputs)
+    return left[::-1]

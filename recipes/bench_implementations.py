@@ -1,0 +1,214 @@
+"""What other implementations of the operators save: alone, and together with recomputation (fp32, on a CPU).
+
+    python recipes/bench_implementations.py --out recipes/results/implementations.json
+
+Three tables, from one run:
+
+* alone: no operator runs twice; at most 3% more time is allowed.
+* joint: both, to 0.6 of the activation peak; at most 6% more time.
+* against recomputation: both, and recomputation with eager's operators alone, to half of the activation peak; the
+  first's overhead is to be at most 0.7 of the second's, as planned and as measured.
+
+The activation peak is what an eager step allocates at most, less what lies there after it (weights, buffers, gradients,
+optimizer state, batch). A budget is a share of it, plus those. Each network's operators are timed once, so that all of
+its plans stand on the same costs; the planned and the eager model then train in turns in one process. Seconds are
+medians over the pairs, and peaks are the CPU allocator's (see gpu_check.py, which does the same on a GPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from gpu_check import Recorded, Reference, Trainer, run_planned
+from torch import nn
+
+from monetrun.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.meter import CpuMeter
+from monetrun.ops import cpu_allocator, kernels
+from monetrun.plan import Options
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import zoo
+
+METER = CpuMeter()
+RECOMPUTE, IMPLEMENTATIONS, JOINT = "recomputation", "implementations", "joint"
+OPTIONS = {
+    RECOMPUTE: {"implementations": ()},
+    IMPLEMENTATIONS: {"recompute": False},
+    JOINT: {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A row: which plans, to which share of the activation peak, in at most how much of the eager step's time."""
+
+    network: str
+    kind: str
+    share: float
+    at_most: float | None
+
+
+TARGETS = (
+    Target("vgg16", IMPLEMENTATIONS, 0.8, 1.03),
+    Target("googlenet", IMPLEMENTATIONS, 0.85, 1.03),
+    Target("gpt", IMPLEMENTATIONS, 0.88, 1.03),
+    *(Target(network, JOINT, 0.6, 1.06) for network in ("resnet50", "mobilenet_v2", "googlenet")),
+    *(
+        Target(network, kind, 0.5, None)
+        for network in ("resnet50", "mobilenet_v2", "googlenet", "unet", "vgg16")
+        for kind in (RECOMPUTE, JOINT)
+    ),
+)
+LESS_THAN_RECOMPUTATION = 0.7
+
+
+def of_images(make: Callable[[], nn.Module], batch: int, size: int, classes: int = 10) -> Callable[[float], Trainer]:
+    """A classifier's trainer, given a factor on the batch."""
+
+    def build(scale: float) -> Trainer:
+        torch.manual_seed(0)
+        model = make()
+        x, y = zoo.images(max(2, round(batch * scale)), size, classes)
+        return Trainer(model, lambda: F.cross_entropy(model(x), y), METER)
+
+    return build
+
+
+def unet(scale: float) -> Trainer:
+    torch.manual_seed(0)
+    model = zoo.UNet()
+    x, _ = zoo.images(max(2, round(8 * scale)), 128)
+    y = (x.sum(1) > 0).long()
+    return Trainer(model, lambda: F.cross_entropy(model(x), y), METER)
+
+
+def gpt(scale: float) -> Trainer:
+    torch.manual_seed(0)
+    model = zoo.GPT()
+    batch = zoo.tokens(max(2, round(8 * scale)), 256, 0)
+    return Trainer(model, lambda: model(batch)["loss"], METER)
+
+
+tv = torchvision.models
+NETWORKS: dict[str, Callable[[float], Trainer]] = {
+    "vgg16": of_images(lambda: tv.vgg16(num_classes=10), 16, 128),
+    "googlenet": of_images(lambda: tv.googlenet(num_classes=10, aux_logits=False, init_weights=False), 16, 112),
+    "gpt": gpt,
+    "resnet50": of_images(lambda: tv.resnet50(num_classes=10), 16, 128),
+    "mobilenet_v2": of_images(lambda: tv.mobilenet_v2(num_classes=10), 16, 112),
+    "unet": unet,
+}
+
+
+def bench(name: str, targets: list[Target], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one network."""
+    plain = Reference(lambda: NETWORKS[name](args.scale), METER)
+    recorded = Recorded(lambda: NETWORKS[name](args.scale))
+    rows = []
+    for target in targets:
+        options = Options(seconds=args.solver_seconds, **OPTIONS[target.kind])  # type: ignore[arg-type]
+        budget = plain.others() + plain.held_bytes + int(target.share * plain.activation_bytes)
+        found: dict[str, Any] = {
+            "network": name,
+            "kind": target.kind,
+            "share": target.share,
+            "at_most": target.at_most,
+            "eager_peak_bytes": plain.peak.allocated,
+            "activation_bytes": plain.activation_bytes,
+        }
+        started = time.perf_counter()
+        try:
+            plan = recorded.plan(budget, args.algorithm, options)
+        except (InfeasibleBudget, NoPlanInTime) as error:
+            found |= {"status": "no plan", "reason": error.message.splitlines()[0]}
+        else:
+            found |= {"status": "ok", "solver_seconds": time.perf_counter() - started}
+            found |= run_planned(plain, recorded, plan, args.pairs)
+            if target.at_most is not None:
+                found["met"] = found["ratio"] <= target.at_most and found["measured_share"] <= target.share
+        rows.append(found)
+        print(line(found), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    start = f"{row['network']:13}{row['kind']:16}{row['share']:.2f}  "
+    if row["status"] != "ok":
+        return f"{start}{row['status']}: {row['reason']}"
+    verdict = "" if row["at_most"] is None else f" (at most x{row['at_most']:.2f}: {'met' if row['met'] else 'MISSED'})"
+    return (
+        f"{start}planned {row['planned_share']:.3f} x{row['planned_ratio']:.3f}, "
+        f"measured {row['measured_share']:.3f} x{row['ratio']:.3f} of {row['eager_seconds']:.3f} s{verdict}"
+    )
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The joint plan's overhead as a share of the recompute-only plan's, planned and measured, for each network."""
+    found = []
+    by_key = {(r["network"], r["share"], r["kind"]): r for r in rows if r["status"] == "ok"}
+    for (network, share, kind), joint in by_key.items():
+        other = by_key.get((network, share, RECOMPUTE))
+        if kind != JOINT or other is None:
+            continue
+        shares = {}
+        for name, field in (("planned", "planned_ratio"), ("measured", "ratio")):
+            overhead = other[field] - 1
+            shares[name] = (joint[field] - 1) / overhead if overhead > 0 else None
+        met = {k: v is not None and v <= LESS_THAN_RECOMPUTATION for k, v in shares.items()}
+        found.append({"network": network, "share": share, "at_most": LESS_THAN_RECOMPUTATION, **shares, "met": met})
+    return found
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--kinds", nargs="+", choices=list(OPTIONS), default=list(OPTIONS))
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--solver-seconds", type=float, default=8.0)
+    parser.add_argument("--algorithm", default="hierarchical")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the batches")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    if not cpu_allocator.install():
+        raise SystemExit(f"peaks cannot be counted: {cpu_allocator.unavailable_reason()}")
+    document: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]) if argv is None else "",
+        "torch": torch.__version__,
+        "threads": args.threads,
+        "native_kernels": kernels.load(),
+    }
+    started = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    for name in args.networks:
+        targets = [t for t in TARGETS if t.network == name and t.kind in args.kinds]
+        if targets:
+            rows += bench(name, targets, args)
+            gc.collect()
+    against = compared(rows)
+    for row in against:
+        shares = ", ".join(f"{k} {row[k]:.2f}" if row[k] is not None else f"{k} -" for k in ("planned", "measured"))
+        print(f"{row['network']:13}joint overhead / recomputation's: {shares}  (at most {row['at_most']})", flush=True)
+    document |= {"seconds": time.perf_counter() - started, "rows": rows, "joint_to_recomputation": against}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return document
+
+
+if __name__ == "__main__":
+    main()
