@@ -35,6 +35,7 @@ class Partition:
         schedule: over ``graph``, default implementations.
         again: how many operators run again.
         random_again: how many random ones torch would have run again; the schedule saves their results.
+        deferred: how many forward operators run in the backward only, since nothing else reads them.
     """
 
     graph: Graph
@@ -42,6 +43,7 @@ class Partition:
     schedule: Schedule
     again: int
     random_again: int
+    deferred: int
 
 
 def partition(joint: JointGraph, costs: Costs, budget: float, estimator: str = "flops") -> Partition:
@@ -125,4 +127,5 @@ def _read(joint: JointGraph, costs: Costs, forward: list[int], backward: list[in
         Schedule(tuple(Step(number[o]) for o in forward), tuple(Step(number[o]) for o in backward if o not in unsaved)),
     )
     again = len(schedule.backward) - len(late)
-    return Partition(graph, permuted, schedule, again, len(unsaved))
+    deferred = sum(operators[o].phase == FORWARD for o in late)
+    return Partition(graph, permuted, schedule, again, len(unsaved), deferred)

@@ -2,8 +2,8 @@
 
 The deterministic alternative to measuring. Peaks are the data sheets'; what is reached of them is one share for each
 class of operator. Against TensorFlow's published benchmarks of training on one P100 (DGX-1, fp32, batch 64, synthetic
-data), images a second come to 1.06 of what was measured for ResNet-50 (219), 1.02 for ResNet-152 (91.8), 0.89 for
-VGG-16 (154) and 1.27 for Inception v3 (142). What the model leaves out: FFT convolutions (faster than their flops),
+data), images a second come to 1.06 of what was measured for ResNet-50 (219), 1.02 for ResNet-152 (91.8), 0.90 for
+VGG-16 (154) and 1.28 for Inception v3 (142). What the model leaves out: FFT convolutions (faster than their flops),
 depthwise kernels (slower than their bytes), workspaces, and caches.
 """
 
@@ -262,12 +262,6 @@ def _backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *window: Any) -> 
     return replace(once, flops=once.flops * (bool(of_input) + bool(of_weight)))
 
 
-def _input_gradient(grad: Any, weight: Any, size: Any, *window: Any) -> _Convolution:
-    stride, _, dilation, transposed, _, groups = window
-    spatial = size[2:] if transposed else grad.shape[2:]
-    return _convolution(grad.shape[0], spatial, weight, stride, dilation, groups, [grad, weight])
-
-
 def _convolution(
     batch: int, spatial: Iterable[int], weight: Any, stride: Any, dilation: Any, groups: int, reads: list[torch.Tensor]
 ) -> _Convolution:
@@ -280,7 +274,6 @@ def _convolution(
 _CONVOLUTIONS: dict[str, Callable[..., _Convolution]] = {
     "convolution": _forward,
     "convolution_backward": _backward,
-    "convolution_input_gradient": _input_gradient,
 }
 
 # torch 2.11 has no formula for the CPU's kernel; it takes the same tensors first

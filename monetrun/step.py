@@ -8,6 +8,7 @@ schedules comes from ``simulate`` and from measured bytes, and from nothing else
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -284,6 +285,7 @@ class _Joiner:
 
     def _call(self, event: Event) -> None:
         graph, costs = self.record.graphs[event.graph], self.record.costs[event.graph]
+        self._release(event)
         if event.kind == FORWARD:
             for tensor in graph.tensors:
                 self.tensor_of[event.graph, tensor.id] = len(self.tensors)
@@ -317,6 +319,20 @@ class _Joiner:
                 self.workspace.append(costs.workspace_bytes[op.id])
                 self.members.append((event.graph, op.id))
 
+    def _release(self, event: Event) -> None:
+        """What only the backward holds is, in the joined graph, what the script has given it: it dies after its last
+        reader. Not so what a forward operator reads too, which may run again after that.
+        """
+        operators = self.record.graphs[event.graph].operators
+        for t in event.released:
+            readers = {op.phase for op in operators for i in op.implementations if t in i.inputs}
+            nbytes = self.record.graphs[event.graph].tensors[t].nbytes
+            found = next((h for h in reversed(self.held) if self.tensors[h].nbytes >= nbytes), None)
+            if readers == {BACKWARD} and found is not None:
+                self.held.remove(found)
+                self._split(found, nbytes)
+                self.tensor_of[event.graph, t] = found
+
     def _outside(self, event: Event, phase: str) -> None:
         """The script between two calls: allocates or frees ``delta_bytes``, and needs ``peak_bytes`` meanwhile."""
         written: tuple[int, ...] = ()
@@ -349,21 +365,18 @@ class _Joiner:
         while nbytes > 0 and self.held:
             t = self.held.pop()
             size = self.tensors[t].nbytes
-            if size > nbytes:  # split it: one part goes, the other stays
-                rest = self._new(size - nbytes)
-                self.tensors[t] = Tensor(t, nbytes, name=OUTSIDE)
-                writer = next(op for op in self.operators if t in op.outputs)
-                self.operators[writer.id] = Operator(
-                    writer.id,
-                    writer.name,
-                    writer.target,
-                    writer.phase,
-                    (*writer.outputs, rest),
-                    writer.implementations,
-                    writer.replayable,
-                )
-                self.held.append(rest)
-                size = nbytes
-            nbytes -= size
+            self._split(t, nbytes)
+            nbytes -= min(size, nbytes)
             freed.append(t)
         return freed
+
+    def _split(self, t: int, nbytes: int) -> None:
+        """Let ``t`` be of ``nbytes`` at most; the rest of it stays held by the script."""
+        size = self.tensors[t].nbytes
+        if size <= nbytes:
+            return
+        rest = self._new(size - nbytes)
+        self.tensors[t] = Tensor(t, nbytes, name=OUTSIDE)
+        writer = next(op for op in self.operators if t in op.outputs)
+        self.operators[writer.id] = dataclasses.replace(writer, outputs=(*writer.outputs, rest))
+        self.held.append(rest)

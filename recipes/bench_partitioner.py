@@ -8,6 +8,8 @@ The problems are those of recipes/capture_instances.py, under roofline:p100. Tor
 * Its own order of operators is judged, in the forward and the backward pass.
 * Its operators run in place wherever that is legal, as the plain step's do.
 * A random operator that it would run again, drawing other numbers, is taken to have its result saved, at no time.
+* An operator that only the backward pass reads may run there alone (MobileNetV2's copies of what its ReLU6 overwrite);
+  a plan's forward runs every forward operator, and its bound is of such plans.
 
 Against each point stands the cheapest plan that was found within the same peak; below the least that torch reaches,
 plans to fixed shares. A share is (peak - gradients) / (plain peak - gradients).
@@ -281,9 +283,14 @@ def summary(rows: list[Row]) -> str:
 @click.option("--settings", default=",".join(map(str, SETTINGS)), show_default=True, help="Of torch's budget.")
 @click.option("--estimators", default="flops", show_default=True, help="Torch's runtime estimators: flops, testing.")
 @click.option("--shares", default=",".join(map(str, SHARES)), show_default=True, help="Planned where torch has none.")
-@click.option("--kinds", "kinds", default=("in-place", "none"), multiple=True, show_default=True)
+@click.option("--kinds", "kinds", default=("in-place",), multiple=True, show_default=True, help="For both.")
 @click.option("--solver", "mip_solver", default="highs", show_default=True, help="scip or highs.")
-@click.option("--out", default=None, type=click.Path(dir_okay=False, path_type=Path), help="JSON of all rows.")
+@click.option(
+    "--out",
+    default=None,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="JSON; other models' rows from a like run stay.",
+)
 def main(
     models: str,
     seconds: float,
@@ -320,20 +327,23 @@ def main(
 
 
 def _write(rows: list[Row], seconds: float, settle: float, out: Path) -> None:
-    written = {
+    made_by = {
         "cost_model": "roofline:p100",
         "torch": torch.__version__,
         "algorithm": "hierarchical",
         "seconds": seconds,
         "settle_seconds": settle,
         "at_most": AT_MOST,
-        "rows": [
-            {**asdict(r), "bound": None if r.bound == float("inf") else r.bound, "ratio": r.ratio, "verdict": r.verdict}
-            for r in rows
-        ],
     }
+    before = json.loads(out.read_text()) if out.exists() else {}
+    done = {(r.model, r.kinds) for r in rows}
+    stay = [r for r in before.pop("rows", []) if before == made_by and (r["model"], r["kinds"]) not in done]
+    found = [
+        {**asdict(r), "bound": None if r.bound == float("inf") else r.bound, "ratio": r.ratio, "verdict": r.verdict}
+        for r in rows
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(written, indent=1) + "\n")
+    out.write_text(json.dumps({**made_by, "rows": stay + found}, indent=1) + "\n")
 
 
 def _span(settings: tuple[str, ...]) -> str:

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ from monetrun import cost, planner, worker
 from monetrun.errors import InfeasibleBudget, MonetrunError
 from monetrun.meter import Meter, meter_for
 from monetrun.ops import cpu_allocator, kernels
-from monetrun.plan import Options, Plan, parse_kinds, plain_schedule
+from monetrun.plan import Options, Plan, Schedule, parse_kinds, plain_schedule
 from monetrun.planner import Baseline
 from monetrun.settings import RUN, Settings
+from monetrun.solve import greedy
 from monetrun.step import StepRecord, replay
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -229,12 +230,21 @@ class Recorded:
                 for joint in recorder.joints:
                     cost.measure(joint, {}, recorder.meter, recorder.device)
             self.record: StepRecord = recorder.record(recorder.measure(None))
-            plain = tuple(plain_schedule(g) for g in self.record.graphs)
-            frugal = tuple(recorder.schedules)
         finally:
             session.close()
             torch._dynamo.reset()
-        self.base = Baseline(replay(self.record, plain), replay(self.record, frugal), plain, frugal)
+        self.plain_schedules = tuple(plain_schedule(g) for g in self.record.graphs)
+        self.plain = replay(self.record, self.plain_schedules)
+        self._frugal: dict[tuple[bool, tuple[str, ...] | None], tuple[Schedule, ...]] = {}
+
+    def baseline(self, options: Options) -> Baseline:
+        """The plain step, and the most frugal one of what ``options`` allow: planning begins with it."""
+        key = (options.recompute, options.implementations)
+        if key not in self._frugal:
+            pairs = zip(self.record.graphs, self.record.costs, strict=True)
+            self._frugal[key] = tuple(greedy.most_frugal(g, c, replace(options, seconds=6.0)) for g, c in pairs)
+        frugal = self._frugal[key]
+        return Baseline(self.plain, replay(self.record, frugal), self.plain_schedules, frugal)
 
     def plan(self, budget_bytes: int, algorithm: str, options: Options) -> Plan:
         """The plan for a budget of the process.
@@ -242,11 +252,10 @@ class Recorded:
         Raises:
             InfeasibleBudget, NoPlanInTime: as ``planner.plan_step``.
         """
-        if self.base.frugal.peak_bytes > budget_bytes:
-            self.base = planner.baseline(self.record)
-        if self.base.frugal.peak_bytes > budget_bytes and algorithm == "greedy":
-            raise planner.infeasible(self.record, budget_bytes, self.base)  # looking further takes the other solvers
-        return planner.plan_step(self.record, budget_bytes, algorithm, options, self.base)
+        base = self.baseline(options)
+        if base.frugal.peak_bytes > budget_bytes and algorithm == "greedy":
+            raise planner.infeasible(self.record, budget_bytes, base)  # looking further takes the other solvers
+        return planner.plan_step(self.record, budget_bytes, algorithm, options, base)
 
     @contextlib.contextmanager
     def following(self, plan: Plan) -> Iterator[worker.Session]:
@@ -298,7 +307,7 @@ def run_planned(plain: Reference, recorded: Recorded, plan: Plan, pairs: int) ->
         "planned_share": plain.share(planned),
         "planned_ratio": 1 + plan.overhead,
         "bound_ratio": 1 + plan.bound,
-        "planned_seconds": statistics.median(a for a, _ in rows) + plan.overhead * recorded.base.plain.seconds,
+        "planned_seconds": statistics.median(a for a, _ in rows) + plan.overhead * recorded.plain.seconds,
         "refused_by_the_cap": refused,
         **measured(plain, peak, rows),
         "seconds_until_measured": time.perf_counter() - started,

@@ -111,6 +111,29 @@ def test_a_random_operator_is_saved_where_torch_would_draw_again():
     simulate(made.graph, made.costs, made.schedule)
 
 
+def test_what_only_the_backward_reads_runs_there_alone():
+    class Overwriting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return nn.functional.relu6(self.linear(x), inplace=True).mean()  # keeps a copy of what it overwrites
+
+    with offline.fake_tensors():
+        joint = offline.capture(Overwriting(), (torch.empty(BATCH, WIDTH),))
+    costs = offline.costs(joint, "roofline:p100")
+    made = partition(joint, costs, 0.5)
+    steps = made.schedule.forward + made.schedule.backward
+    copies = [i for i, s in enumerate(steps) if made.graph.operators[s.operator].target == "aten.clone.default"]
+    assert made.deferred == len(copies) == 1
+    assert copies[0] >= len(made.schedule.forward)
+    again = [s.operator for s in made.schedule.backward if made.graph.operators[s.operator].phase == FORWARD]
+    plain = simulate(joint.graph, costs, plain_schedule(joint.graph)).seconds
+    extra = sum(made.costs.seconds[o][0] for o in again)
+    assert simulate(made.graph, made.costs, made.schedule).seconds == pytest.approx(plain + extra)
+
+
 def test_partitioning_leaves_the_joint_graph_as_it_was():
     joint, costs = captured(dropout=0.5)
     before = [(n.name, n.target, sorted(n.meta)) for n in joint.module.graph.nodes]

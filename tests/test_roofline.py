@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-import monetrun.ops.convolution  # noqa: F401  (defines an operator)
 from monetrun import roofline
 from monetrun.errors import UsageError
 
@@ -90,13 +89,6 @@ def test_each_gradient_of_a_convolution_costs_as_much_as_its_forward(kernel, gro
     for mask, times in (([True, False, False], 1), ([False, True, False], 1), ([True, True, True], 2)):
         seconds = call(aten.convolution_backward.default, out, x, weight, [256], *rest, mask)
         assert seconds == pytest.approx(times * expected)
-
-
-def test_the_gradient_of_a_convolutions_input_costs_the_same_without_the_input():
-    _, x, weight, out, rest = convolution(3)
-    split = call(aten.convolution_backward.default, out, x, weight, None, *rest, [True, False, False])
-    apart = torch.ops.monet.convolution_input_gradient.default
-    assert roofline.estimate(apart, (out, weight, list(x.shape), *rest), {}, torch.empty_like(x), P100) == split
 
 
 def test_depthwise_convolutions_are_bound_by_memory():

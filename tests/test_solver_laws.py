@@ -12,7 +12,7 @@ from test_ilp import chain
 
 from monetrun import codec
 from monetrun.graph import Costs, Graph
-from monetrun.plan import GraphPlan, Options, Plan, Schedule, plain_schedule
+from monetrun.plan import GraphPlan, Options, Plan, Schedule, Solution, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import hierarchical, ilp, incumbent, relaxation
 from monetrun.solve.frontier import frontier
@@ -91,6 +91,22 @@ def test_more_budget_never_costs_more_and_the_full_budget_nothing(problem):
             assert simulate(graph, costs, solution.schedule).peak_bytes <= budget_bytes
 
 
+def test_schedules_go_up_the_frontier_and_bounds_down(monkeypatch):
+    graph, costs = chain(4)
+    plain = plain_schedule(graph)
+    given_schedules = {}
+
+    def solve(graph, costs, budget_bytes, options, known):
+        given_schedules[budget_bytes] = list(known)
+        bounds = {3: 8.0, 4: 8.25, 5: 8.125}
+        return Solution(plain if budget_bytes != 4 else None, bounds[budget_bytes], "feasible", "stub")
+
+    monkeypatch.setattr(hierarchical, "solve", solve)
+    solutions = frontier(graph, costs, [5, 3, 4], Options(gap=0.0))
+    assert given_schedules == {3: [], 4: [plain], 5: [plain]}
+    assert [s.bound_seconds for s in solutions] == [8.125, 8.25, 8.25]
+
+
 @quick
 @given(joint_graphs(max_forward=6, max_backward=5), st.integers(3, 10))
 def test_adding_implementations_never_costs_more(problem, tenths):
@@ -117,14 +133,17 @@ def test_scip_and_highs_agree(problem, tenths):
 
 
 def test_the_same_inputs_give_the_same_plan_when_the_work_ends_the_search(monkeypatch):
-    graph, costs = conv_norm_relu(24, (16, 8, 24, 12))
-    budget_bytes = share_of_plain_peak(graph, costs, 3)
+    graph, costs = conv_norm_relu(30, (16, 8, 24, 12, 20))
+    budget_bytes = share_of_plain_peak(graph, costs, 4)
     # however slow the machine is: the clock is only there for machines that are too busy
     monkeypatch.setattr(incumbent.Incumbent, "elapsed", lambda self: -1e6)
     monkeypatch.setattr(incumbent, "PATIENCE", 1e6)
     options = Options(seconds=1.0, gap=0.0)
-    first, second = (hierarchical.solve(graph, costs, budget_bytes, options) for _ in range(2))
+    first, second, other = (
+        hierarchical.solve(graph, costs, budget_bytes, dataclasses.replace(options, seed=seed)) for seed in (0, 0, 1)
+    )
     assert first.status == "feasible"
+    assert first.schedule != other.schedule  # so that it is not the only one that there is to find
     assert (first.schedule, first.bound_seconds) == (second.schedule, second.bound_seconds)
 
 

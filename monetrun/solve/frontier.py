@@ -2,7 +2,7 @@
 
 A schedule within one budget is within every larger one, and a bound for one budget holds for every smaller one. So the
 budgets are solved from the smallest up, each begins with the schedules of all before it, and in the end each is given
-the best of what was found anywhere: more budget never costs more.
+the highest bound of those above it: more budget never costs more, and never has a higher bound.
 """
 
 from __future__ import annotations

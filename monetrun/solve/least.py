@@ -80,13 +80,14 @@ def _bound_bytes(search: Incumbent, peak_bytes: int) -> tuple[int, list[Schedule
     bound_bytes = greedy.least_step_bytes(graph, costs)
     schedules: list[Schedule] = []
     points, local = bound.first_points(graph, 8), set[int]()
+    work_seconds = options.seconds / 2 / _PROGRAMS
     if everywhere := bound.all_points(graph, options.seconds / 3):
-        points, local = everywhere, set(range(graph.forward_count))
+        points, local, work_seconds = everywhere, set(range(graph.forward_count)), options.seconds / 3
     for _ in range(_PROGRAMS):
         if bound_bytes * (1 + options.gap) >= peak_bytes or _over(search):
             break
         program = relaxation.relax(graph, costs, peak_bytes, points, options, local, least_bytes=True)
-        result = search.minimize(program.problem, options.seconds / 2 / _PROGRAMS, 0.5 * options.gap, None)
+        result = search.minimize(program.problem, work_seconds, 0.5 * options.gap, None)
         bound_bytes = max(bound_bytes, math.ceil(result.bound * program.unit_bytes * (1 - 1e-6)))
         if result.value is None:
             break
