@@ -149,6 +149,7 @@ def start(undo: contextlib.ExitStack) -> None:
     text: Any = torch.Tensor.__format__
     numpy: Any = torch.Tensor.numpy
     deep: Any = torch.Tensor.__deepcopy__
+    swap: Any = torch.utils.swap_tensors
 
     def begin_for_real(self: Any) -> Any:
         with unset_fake_temporarily():
@@ -183,12 +184,20 @@ def start(undo: contextlib.ExitStack) -> None:
             )
         return memo[id(self)]
 
+    def swapped(one: torch.Tensor, other: torch.Tensor) -> None:
+        # Module.to() swaps parameters that are fake, and refuses those of which the mode has a weak reference
+        remembered = mode.fake_tensor_converter.meta_converter.tensor_memo
+        for key in [k for k, tensor in remembered.items() if tensor is one or tensor is other]:
+            del remembered[key]
+        swap(one, other)
+
     def unsaved(*args: Any, **kwargs: Any) -> None:
         """There is nothing to save, and a checkpoint that is there must stay."""
 
     for owner, name, function in (
         (torch.Tensor, "__deepcopy__", copied),
         (torch, "save", unsaved),
+        (torch.utils, "swap_tensors", swapped),
         (loader, "__iter__", begin_for_real),
         (iterator, "__next__", following_for_real),
         (torch.Tensor, "item", unknown_item),
