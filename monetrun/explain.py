@@ -333,9 +333,10 @@ def show(found: Explanation, title: str, console: Console) -> None:
         f"\n[bold]Run again[/bold]: {again} operators, {_milliseconds(sum(r.seconds for r in found.modules))}"
     )
     rows = report.table("<  module", "runs again", "pays", "of the step", "saves")
-    for cost in found.modules[:_ROWS]:
+    of_note = [m for m in found.modules if m.again or abs(m.seconds) > 1e-3 * seconds or m.saved_bytes > 0]
+    for cost in of_note[:_ROWS]:
         rows.add_row(f"  {escape(cost.module)}", *_cost_cells(cost.again, cost.seconds, cost.saved_bytes, seconds))
-    if more := found.modules[_ROWS:]:
+    if more := [m for m in found.modules if m not in of_note[:_ROWS]]:
         totals = (sum(r.again for r in more), sum(r.seconds for r in more), sum(r.saved_bytes for r in more))
         rows.add_row(f"  {len(more)} more modules", *_cost_cells(*totals, seconds))
     totals = (again, sum(r.seconds for r in found.modules), sum(r.saved_bytes for r in found.modules))

@@ -344,7 +344,7 @@ class Job:
         script = Path(self.args.training_script).name
         if not title:
             title = f"monetrun  {script}" + ("  (plan from the cache)" if self.cached else "")
-        for line in report.plan_lines(plan, title):
+        for line in report.plan_lines(plan, title, self.record.graphs if self.record else ()):
             self.console.print(line)
 
     # ---- after

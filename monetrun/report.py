@@ -150,14 +150,15 @@ class SolverProgress:
 
     def text(self) -> str:
         """``"+12.3% (bound 11.8%, gap 0.5%)"``."""
-        overhead, bound = self._overhead(self._best_seconds), self._overhead(self._bound_seconds)
+        overhead = self._overhead(self._best_seconds)
+        bound = self._overhead(self._bound_seconds) if self._bound_seconds > 0 else 0.0
         if math.isinf(overhead):
             return f"no plan yet (bound {bound:.1%})" if 0 < bound < math.inf else "no plan yet"
         bound = min(bound, overhead)
         return f"{overhead:+.1%} (bound {bound:.1%}, gap {overhead - bound:.1%})"
 
     def _overhead(self, seconds: float) -> float:
-        return max(0.0, seconds / self._plain_seconds - 1.0) if self._plain_seconds else 0.0
+        return seconds / self._plain_seconds - 1.0 if self._plain_seconds else 0.0
 
     def _line(self) -> Spinner:
         seconds = time.monotonic() - self._began
@@ -174,8 +175,11 @@ def share(nbytes: int, whole: int) -> str:
     return f"{nbytes / whole:.2f}x" if whole else ""
 
 
-def plan_lines(plan: Plan, title: str, operators: tuple[int, int] | None = None) -> list[str]:
-    """The ledger: what the peak consists of, line by line, adding up to it."""
+def plan_lines(plan: Plan, title: str, graphs: Sequence[Graph] = ()) -> list[str]:
+    """The ledger: what the peak consists of, line by line, adding up to it.
+
+    With the plan's ``graphs`` the other implementations that it uses are told apart by their kind.
+    """
     lines = [
         f"[bold]{title}[/bold]",
         f"  plain peak {format_bytes(plan.plain_peak_bytes)} | budget {format_bytes(plan.budget_bytes)} | "
@@ -185,8 +189,15 @@ def plan_lines(plan: Plan, title: str, operators: tuple[int, int] | None = None)
     ]
     again = again_count(plan)
     total = sum(len(g.schedule.forward) for g in plan.graphs)
-    in_place = sum(s.implementation > 0 for g in plan.graphs for s in (*g.schedule.forward, *g.schedule.backward))
-    lines.append(f"  {again} of {total} forward operators run again; in place: {in_place}")
+    others = sum(s.implementation > 0 for g in plan.graphs for s in (*g.schedule.forward, *g.schedule.backward))
+    kinds = Counter(
+        graph.operators[s.operator].implementations[s.implementation].kind
+        for g, graph in zip(plan.graphs, graphs, strict=False)
+        for s in (*g.schedule.forward, *g.schedule.backward)
+        if s.implementation
+    )
+    named = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()) or str(others)
+    lines.append(f"  {again} of {total} forward operators run again; other implementations: {named}")
     return lines
 
 
