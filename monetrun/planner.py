@@ -98,12 +98,16 @@ def plan_step(
     if base.frugal.peak_bytes > budget_bytes:
         raise infeasible(record, budget_bytes, base)
     solver = solve.solver(algorithm)
-    known_to_fit = [base.frugal_schedules, *starts] if algorithm == "hierarchical" else None
+    known_to_fit = None
+    if algorithm == "hierarchical":
+        known_to_fit = [s for s in (base.frugal_schedules, *starts) if _permitted(record, s, options)]
     found = _solve(record, budget_bytes, solver, options, base, known_to_fit)
     timeline = replay(record, found.schedules)
-    if timeline.peak_bytes > budget_bytes:
+    if timeline.peak_bytes > budget_bytes or not _permitted(record, found.schedules, options):
         raise NoPlanInTime(
-            f"{algorithm} has no plan within {format_bytes(budget_bytes)} after {options.seconds:g} s",
+            f"{algorithm} has no plan within {format_bytes(budget_bytes)} after {options.seconds:g} s"
+            f"{'' if options.recompute else ', without recomputation'}"
+            f"{'' if options.implementations is None else ', with part of the implementations'}",
             "give it more time (--solver-seconds), more memory, or --algorithm hierarchical",
         )
     plain_seconds = base.plain.seconds
@@ -124,6 +128,18 @@ def plan_step(
         torch_version=record.torch_version,
         ledger=ledger(record, timeline.peak_bytes),
     )
+
+
+def _permitted(record: StepRecord, schedules: Sequence[Schedule], options: Options) -> bool:
+    """Whether schedules keep to what the options allow of recomputation and of implementations."""
+    for graph, schedule in zip(record.graphs, schedules, strict=True):
+        if not options.recompute and any(s.operator < graph.forward_count for s in schedule.backward):
+            return False
+        for step in (*schedule.forward, *schedule.backward):
+            implementation = graph.operators[step.operator].implementations[step.implementation]
+            if not implementation.allowed_by(options.implementations):
+                return False
+    return True
 
 
 def infeasible(record: StepRecord, budget_bytes: int, base: Baseline) -> InfeasibleBudget:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from monetrun import codec
 from monetrun.budget import format_bytes
+from monetrun.graph import Graph
 from monetrun.plan import Plan
 
 

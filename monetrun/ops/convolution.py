@@ -1,7 +1,7 @@
 """The gradient of a convolution's input without the input, of which only the shape is needed (MONeT, section 4.2).
 
-It is the transposed convolution of the output's gradient, computed by the same kernels; eager's own call takes the input
-as well, which then has to be kept, or run again, until it.
+It is the transposed convolution of the output's gradient, computed by the same kernels; eager's own call takes the
+input as well, which then has to be kept, or run again, until it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def _apart(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     rest = [0] * dimensions
     if not transposed:  # what the strides leave over at the far end
         rest = [
-            of_x[d + 2]
-            - ((of_grad[d + 2] - 1) * stride[d] - 2 * padding[d] + dilation[d] * (of_weight[d + 2] - 1) + 1)
+            of_x[d + 2] - ((of_grad[d + 2] - 1) * stride[d] - 2 * padding[d] + dilation[d] * (of_weight[d + 2] - 1) + 1)
             for d in range(dimensions)
         ]
     call = Call(

@@ -84,6 +84,26 @@ def _over_argument(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         yield Alternative("in-place", call, node.args[1], costs_as=default)  # type: ignore[arg-type]
 
 
+@implementation(aten.clone.default)
+def _no_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
+    """A copy of what is not read again is the thing itself."""
+    if may_overwrite(node, node.args[0]):
+        yield Alternative("in-place", Call(aten.alias.default, (node.args[0],)), node.args[0])  # type: ignore[arg-type]
+
+
+@implementation(*(t for t in _OVERWRITE_ARGUMENT if t is not torch.ops.monet.bernoulli_like.default))
+def _of_the_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
+    """Eager copies what an activation overwrites and its backward reads; read from the copy, that need not be one."""
+    default = Call(node.target, node.args, dict(node.kwargs))
+    x = node.args[0]
+    for copy in x.users if isinstance(x, fx.Node) else ():
+        if copy.target is aten.clone.default and alike(copy, x, node):
+            call = Call(node.target, (copy, *node.args[1:]), dict(node.kwargs))
+            yield Alternative("output:copy", call, costs_as=default)
+            over = Call(_OVERWRITE_ARGUMENT[node.target], call.args, call.kwargs)
+            yield Alternative("output:copy", over, copy, costs_as=default)
+
+
 @implementation(*_OVERWRITE_GRADIENT)
 def _over_gradient(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     yield from over_gradient(node, Call(node.target, node.args, dict(node.kwargs)), "in-place")

@@ -334,7 +334,14 @@ def relaxed_schedule(graph: Graph, relaxation: Relaxation, value: dict[str, mip.
     def choice(i: int, columns: tuple[int, ...]) -> int:
         options = relaxation.read_sets[i]
         chosen = [k for k, column in zip(options, columns, strict=False) if on("M", column)]
-        return chosen[0] if chosen else options[0]
+        k = chosen[0] if chosen else options[0]
+        implementations = operators[i].implementations
+        if implementations[k].in_place_of is None:
+            return k
+        # whether it may run in place is not modelled: out of place it reads the same
+        reads = set(implementations[k].inputs)
+        alike = (j for j, o in enumerate(implementations) if o.in_place_of is None and set(o.inputs) == reads)
+        return next(alike, k)
 
     def provide(t: int) -> bool:
         if t in present:
