@@ -36,6 +36,7 @@ setup(
             "ruff>=0.11",
             "mypy>=1.15",
             "import-linter>=2.1",
+            "matplotlib>=3.8",
         ],
         "report": ["matplotlib>=3.8"],
         "recipes": ["scikit-learn>=1.4"],

@@ -162,7 +162,8 @@ void scatter(const T* grad, T* to, const Images& in, const Window& w, int64_t ro
   // units run beside each other; the windows of one in ATen's order
   const Units units(in);
   const int64_t width = units.width;
-  int64_t reach[255];
+  const uint64_t size = in.plane() * width;
+  int64_t reach[256] = {};
   for (int64_t place = 0; place < w.size[0] * w.size[1]; ++place)
     reach[place] = (place / w.size[1] * w.dilation[0] * in.width + place % w.size[1] * w.dilation[1]) * width;
   torch::stable::parallel_for(0, units.count, 1, [&](int64_t begin, int64_t end) {
@@ -174,9 +175,12 @@ void scatter(const T* grad, T* to, const Images& in, const Window& w, int64_t ro
         const int64_t first = (unit * rows + oh) * columns * width;
         const uint8_t* places = row(unit, oh, first);
         const T* from = grad + first;
-        T* corner = image + (w.start(oh, 0) * in.width - w.padding[1]) * width;
+        int64_t corner = (w.start(oh, 0) * in.width - w.padding[1]) * width;
         for (int64_t ow = 0; ow < columns; ++ow, corner += w.stride[1] * width)
-          for (int64_t c = 0; c < width; ++c) add(corner + reach[*places++] + c, *from++);
+          for (int64_t c = 0; c < width; ++c, ++places, ++from) {
+            const uint64_t at = corner + reach[*places] + c;
+            if (at < size) add(image + at, *from);  // a made-up index may name a place in the padding
+          }
       }
     }
   });

@@ -415,3 +415,11 @@ def test_without_a_compiler_the_references_serve_and_the_reason_is_told(tmp_path
     environment = {**os.environ, "CXX": str(tmp_path / "none")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[1]"
+
+
+def test_an_index_that_no_pooling_gave_is_no_write_outside_of_the_plane():
+    """Costs are measured on made-up indices: place 0 of the first windows is in the padding."""
+    grad, index = torch.ones(4, 1, 5, 5), torch.zeros(4, 1, 5, 5, dtype=torch.uint8)
+    given = torch.ops.monet.max_pool2d_index_backward(grad, index, [4, 1, 9, 9], [3, 3], [2, 2], [1, 1], [1, 1])
+    # the first row of windows and the corner's neighbour fall outside, and not into the plane before
+    assert given.sum((1, 2, 3)).tolist() == [20.0] * 4
