@@ -229,7 +229,7 @@ def outcome_lines(outcome: Outcome) -> list[str]:
         f"  planned peak   {format_bytes(plan.planned_peak_bytes)} "
         f"({share(plan.planned_peak_bytes, plan.plain_peak_bytes)})",
         f"  measured peak  {counted}",
-        f"  overhead       {plan.overhead:+.1%} planned, "
+        f"  overhead       {plan.overhead:+.1%} planned; recomputation "
         + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
     ]
 
@@ -243,7 +243,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "planned_peak_bytes": plan and plan.planned_peak_bytes,
         "measured_peak_bytes": outcome.measured_peak_bytes,
         "planned_overhead": plan and plan.overhead,
-        "measured_overhead": outcome.measured_overhead,
+        "measured_recomputation": outcome.measured_overhead,
         "steps": outcome.steps,
         "warnings": list(outcome.warnings),
     }
