@@ -80,10 +80,9 @@ def test_two_ranks_train_as_under_torchrun():
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["measured_peak_bytes"] <= found["budget_bytes"]
-    assert found["planned_overhead"] > 0
+    assert found["planned_peak_bytes"] < found["plain_peak_bytes"]
     for rank in (0, 1):
         same(f"plain.{rank}", f"planned.{rank}")
-    same("plain.0", "plain.0")
 
 
 def test_without_a_probe_rank_0_plans_at_the_first_step_for_all():
