@@ -11,7 +11,8 @@ So the plain step comes out 1 to 8% smaller here. Each row is therefore planned 
 * ratio: to the same share of the plain step's memory as in the paper. This is what is compared with the paper.
 * absolute: to the paper's bytes.
 
-The plain step is eager's: a ReLU6 that torchvision runs in place has its backward from its output.
+The plain step is that of the paper's torch: a ReLU6 in place has its backward from its output. Since then eager copies
+the input first, which takes MobileNet-V2's plain step from 13.7 to 19.8 GB.
 """
 
 from __future__ import annotations
@@ -72,18 +73,25 @@ class Row:
         return "worse"
 
 
-def eager_schedule(graph: Graph) -> Schedule:
-    """The plain schedule with the backward of ReLU6 as eager has it for one in place: from its output."""
+# how the paper's torch ran a ReLU6 in place: (implementation, whether over an operand)
+PAPERS = {
+    "aten.clone.default": ("in-place", True),
+    "aten.hardtanh.default": ("output:copy", True),
+    "aten.hardtanh_backward.default": ("output", False),
+}
+
+
+def papers_schedule(graph: Graph) -> Schedule:
+    """The plain schedule with ReLU6 in place as the paper's torch ran it: no copy, and its backward from its output."""
 
     def step(plain: Step) -> Step:
         operator = graph.operators[plain.operator]
-        if operator.target != "aten.hardtanh_backward.default":
-            return plain
-        found = (k for k, i in enumerate(operator.implementations) if i.name == "output" and i.in_place_of is None)
+        wanted = PAPERS.get(operator.target)
+        found = (k for k, i in enumerate(operator.implementations) if (i.name, i.in_place_of is not None) == wanted)
         return Step(plain.operator, next(found, 0))
 
     plain = plain_schedule(graph)
-    return Schedule(plain.forward, tuple(step(s) for s in plain.backward))
+    return Schedule(tuple(step(s) for s in plain.forward), tuple(step(s) for s in plain.backward))
 
 
 def plan(network: str, readings: list[str], algorithm: str, options: Options) -> list[Row]:
@@ -92,7 +100,7 @@ def plan(network: str, readings: list[str], algorithm: str, options: Options) ->
     problem = instances.read(path)
     fixed = json.loads(path.read_text())["parameter_bytes"]
     graph, costs = problem.graph, problem.costs
-    plain = simulate(graph, costs, eager_schedule(graph))
+    plain = simulate(graph, costs, papers_schedule(graph))
     plain_gb = (fixed + plain.peak_bytes) / 2**30
     paper_plain_gb, targets = PAPER[network]
     rows = []
@@ -104,7 +112,7 @@ def plan(network: str, readings: list[str], algorithm: str, options: Options) ->
             seconds = time.perf_counter() - start
             overhead = planned_gb = gap = bound = None
             if math.isfinite(solution.bound_seconds):  # infinite where nothing is feasible
-                bound = max(0.0, 100 * (solution.bound_seconds / plain.seconds - 1))
+                bound = 100 * (solution.bound_seconds / plain.seconds - 1)
             if solution.schedule is not None:
                 timeline = simulate(graph, costs, solution.schedule)
                 planned_gb = (timeline.peak_bytes + fixed) / 2**30
