@@ -117,6 +117,7 @@ def test_our_options_have_the_stated_defaults_and_values():
     assert {name: getattr(defaults, name) for name in sorted(launch.parser().own - {"version"})} == {
         "algorithm": "hierarchical",
         "budget": "auto",
+        "cost_model": "measured",
         "json": False,
         "no_cache": False,
         "implementations": "all",
