@@ -26,6 +26,7 @@ def plain(joint, costs):
 def test_resnet50_at_batch_184_is_captured_without_its_memory():
     import resource
 
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with offline.fake_tensors():
         model = torchvision.models.resnet50()
         x, y = torch.empty(184, 3, 224, 224), torch.zeros(184, dtype=torch.int64)
@@ -36,7 +37,7 @@ def test_resnet50_at_batch_184_is_captured_without_its_memory():
     assert gradients == sum(p.nbytes for p in model.parameters()) + 4  # and the loss
     assert 184 / plain(joint, costs).seconds == pytest.approx(231, abs=2)  # images a second
     assert costs.device == "roofline:p100"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 2 * 2**30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < max(2 * 2**30, before + 2**28)
 
 
 def test_tied_weights_and_buffers_are_one_storage():
