@@ -3,44 +3,13 @@
 #pragma once
 
 #include "lanes.hpp"
-#include "tensors.hpp"
+#include "dtypes.hpp"  // after lanes.hpp, which defines BFloat16 and Half
 
 namespace monet {
 
 constexpr int64_t kBlock = 64;
 // torch's own grain of 32768 elements
 constexpr int64_t kBlocksPerTask = 512;
-
-template <class T>
-struct Typed {
-  using type = T;
-};
-
-// body(Typed<T>{}) for the type of `t`'s elements.
-template <class Body>
-void for_dtype(const Tensor& t, Body body) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return body(Typed<float>{});
-    case ScalarType::Double:
-      return body(Typed<double>{});
-    case ScalarType::BFloat16:
-      return body(Typed<BFloat16>{});
-    case ScalarType::Half:
-      return body(Typed<Half>{});
-    default:
-      STD_TORCH_CHECK(false, "expected float32, float64, bfloat16 or float16");
-  }
-}
-
-template <class T>
-const T* read(const Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
-}
-template <class T>
-T* write(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
-}
 
 // The elements of a vector of parameters, in the type in which they are computed with.
 template <class A>
@@ -50,7 +19,8 @@ std::vector<A> parameters(const Tensor& t, int64_t count, const char* name) {
   std::vector<A> values(count);
   for_dtype(t, [&](auto typed) {
     using P = typename decltype(typed)::type;
-    for (int64_t i = 0; i < count; ++i) values[i] = static_cast<A>(widen(read<P>(t)[i]));
+    const P* from = read<P>(t);
+    for (int64_t i = 0; i < count; ++i) values[i] = static_cast<A>(widen(from[i]));
   });
   return values;
 }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "both.hpp"
-#include "tensors.hpp"
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -16,6 +15,12 @@ namespace monet {
 using BFloat16 = torch::headeronly::BFloat16;
 using Half = torch::headeronly::Half;
 
+}  // namespace monet
+
+#include "dtypes.hpp"  // after BFloat16 and Half
+
+namespace monet {
+
 template <class T>
 struct ArithmeticOf {
   using type = float;
@@ -26,37 +31,6 @@ struct ArithmeticOf<double> {
 };
 template <class T>
 using Arithmetic = typename ArithmeticOf<T>::type;
-
-template <class T>
-struct Typed {
-  using type = T;
-};
-
-// body(Typed<T>{}) for the type of `t`'s elements.
-template <class Body>
-void for_dtype(const Tensor& t, Body body) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return body(Typed<float>{});
-    case ScalarType::Double:
-      return body(Typed<double>{});
-    case ScalarType::BFloat16:
-      return body(Typed<BFloat16>{});
-    case ScalarType::Half:
-      return body(Typed<Half>{});
-    default:
-      STD_TORCH_CHECK(false, "expected float32, float64, bfloat16 or float16");
-  }
-}
-
-template <class T>
-const T* read(const Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
-}
-template <class T>
-T* write(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
-}
 
 constexpr int kThreads = 256;
 constexpr int kPack = 8;

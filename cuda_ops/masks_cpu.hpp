@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dispatch_cpu.hpp"
+#include "masks.hpp"
 
 namespace monet {
 
@@ -67,17 +68,6 @@ inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double sl
   });
 }
 
-inline Tensor mask_backward(const Tensor& grad, const Tensor& mask, double slope) {
-  Tensor out = torch::stable::empty_like(grad);
-  mask_backward_into(grad, mask, slope, out);
-  return out;
-}
-
-inline Tensor mask_backward_(const Tensor& grad, const Tensor& mask, double slope) {
-  mask_backward_into(grad, mask, slope, grad);
-  return grad;
-}
-
 // A block times `factor` where the bit is set, else times 0.
 template <class T>
 inline void scale_block(const T* in, T* to, uint64_t bits, Values<T> factor) {
@@ -98,17 +88,6 @@ inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, c
       scale_block(in, to, read_bits(bytes, block, elements), factor);
     });
   });
-}
-
-inline Tensor mask_scale(const Tensor& x, const Tensor& mask, double scale) {
-  Tensor out = torch::stable::empty_like(x);
-  mask_scale_into(x, mask, scale, out);
-  return out;
-}
-
-inline Tensor mask_scale_(const Tensor& x, const Tensor& mask, double scale) {
-  mask_scale_into(x, mask, scale, x);
-  return x;
 }
 
 }  // namespace monet

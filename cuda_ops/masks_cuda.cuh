@@ -3,6 +3,7 @@
 #pragma once
 
 #include "elements_cuda.cuh"
+#include "masks.hpp"
 #include "philox.hpp"
 
 namespace monet {
@@ -159,17 +160,6 @@ inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double sl
   });
 }
 
-inline Tensor mask_backward(const Tensor& grad, const Tensor& mask, double slope) {
-  Tensor out = torch::stable::empty_like(grad);
-  mask_backward_into(grad, mask, slope, out);
-  return out;
-}
-
-inline Tensor mask_backward_(const Tensor& grad, const Tensor& mask, double slope) {
-  mask_backward_into(grad, mask, slope, grad);
-  return grad;
-}
-
 inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
   check_dense(x, "x");
   check_mask(mask, x.numel());
@@ -177,17 +167,6 @@ inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, c
     using T = typename decltype(typed)::type;
     change_by_bits<T>(x, out, KeptBits{read<uint8_t>(mask)}, factor_or_zero<T>(scale));
   });
-}
-
-inline Tensor mask_scale(const Tensor& x, const Tensor& mask, double scale) {
-  Tensor out = torch::stable::empty_like(x);
-  mask_scale_into(x, mask, scale, out);
-  return out;
-}
-
-inline Tensor mask_scale_(const Tensor& x, const Tensor& mask, double scale) {
-  mask_scale_into(x, mask, scale, x);
-  return x;
 }
 
 inline Tensor philox_dropout(const Tensor& x, double p, int64_t seed, int64_t offset) {

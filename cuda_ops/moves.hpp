@@ -31,6 +31,11 @@ class Random {  // xorshift64*: the same numbers on every machine
 class Moves {
  protected:
   Moves(const FlatGraph& g, uint64_t seed) : g_(g), state_(g), random_(seed) {
+    for (int32_t o = 0; o < g.operators; ++o) {
+      way_start_.push_back(static_cast<int32_t>(ways_.size()));
+      add_ways(o);
+    }
+    way_start_.push_back(static_cast<int32_t>(ways_.size()));
     double sum = 0.0;
     int32_t n = 0;
     for (int32_t t = 0; t < g.tensors; ++t)
@@ -42,33 +47,99 @@ class Moves {
       }
     mean_seconds_ = n ? sum / n : 0.0;
     for (int32_t o = 0; o < g.operators; ++o) {
-      int32_t choices = 0;
-      for (int32_t k = g.implementation_start[o]; k < g.implementation_start[o + 1]; ++k)
-        choices += g.in_place_of[k] < 0;
       const bool kept = g.output_start[o + 1] - g.output_start[o] > state_.writes_of(o).last - state_.writes_of(o).first;
-      if (choices > 1 && !((g.operator_flags[o] & kOptional) && kept)) choosers_.push_back(o);
+      if (ways_of(o) > 1 && !((g.operator_flags[o] & kOptional) && kept)) choosers_.push_back(o);
     }
+    choosing_ = std::min(0.25, static_cast<double>(choosers_.size()) / std::max(1, n));
     if (!n) {
       for (int32_t o = 0; o < g.operators; ++o) sum += g.seconds[cheapest(o)];
       mean_seconds_ = sum / std::max(1, g.operators);
     }
   }
 
-  int32_t cheapest(int32_t op) const {  // the default, unless that one is in place
-    int32_t k = g_.implementation_start[op];
-    while (k + 1 < g_.implementation_start[op + 1] && g_.in_place_of[k] >= 0) ++k;
+  // The implementations that are a choice: not in place, and not as good as another in everything. The default, or
+  // what is as good as it, is the first.
+  void add_ways(int32_t op) {
+    const int32_t first = g_.implementation_start[op], last = g_.implementation_start[op + 1];
+    for (int32_t k = first; k < last; ++k) {
+      if (g_.in_place_of[k] >= 0) continue;
+      const int32_t way = undominated(op, k);
+      if (std::find(ways_.begin() + way_start_[op], ways_.end(), way) == ways_.end()) ways_.push_back(way);
+    }
+    if (static_cast<int32_t>(ways_.size()) == way_start_[op]) ways_.push_back(first);
+  }
+
+  // What is as good as implementation k in everything, and better in something: k itself where nothing is.
+  int32_t undominated(int32_t op, int32_t k) const {
+    const auto read_by = [&](int32_t t, int32_t v) {
+      return std::find(&g_.inputs[g_.input_start[v]], &g_.inputs[g_.input_start[v + 1]], t) !=
+             &g_.inputs[g_.input_start[v + 1]];
+    };
+    for (int32_t v = g_.implementation_start[op]; v < g_.implementation_start[op + 1]; ++v) {
+      if (v == k || g_.in_place_of[v] >= 0 || g_.seconds[v] > g_.seconds[k] || g_.workspace[v] > g_.workspace[k]) continue;
+      if (state_.may_be_in_place(k) && !state_.may_be_in_place(v)) continue;
+      bool within = true, fewer = g_.seconds[v] < g_.seconds[k] || g_.workspace[v] < g_.workspace[k];
+      for (int32_t j = g_.input_start[v]; j < g_.input_start[v + 1]; ++j) within = within && read_by(g_.inputs[j], k);
+      for (int32_t j = g_.input_start[k]; j < g_.input_start[k + 1]; ++j) fewer = fewer || !read_by(g_.inputs[j], v);
+      if (within && fewer) return undominated(op, v);
+    }
     return k;
   }
 
+  int32_t ways_of(int32_t op) const { return way_start_[op + 1] - way_start_[op]; }
+  int32_t cheapest(int32_t op) const { return ways_[way_start_[op]]; }
+
+  // How to run op again at slot s: so that the least has to be held for it, at random with chance `vary_`.
+  int32_t way_at(int32_t op, int32_t s) {
+    int32_t best = cheapest(op);
+    if (ways_of(op) == 1) return best;
+    const bool any = vary_ > 0 && random_.uniform() < vary_;
+    if (any) best = ways_[way_start_[op] + random_.below(ways_of(op))];
+    int64_t least = held_units(best, s);
+    if (any && least >= 0) return best;
+    for (int32_t w = way_start_[op]; w < way_start_[op + 1]; ++w) {
+      const int64_t held = held_units(ways_[w], s);
+      if (held < 0) continue;
+      if (least < 0 || held < least || (held == least && g_.seconds[ways_[w]] < g_.seconds[best]))
+        best = ways_[w], least = held;
+    }
+    return best;
+  }
+
+  // What would have to be held till slot s for a run there with `impl`, or -1 where something was never written.
+  int64_t held_units(int32_t impl, int32_t s) const {
+    if (reads_kept_of_optional(impl)) return -1;
+    int64_t held = 0;
+    for (int32_t t : state_.reads_of(impl)) {
+      const auto& e = state_.events(t);
+      size_t i = 0;
+      while (i < e.size() && SearchState::slot_of(e[i]) < s) ++i;
+      if (i == 0) return -1;
+      if (i == e.size() || !SearchState::is_read(e[i])) held += state_.units(t);
+    }
+    return held;
+  }
+
+  bool reads_kept_of_optional(int32_t impl) const {  // such reads are not followed
+    for (int32_t j = g_.input_start[impl]; j < g_.input_start[impl + 1]; ++j) {
+      const int32_t t = g_.inputs[j];
+      if ((g_.tensor_flags[t] & kKept) && (g_.operator_flags[state_.writer(t)] & kOptional)) return true;
+    }
+    return false;
+  }
+
   // Put op directly before the step at slot r; with chance `chain` also what it reads, where that had to be held
-  // for it. False when there was no room.
+  // for it. False when there was no room, or nothing to read.
   bool insert_before(int32_t r, int32_t op, double chain, int32_t depth, int32_t least) {
+    if (state_.main_slot(op) < 0) return false;  // what has been left out runs only where it is chosen again
     const int32_t s = state_.room_before(r);
     if (s < 0) {
       crowded_ = true;
       return false;
     }
-    const int32_t impl = cheapest(op);
+    const int32_t impl = way_at(op, s);
+    for (int32_t t : state_.reads_of(impl))
+      if (!state_.written_before(t, s)) return false;  // an optional operator that has been left out
     int32_t held[8], count = 0;
     if (chain > 0 && depth > 0)
       for (int32_t t : state_.reads_of(impl)) {
@@ -142,7 +213,8 @@ class Moves {
   bool move() {
     const auto& again = state_.recomputations();
     const int32_t kind = random_.below(100);
-    if (!choosers_.empty() && (targets_.empty() || random_.below(4) == 0)) return move_choose();
+    if (!choosers_.empty() && (targets_.empty() || random_.uniform() < choosing_))
+      return targets_.empty() || random_.below(3) ? move_choose() : move_avoid();
     if (kind < 40 || again.empty()) return move_insert();
     const int32_t s = again[random_.below(static_cast<int32_t>(again.size()))];
     if (kind < 48) {
@@ -169,8 +241,9 @@ class Moves {
       if (!SearchState::is_read(e[i]) || r < g_.forward) continue;
       if (r - SearchState::slot_of(e[i - 1]) < 3) continue;
       merge_ = 0.5 * random_.below(3);
+      vary_ = 0.25;
       const bool done = insert_before(r, state_.writer(t), kChains[random_.below(6)], 40, state_.units(t) / 32);
-      merge_ = 0;
+      merge_ = vary_ = 0;
       return done;
     }
     return false;
@@ -179,8 +252,7 @@ class Moves {
   // Run an operator with another of its implementations.
   bool move_choose() {
     const int32_t op = choosers_[random_.below(static_cast<int32_t>(choosers_.size()))];
-    const int32_t first = g_.implementation_start[op];
-    const int32_t impl = first + random_.below(g_.implementation_start[op + 1] - first);
+    const int32_t impl = ways_[way_start_[op] + random_.below(ways_of(op))];
     int32_t s = state_.main_slot(op);
     const auto& again = state_.recomputations();
     if (state_.is_recomputation(op) && !again.empty() && (s < 0 || random_.below(2))) {
@@ -193,14 +265,44 @@ class Moves {
     return s >= 0 && choose(s, impl);
   }
 
+  // An implementation of the step at s that does not read t, or -1: each is as likely as the others.
+  int32_t draw_without(int32_t s, int32_t t) {
+    const int32_t op = state_.op_at(s);
+    int32_t found = -1, count = 0;
+    for (int32_t w = way_start_[op]; w < way_start_[op + 1]; ++w) {
+      const auto reads = state_.reads_of(ways_[w]);
+      if (std::find(reads.begin(), reads.end(), t) == reads.end() && random_.below(++count) == 0) found = ways_[w];
+    }
+    return found;
+  }
+
+  // Do without a tensor from one of its reads on: its readers use other implementations, and where one has none the
+  // tensor is computed again.
+  bool move_avoid() {
+    const int32_t t = draw_target();
+    const int32_t from = random_.below(static_cast<int32_t>(state_.events(t).size()));
+    bool done = false;
+    for (size_t i = from; i < state_.events(t).size();) {
+      const int32_t e = state_.events(t)[i], s = SearchState::slot_of(e);
+      if (!SearchState::is_read(e) || s < g_.forward) {
+        ++i;
+        continue;
+      }
+      const size_t before = state_.events(t).size();
+      const int32_t impl = draw_without(s, t);
+      if (impl < 0) return insert_before(s, state_.writer(t), 0, 0, 0);
+      if (!choose(s, impl)) return false;
+      done = true;
+      if (state_.events(t).size() >= before) ++i;
+    }
+    return done;
+  }
+
   // Let the step at s use `impl`; the optional operators that it wants run, those that nothing wants any more do not.
   bool choose(int32_t s, int32_t impl) {
     const int32_t old = state_.impl_at(s), op = state_.op_at(s);
     if (impl == old || g_.in_place_of[impl] >= 0) return false;
-    for (int32_t j = g_.input_start[impl]; j < g_.input_start[impl + 1]; ++j) {
-      const int32_t t = g_.inputs[j];  // a kept output of an optional operator: its reads are not followed
-      if ((g_.tensor_flags[t] & kKept) && (g_.operator_flags[state_.writer(t)] & kOptional)) return false;
-    }
+    if (reads_kept_of_optional(impl)) return false;
     for (int32_t t : state_.reads_of(impl)) {
       if (state_.written_before(t, s)) continue;
       const int32_t wanted = state_.writer(t);
@@ -281,8 +383,11 @@ class Moves {
   SearchState state_;
   Random random_;
   std::vector<int32_t> targets_, choosers_;
+  std::vector<int32_t> way_start_, ways_;  // per operator the implementations that are a choice
   std::vector<double> weights_;  // of targets_, added up: large tensors are tried more often
   double merge_ = 0.0;           // chance to take out the next recomputation of what is put in
+  double choosing_ = 0.0;        // chance of a change of implementations
+  double vary_ = 0.0;            // chance to run again what is put in with any of its implementations
   double mean_seconds_ = 0.0;
   bool crowded_ = false;  // there was no room where something was to be put in
 };

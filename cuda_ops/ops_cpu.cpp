@@ -2,21 +2,16 @@
 
 #include "dropout_cpu.hpp"
 #include "masks_cpu.hpp"
+#include "normalize_backward_cpu.hpp"
 #include "normalize_cpu.hpp"
 #include "pooling_cpu.hpp"
 
+#include "operators.hpp"
+
 STABLE_TORCH_LIBRARY_IMPL(monet, CPU, library) {
-  library.impl("range_mask", TORCH_BOX(&monet::range_mask));
-  library.impl("nonzero_mask", TORCH_BOX(&monet::nonzero_mask));
-  library.impl("mask_backward", TORCH_BOX(&monet::mask_backward));
-  library.impl("mask_backward_", TORCH_BOX(&monet::mask_backward_));
-  library.impl("mask_scale", TORCH_BOX(&monet::mask_scale));
-  library.impl("mask_scale_", TORCH_BOX(&monet::mask_scale_));
-  library.impl("max_pool2d_index", TORCH_BOX(&monet::max_pool2d_index));
-  library.impl("max_pool2d_index_backward", TORCH_BOX(&monet::max_pool2d_index_backward));
-  library.impl("max_pool2d_input_backward", TORCH_BOX(&monet::max_pool2d_input_backward));
-  library.impl("batch_norm_act", TORCH_BOX(&monet::batch_norm_act));
+  register_operators(library);
   library.impl("layer_norm_apply", TORCH_BOX(&monet::layer_norm_apply));
   library.impl("group_norm_apply", TORCH_BOX(&monet::group_norm_apply));
-  library.impl("philox_dropout", TORCH_BOX(&monet::philox_dropout));
+  library.impl("layer_norm_output_backward", TORCH_BOX(&monet::layer_norm_output_backward));
+  library.impl("affine_invertible", TORCH_BOX(&monet::affine_invertible));
 }

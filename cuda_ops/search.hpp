@@ -24,7 +24,8 @@ class Search : private Moves {
   int32_t best_forward() const { return best_forward_; }
   double price() const { return price_; }
 
-  void load(const std::vector<Step>& steps, int32_t forward_steps) {
+  void load(std::vector<Step> steps, int32_t forward_steps) {
+    for (Step& step : steps) step.impl = undominated(step.op, step.impl);
     state_.load(steps, forward_steps);
     note_best();
   }
@@ -39,7 +40,7 @@ class Search : private Moves {
   // A tensor's score mostly falls as others are dropped, so only those that still look best are scored anew.
   bool greedy() {
     const double unknown = std::numeric_limits<double>::infinity();
-    std::vector<Eviction> scores(targets_.size(), Eviction{unknown, 0, 0});
+    std::vector<Eviction> scores(targets_.size(), Eviction{unknown, 0, 0, -1});
     std::vector<uint8_t> fresh(targets_.size(), 0);
     std::vector<int32_t> index(g_.tensors, -1);
     for (size_t i = 0; i < targets_.size(); ++i) index[targets_[i]] = static_cast<int32_t>(i);
@@ -58,14 +59,14 @@ class Search : private Moves {
       }
       if (scores.empty() || scores[best].score <= 0) {
         if (all_anew) break;
-        std::fill(scores.begin(), scores.end(), Eviction{unknown, 0, 0});
+        std::fill(scores.begin(), scores.end(), Eviction{unknown, 0, 0, -1});
         if (crowded_) state_.relayout();
         all_anew = true;
         continue;
       }
       all_anew = false;
       const Eviction& e = scores[best];
-      insert_before(e.before, state_.writer(targets_[best]), 1.0, e.depth, state_.units(targets_[best]) / 32);
+      evict(targets_[best], e);
       price_ = 1.0 / e.score;
       // the tensors near what was put in may have become better to drop
       for (int32_t s = std::max(g_.forward, e.before - 64); s <= e.before; ++s) {
@@ -161,6 +162,7 @@ class Search : private Moves {
           move_remove_run(s);
       }
       if (random_.below(3) == 0) move_insert();
+      if (random_.uniform() < choosing_) move_choose();
       const bool fits = refill();
       if (fits) purge();
       const double change = state_.seconds() - seconds;
@@ -190,11 +192,22 @@ class Search : private Moves {
   struct Eviction {
     double score;  // excess taken off per second
     int32_t before, depth;
+    int32_t impl;  // of the step there, which does not read the tensor, or -1: it is computed again
   };
 
-  // The best way to have tensor t computed again before one of its reads.
+  bool evict(int32_t t, const Eviction& e) {
+    if (e.impl >= 0) return choose(e.before, e.impl);
+    return insert_before(e.before, state_.writer(t), 1.0, e.depth, state_.units(t) / 32);
+  }
+
+  // Excess taken off per second since excess and seconds were these; all of it where that costs nothing.
+  double gain(int64_t excess, double seconds) const {
+    return static_cast<double>(excess - state_.excess()) / std::max(state_.seconds() - seconds, 1e-9 * mean_seconds_);
+  }
+
+  // The best way to have tensor t computed again before one of its reads, or not read there.
   Eviction score(int32_t t) {
-    Eviction best{0.0, 0, 0};
+    Eviction best{0.0, 0, 0, -1};
     std::vector<int32_t> reads;
     const auto& e = state_.events(t);
     for (size_t i = 1; i < e.size(); ++i)
@@ -205,14 +218,22 @@ class Search : private Moves {
     for (int32_t r : reads) {
       size_t steps = 0;
       for (int32_t depth : {0, 1, 2, 4, 16}) {
-        const bool done = insert_before(r, state_.writer(t), 1.0, depth, state_.units(t) / 32);
-        const double score = static_cast<double>(excess - state_.excess()) /
-                             std::max(state_.seconds() - seconds, 1e-9 * mean_seconds_);
-        if (done && score > best.score) best = {score, r, depth};
+        const Eviction again{0.0, r, depth, -1};
+        const bool done = evict(t, again);
+        const double score = gain(excess, seconds);
+        if (done && score > best.score) best = again, best.score = score;
         const size_t changes = state_.changes();
         state_.undo();
         if (changes == steps) break;  // no deeper chain
         steps = changes;
+      }
+      const int32_t op = state_.op_at(r);
+      for (int32_t w = way_start_[op]; ways_of(op) > 1 && w < way_start_[op + 1]; ++w) {
+        const Eviction other{0.0, r, 0, ways_[w]};
+        const bool done = evict(t, other);
+        const double score = gain(excess, seconds);
+        if (done && score > best.score) best = other, best.score = score;
+        state_.undo();
       }
     }
     return best;
@@ -233,8 +254,8 @@ class Search : private Moves {
       const int64_t excess = state_.excess();
       const double seconds = state_.seconds();
       const size_t mark = state_.changes();
-      double best = 0.0;
-      int32_t best_before = 0, best_depth = 0, best_tensor = -1, seen = 0;
+      Eviction best{0.0, 0, 0, -1};
+      int32_t best_tensor = -1, seen = 0;
       for (int32_t draw = 0; draw < 200 && seen < 12; ++draw) {
         const int32_t t = draw_target();
         const auto& e = state_.events(t);
@@ -244,16 +265,16 @@ class Search : private Moves {
         const int32_t r = SearchState::slot_of(e[i]);
         if (r < g_.forward || r == high) continue;
         ++seen;
-        const int32_t depth = kDepths[random_.below(5)];
-        if (insert_before(r, state_.writer(t), 1.0, depth, state_.units(t) / 32)) {
-          const double score = static_cast<double>(excess - state_.excess()) /
-                               std::max(state_.seconds() - seconds, 1e-9 * mean_seconds_);
-          if (score > best) best = score, best_before = r, best_depth = depth, best_tensor = t;
+        Eviction drawn{0.0, r, kDepths[random_.below(5)], -1};
+        if (random_.uniform() < 2 * choosing_) drawn.impl = draw_without(r, t);
+        if (evict(t, drawn)) {
+          drawn.score = gain(excess, seconds);
+          if (drawn.score > best.score) best = drawn, best_tensor = t;
         }
         state_.undo(mark);
       }
       if (best_tensor < 0) return false;
-      insert_before(best_before, state_.writer(best_tensor), 1.0, best_depth, state_.units(best_tensor) / 32);
+      evict(best_tensor, best);
     }
     return true;
   }

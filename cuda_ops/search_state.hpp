@@ -46,6 +46,7 @@ class SearchState {
     op_at_.assign(size_, -1);
     impl_at_.assign(size_, -1);
     in_place_at_.assign(size_, -1);
+    taken_.assign(size_, 0);
     index_at_.assign(size_, -1);
     main_slot_.assign(g_.operators, -1);
     const int32_t blocks = size_ / kBlock + 1;
@@ -53,6 +54,7 @@ class SearchState {
     lazy_.assign(blocks, 0);
     top_.assign(blocks, -kHidden);
     recomputations_.clear();
+    idle_.assign(g_.operators, 0);
     for (auto& e : events_) e.clear();
     seconds_ = 0.0;
     excess_ = 0;
@@ -133,6 +135,8 @@ class SearchState {
       if (events_[t].size() > 1) return false;
     return true;
   }
+
+  bool may_be_in_place(int32_t impl) const { return in_place_target_[impl] >= 0; }
 
   // Whether something writes t before slot s.
   bool written_before(int32_t t, int32_t s) const {
@@ -226,6 +230,7 @@ class SearchState {
     recomputable_.assign(nt, 0);
     write_start_.assign(1, 0);
     transient_.assign(no, 0);
+    may_idle_.assign(no, 0);
     for (int32_t o = 0; o < no; ++o) {
       for (int32_t j = g_.output_start[o]; j < g_.output_start[o + 1]; ++j) {
         const int32_t t = g_.outputs[j];
@@ -238,6 +243,9 @@ class SearchState {
         }
       }
       write_start_.push_back(static_cast<int32_t>(writes_.size()));
+      const int32_t outputs = g_.output_start[o + 1] - g_.output_start[o];
+      const bool none_kept = outputs > 0 && write_start_[o + 1] - write_start_[o] == outputs;
+      may_idle_[o] = none_kept && (g_.operator_flags[o] & kOptional) && (g_.operator_flags[o] & kReplayable);
     }
     writes_.push_back(0);  // so that the address of its end exists
     read_start_.assign(1, 0);
@@ -253,11 +261,15 @@ class SearchState {
     reads_.push_back(0);
     // in-place variants: used by themselves wherever they are legal, so they are no choice
     in_place_target_.assign(ni, -1);
+    saving_.assign(ni, 0.0);
     for (int32_t o = 0; o < no; ++o)
       for (int32_t k = g_.implementation_start[o]; k < g_.implementation_start[o + 1]; ++k) {
         if (g_.in_place_of[k] >= 0) continue;
         for (int32_t v = g_.implementation_start[o]; v < g_.implementation_start[o + 1]; ++v)
-          if (in_place_target_[k] < 0 && variant(o, k, v)) in_place_target_[k] = g_.in_place_of[v];
+          if (in_place_target_[k] < 0 && variant(o, k, v)) {
+            in_place_target_[k] = g_.in_place_of[v];
+            saving_[k] = g_.seconds[k] - g_.seconds[v];
+          }
       }
     events_.resize(nt);
   }
@@ -348,6 +360,38 @@ class SearchState {
       add(s, s, sign * units_[t]);
   }
 
+  // An optional operator that runs again before anything has read it need not have run in the forward part: that run
+  // costs nothing while it is so, and is left out of the schedule in the end.
+  void settle_first_run(int32_t op) {
+    const int32_t s = may_idle_[op] ? main_slot_[op] : -1;
+    if (s < 0 || idle_[op] == useless(s)) return;
+    seconds_ -= cost_at(s);
+    idle_[op] = !idle_[op];
+    seconds_ += cost_at(s);
+  }
+
+  void settle_first_runs(int32_t op, int32_t impl) {
+    settle_first_run(op);
+    for (int32_t t : reads_of(impl)) settle_first_run(writer_[t]);
+  }
+
+  // Whether what reads t in event i takes over its storage depends on the event behind it, which has changed.
+  void settle_in_place(int32_t t, size_t i) {
+    const auto& e = events_[t];
+    if (i >= e.size() || !is_read(e[i])) return;
+    const int32_t s = slot_of(e[i]);
+    const bool last = i + 1 == e.size() || !is_read(e[i + 1]);
+    if (in_place_at_[s] != t || taken_[s] == last) return;
+    seconds_ -= cost_at(s);
+    taken_[s] = last;
+    seconds_ += cost_at(s);
+  }
+
+  double cost_at(int32_t s) const {
+    if (s == main_slot_[op_at_[s]] && idle_[op_at_[s]]) return 0.0;
+    return g_.seconds[impl_at_[s]] - (taken_[s] ? saving_[impl_at_[s]] : 0.0);
+  }
+
   // Move the step at `from` to the empty slot `to` beside it. Nothing that a step sees changes.
   void slide(int32_t from, int32_t to) {
     const int32_t op = op_at_[from], impl = impl_at_[from];
@@ -375,12 +419,14 @@ class SearchState {
     op_at_[to] = op;
     impl_at_[to] = impl;
     in_place_at_[to] = in_place_at_[from];
+    taken_[to] = taken_[from];
     index_at_[to] = index_at_[from];
     if (again)
       recomputations_[index_at_[to]] = to;
     else
       main_slot_[op] = to;
     op_at_[from] = impl_at_[from] = in_place_at_[from] = index_at_[from] = -1;
+    taken_[from] = 0;
   }
 
   void set_at(int32_t s, int32_t value) {
@@ -398,6 +444,7 @@ class SearchState {
     op_at_[s] = op;
     impl_at_[s] = impl;
     in_place_at_[s] = in_place_target_[impl];
+    seconds_ += g_.seconds[impl];
     const bool again = s >= g_.forward && is_recomputation(op);
     if (!again) main_slot_[op] = s;
     if (again) {
@@ -411,30 +458,37 @@ class SearchState {
       const size_t i = find(e, s);
       count_read(t, s, i, 1);
       e.insert(e.begin() + i, 2 * s + 1);
+      if (i > 0) settle_in_place(t, i - 1);
+      settle_in_place(t, i);
     }
     for (int32_t t : writes_of(op)) {
       auto& e = events_[t];
       const size_t i = find(e, s);
       count_write(t, s, i, 1);
       e.insert(e.begin() + i, 2 * s);
+      if (i > 0) settle_in_place(t, i - 1);
     }
-    seconds_ += g_.seconds[impl];
+    settle_first_runs(op, impl);
   }
 
   void take(int32_t s) {
     const int32_t op = op_at_[s], impl = impl_at_[s];
-    seconds_ -= g_.seconds[impl];
+    seconds_ -= cost_at(s);
+    taken_[s] = 0;
+    if (s == main_slot_[op]) idle_[op] = 0;
     for (int32_t t : writes_of(op)) {
       auto& e = events_[t];
       const size_t i = find(e, s);
       e.erase(e.begin() + i);
       count_write(t, s, i, -1);
+      if (i > 0) settle_in_place(t, i - 1);
     }
     for (int32_t t : reads_of(impl)) {
       auto& e = events_[t];
       const size_t i = find(e, s);
       e.erase(e.begin() + i);
       count_read(t, s, i, -1);
+      if (i > 0) settle_in_place(t, i - 1);
     }
     const bool again = s >= g_.forward && is_recomputation(op);
     add(s, s, -kHidden - work_units(impl) - (again ? transient_[op] : 0));
@@ -448,6 +502,7 @@ class SearchState {
       index_at_[s] = -1;
     }
     op_at_[s] = impl_at_[s] = in_place_at_[s] = -1;
+    settle_first_runs(op, impl);
   }
 
   const FlatGraph& g_;
@@ -459,7 +514,9 @@ class SearchState {
   int64_t excess_ = 0;
   std::vector<int32_t> units_, writer_, write_start_, writes_, read_start_, reads_, in_place_target_, transient_,
       work_;
-  std::vector<uint8_t> recomputable_;
+  std::vector<double> saving_;     // seconds, where an implementation may run in place
+  std::vector<uint8_t> taken_;     // whether the step at a slot runs in place now
+  std::vector<uint8_t> recomputable_, may_idle_, idle_;  // idle_: of an operator whose first run nothing reads
   std::vector<int32_t> op_at_, impl_at_, in_place_at_, index_at_, recomputations_, main_slot_;
   std::vector<int32_t> alive_, lazy_, top_;  // bytes at slot s: alive_[s] + lazy_[s / kBlock]; top_: a block's most
   std::vector<std::vector<int32_t>> events_;

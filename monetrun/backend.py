@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from monetrun import execute
 from monetrun.capture import JointGraph, capture, operators_kept_whole
+from monetrun.guards import Failed, Guards
 from monetrun.meter import Meter
 from monetrun.ops.random import DECOMPOSITIONS
 from monetrun.plan import Schedule
@@ -49,6 +50,7 @@ class Backend:
     Attributes:
         name: of the model.
         captured: how many graphs were captured for training so far (0 after a call: nothing was captured).
+        guards: of the schedules that run, for each graph that has any; none while observed.
     """
 
     def __init__(self, chooser: Chooser, name: str, *, observed: bool) -> None:
@@ -56,6 +58,7 @@ class Backend:
         self.name = name
         self.observed = observed
         self.captured = 0
+        self.guards: list[Guards] = []
         self._aot = aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
@@ -69,6 +72,10 @@ class Backend:
         """Compile one of Dynamo's graphs."""
         with operators_kept_whole(), torch._functorch.config.patch(donated_buffer=False):
             return self._aot(module, inputs)  # type: ignore[no-any-return]
+
+    def failed(self) -> Failed | None:
+        """A graph whose weights do not allow its schedule any more (see ``Guards.failed_lately``)."""
+        return next((failed for guards in self.guards if (failed := guards.failed_lately())), None)
 
     def _partition(
         self,
@@ -87,18 +94,21 @@ class Backend:
         _log.debug("%s: %d operators in %.2f s", self.name, len(joint.nodes), time.perf_counter() - started)
         self.captured += 1
         calls = Calls(self.chooser.meter)
+        guards = joint.guards if self.observed else joint.guards.of(schedule)
+        if guards.used and not self.observed:
+            self.guards.append(guards)
         for part in modules:  # the backward may be compiled much later, after other graphs
-            part.meta["monetrun"] = (number, calls)
+            part.meta["monetrun"] = (number, calls, guards)
         return modules
 
     def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        number, calls = module.meta["monetrun"]
+        number, calls, guards = module.meta["monetrun"]
         if self.observed:
-            return self._watched("forward", number, execute.boxed(module))
-        return calls.forward(execute.boxed(module))
+            return self._watched("forward", number, guards.watching(execute.boxed(module)))
+        return guards.checking(calls.forward(execute.boxed(module)))  # type: ignore[no-any-return]
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        number, calls = module.meta["monetrun"]
+        number, calls, _ = module.meta["monetrun"]
         if self.observed:
             return self._watched("backward", number, execute.boxed(module))
         timed = execute.boxed(execute.timed(module))

@@ -8,6 +8,7 @@ into their storage, and the result is described by ``graph.Graph``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import operator
 import re
@@ -21,6 +22,7 @@ from torch._C import DispatchKey
 
 from monetrun.errors import CaptureFailed
 from monetrun.graph import BACKWARD, FORWARD, Graph, Implementation, Operator, Tensor
+from monetrun.guards import Guard, Guards
 from monetrun.ops import registry, replay
 from monetrun.ops.registry import Alternative, Call
 
@@ -76,6 +78,7 @@ class JointGraph:
         outputs: the forward's outputs (nodes, or constants) in AOTAutograd's order.
         gradients: the backward's outputs, likewise.
         transient: external tensors that are neither parameters nor buffers: activations given by others, tangents.
+        guards: of the implementations that depend on the weights.
     """
 
     module: fx.GraphModule
@@ -88,6 +91,7 @@ class JointGraph:
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
     transient: frozenset[int]
+    guards: Guards
 
     @property
     def primals(self) -> list[fx.Node]:
@@ -182,21 +186,30 @@ class _Reader:
         calls: dict[tuple[int, int], Call] = {}
         signatures: list[tuple[str, ...]] = []
         timed: dict[str, tuple[Call, fx.Node]] = {}
+        guards: list[Guard] = []
+        places = {n: p for p, n in enumerate(self.module.graph.find_nodes(op="placeholder"))}
         readable = {t.id for t in tensors if t.external}
         for i, (node, phase, written) in enumerate(found):
             alternatives = self._legal(node, written, tensors, readable)
             operators.append(self._operator(i, node, phase, written, mutated, alternatives))
             calls.update({(i, k): a.call for k, a in enumerate(alternatives, 1)})
-            default = Call(node.target, node.args, dict(node.kwargs))
+            guards += [
+                Guard.of(a.guard, places, i, k, f"{operators[i].name} as {a.name}")
+                for k, a in enumerate(alternatives, 1)
+                if a.guard is not None
+            ]
+            default = Call.of(node)
             costs_as = [default, *(a.costs_as or a.call for a in alternatives)]
             signatures.append(tuple(signature(call) for call in costs_as))
             for key, call in zip(signatures[-1], costs_as, strict=True):
                 timed.setdefault(key, (call, node))
             readable.update(written)
+        run_nodes = tuple(node for node, _, _ in found)
+        graph = Graph(self.name, tensors, self._with_needless(tensors, operators, run_nodes))
         return JointGraph(
             self.module,
-            Graph(self.name, tensors, tuple(operators)),
-            tuple(node for node, _, _ in found),
+            graph,
+            run_nodes,
             calls,
             tuple(signatures),
             timed,
@@ -204,15 +217,23 @@ class _Reader:
             self.outputs,
             self.gradients,
             self._transient(),
+            Guards(graph, guards),
         )
 
     def _legal(
         self, node: fx.Node, written: list[int], tensors: tuple[Tensor, ...], readable: set[int]
     ) -> list[Alternative]:
-        """The alternatives that read what is there by then, and overwrite what is neither external nor kept."""
+        """The alternatives that read what is there by then, overwrite what is neither external nor kept, and whose
+        guards can be asked at any time: of parameters and buffers alone.
+        """
+        inputs = self.module.graph.find_nodes(op="placeholder")
         legal = []
         for alternative in self.alternatives.get(node, ()):
             if not self._reads(alternative.call) <= readable:
+                continue
+            if alternative.guard is not None and not all(
+                n in inputs and inputs.index(n) in self.static for n in alternative.guard.nodes
+            ):
                 continue
             if alternative.overwrites is not None:
                 target = tensors[self.storage[alternative.overwrites]]
@@ -345,13 +366,48 @@ class _Reader:
             implementations=(Implementation("default", inputs), *implementations),
             replayable=replayable and "monetrun_optional" not in node.meta,
             optional="monetrun_optional" in node.meta,
-            signature=signature(Call(node.target, node.args, dict(node.kwargs))),
+            plain="monetrun_optional" not in node.meta,
+            signature=signature(Call.of(node)),
         )
+
+    def _with_needless(
+        self, tensors: tuple[Tensor, ...], operators: list[Operator], nodes: Sequence[fx.Node]
+    ) -> tuple[Operator, ...]:
+        """``operators``, those optional that need not run in their pass.
+
+        Such an operator could run later as well, or changes nothing else; and all that can not run without it in its
+        pass, by any implementation, need not run either. What only the backward pass reads is one (a copy of what an
+        activation overwrites), and an addition that a fused kernel does on its way.
+        """
+        needless: set[int] = set()
+        readers: dict[int, list[Operator]] = {}
+        for op in reversed(operators):
+            pure = op.replayable if op.phase == FORWARD else not (_mutates(nodes[op.id]) or is_random(nodes[op.id]))
+            kept = any(tensors[t].kept for t in op.outputs)
+            if op.outputs and pure and not kept and _can_be_left_out(op, readers, needless):
+                needless.add(op.id)
+            for t in {t for k in op.implementations for t in k.inputs}:
+                readers.setdefault(t, []).append(op)
+        return tuple(dataclasses.replace(op, optional=op.optional or op.id in needless) for op in operators)
 
     def _storages(self, node: fx.Node) -> list[int]:
         if node in self.storage:
             return [self.storage[node]]
         return [self.by_storage[v.untyped_storage()._cdata] for v in _tensors(node.meta.get("val"))]
+
+
+def _can_be_left_out(op: Operator, readers: dict[int, list[Operator]], needless: set[int]) -> bool:
+    """Whether all that can not run in ``op``'s pass without it, by any implementation, is among ``needless``."""
+    missing, waiting = set(op.outputs), list(op.outputs)
+    while waiting:
+        for reader in readers.get(waiting.pop(), ()):
+            if reader.phase != op.phase or any(missing.isdisjoint(k.inputs) for k in reader.implementations):
+                continue
+            if not (reader.optional or reader.id in needless):
+                return False
+            waiting += (t for t in reader.outputs if t not in missing)
+            missing.update(reader.outputs)
+    return True
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

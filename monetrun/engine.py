@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from monetrun.capture import JointGraph
 from monetrun.cost import OperatorCost
 from monetrun.device import default_kind, query, smallest
 from monetrun.errors import InfeasibleBudget, MonetrunError, PlanMismatch
-from monetrun.graph import BACKWARD, FORWARD
+from monetrun.graph import BACKWARD, FORWARD, Graph, without
+from monetrun.guards import Failed
 from monetrun.meter import meter_for
 from monetrun.ops import kernels
 from monetrun.plan import Options, Plan, Schedule, Solution, parse_kinds
@@ -65,6 +67,8 @@ class Engine:
         self.budget_bytes = self.settings.budget_bytes
         self.plan: Plan | None = session.plan
         self.record: StepRecord | None = None
+        # what the weights forbid: (structural fingerprint of a graph, operator, name of the implementation)
+        self.forbidden: set[tuple[str, int, str]] = set()
         self.schedules: dict[str, Schedule] = {}
         self.recorder: Recorder | None = None
         if self.plan is None and self.settings.plan_file:
@@ -74,7 +78,7 @@ class Engine:
         else:
             self._follow(self.plan)
             if self.settings.record_file:
-                self.record = codec.loads(StepRecord, Path(self.settings.record_file).read_text())
+                self._know(codec.loads(StepRecord, Path(self.settings.record_file).read_text()))
             self._agree(self.plan.digest)
 
     # ---- the plan
@@ -122,12 +126,67 @@ class Engine:
         """Plan the recorded step, in rank 0 for all, and let every model be compiled to the plan."""
         assert self.recorder is not None
         record = self.recorder.record(self.recorder.measure(self.store))
+        plan = self._of_rank_0(lambda: self._planned(record))
+        self._know(record)
+        self._follow(plan)
+        self.recorder = None
+        self.generation += 1
+
+    def plan_without(self, failed: Failed) -> None:
+        """The weights forbid what a schedule uses: plan again without it, and let every model be compiled anew.
+
+        All ranks have the same weights, so that all of them get here in the same step.
+
+        Raises:
+            InfeasibleBudget, NoPlanInTime: without it nothing fits the budget.
+        """
+        rest = f" and {len(failed.guards) - 1} more" if len(failed.guards) > 1 else ""
+        self.session.warn(f"the weights no longer allow {failed.guards[0].name}{rest}: planning again without")
+        structure, operators = failed.graph.structural_fingerprint, failed.graph.operators
+        for guard in failed.guards:
+            name = operators[guard.operator].implementations[guard.implementation].name
+            self.forbidden.add((structure, guard.operator, name))
+        self.schedules.pop(failed.graph.fingerprint, None)
+        if self.record is not None:
+            record = replace(self.record, graphs=tuple(self._allowed(g) for g in self.record.graphs))
+            if record != self.record:
+                self.record = record
+                options = self.options()
+                self._follow(
+                    self._of_rank_0(
+                        lambda: planner.plan_step(record, self.budget_bytes, self.settings.algorithm, options)
+                    )
+                )
+        self.generation += 1
+
+    def _know(self, record: StepRecord) -> None:
+        self.record = record
+        for graph in record.graphs:
+            forbidden = [(op.id, impl.name) for op in graph.operators for impl in op.implementations if not impl.usable]
+            self.forbidden |= {(graph.structural_fingerprint, *which) for which in forbidden}
+
+    def _allowed(self, graph: Graph) -> Graph:
+        """The graph without what the weights are known to forbid."""
+        operators = {operator for _, operator, _ in self.forbidden}
+        named = [
+            (op, k, impl) for op in graph.operators if op.id in operators for k, impl in enumerate(op.implementations)
+        ]
+        structure = graph.structural_fingerprint if named else ""
+        return without(graph, {(op.id, k) for op, k, impl in named if (structure, op.id, impl.name) in self.forbidden})
+
+    def _of_rank_0(self, make: Callable[[], Plan]) -> Plan:
+        """What rank 0 plans, in all ranks.
+
+        Raises:
+            PlanMismatch: rank 0 has no plan.
+            MonetrunError: in rank 0, why.
+        """
         plans: list[Any] = [None]
         error: MonetrunError | None = None
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not distributed or torch.distributed.get_rank() == 0:
             try:
-                plans = [codec.dumps(self._planned(record))]
+                plans = [codec.dumps(make())]
             except MonetrunError as failure:
                 error = failure
         if distributed and torch.distributed.get_world_size() > 1:
@@ -136,10 +195,7 @@ class Engine:
             raise error
         if plans[0] is None:
             raise PlanMismatch("rank 0 found no plan", "its own message says why")
-        self.record = record
-        self._follow(codec.loads(Plan, plans[0]))
-        self.recorder = None
-        self.generation += 1
+        return codec.loads(Plan, plans[0])
 
     def _planned(self, record: StepRecord) -> Plan:
         base = planner.baseline(record)
@@ -187,7 +243,7 @@ class Engine:
             InfeasibleBudget: nothing fits beside what is allocated now.
         """
         assert self.plan is not None
-        graph = joint.graph
+        graph = self._allowed(joint.graph)
         self.known.update(cost.measure(joint, self.known, self.meter, self.device))
         costs = cost.costs_of(joint, self.known, str(self.device))
         available = self.budget_bytes - self.meter.current_bytes() - self._outside_bytes(joint)

@@ -12,12 +12,15 @@
     +-- NeverTrained               85   the script ended without a training step
     +-- ScriptFailed                    the user's script failed in its trial run; its own exit code
     +-- ScheduleError              70   a schedule breaks the replay rules (never runs)
+    +-- GuardFailed                70   the weights forbid a schedule (never leaves a worker: it plans again)
     +-- DeviceQueryFailed          70   the free memory of a device could not be read
 
 Only the command line prints them; everything below raises.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class MonetrunError(Exception):
@@ -130,6 +133,18 @@ class ScheduleError(MonetrunError):
     def __init__(self, message: str, hint: str = "", *, step: int = -1) -> None:
         super().__init__(message, hint)
         self.step = step
+
+
+class GuardFailed(MonetrunError):
+    """A graph was called with weights that its schedule does not allow; nothing of the graph has run.
+
+    Attributes:
+        failed: a ``guards.Failed``.
+    """
+
+    def __init__(self, message: str, hint: str = "", *, failed: Any) -> None:
+        super().__init__(message, hint)
+        self.failed = failed
 
 
 class DeviceQueryFailed(MonetrunError):

@@ -14,7 +14,7 @@ from itertools import pairwise
 from rich.console import Console
 from rich.markup import escape
 
-from monetrun import report
+from monetrun import planner, report
 from monetrun.budget import format_bytes
 from monetrun.errors import PlanMismatch
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
@@ -109,7 +109,7 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
     """
     if not describes(record, plan):
         raise PlanMismatch("the record is of another step than the plan", "monetrun plan SCRIPT writes a plan anew")
-    plain = [plain_schedule(g) for g in record.graphs]
+    plain, fast = [plain_schedule(g) for g in record.graphs], planner.plain_in_place(record)
     planned = [g.schedule for g in plan.graphs]
     timeline = replay(record, planned)
     at_peak, alive = _at_peak(record, planned, timeline.peak_event)
@@ -120,11 +120,11 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
         overhead=plan.overhead,
         bound=plan.bound,
         gap=plan.gap,
-        plain_seconds=replay(record, plain).seconds,
+        plain_seconds=replay(record, fast).seconds,
         peak_name=timeline.peak_name,
         at_peak=at_peak,
         alive=alive,
-        modules=_modules(record, plain, planned),
+        modules=_modules(record, fast, planned),
         implementations=_implementations(record, planned),
         plain_profile=_profile(record, plain),
         planned_profile=_profile(record, planned),

@@ -152,8 +152,8 @@ def frontier(
 def _monotone(budgets: Sequence[int], plans: Sequence[Plan | None], base: Baseline) -> tuple[Point, ...]:
     """The points: at each budget the cheapest of the plans within it, and the highest of the bounds above it."""
     bounds: list[float] = []
-    for plan in plans:
-        bounds.append(max([plan.bound if plan else 0.0, *bounds[-1:]]))
+    for plan in plans:  # other implementations may cost less than the plain step, but none less than nothing
+        bounds.append(max([plan.bound if plan else -1.0, *bounds[-1:]]))
     points: list[Point] = []
     best: Plan | None = None
     for budget_bytes, plan, bound in reversed(list(zip(budgets, plans, bounds, strict=True))):
@@ -193,7 +193,8 @@ def draw(found: Frontier, title: str, path: str) -> None:
     axes.axvline(found.plain_peak_bytes / unit, color="#777777", linewidth=0.9)
     axes.axvline(found.smallest_bytes / unit, color="#c4432b", linewidth=0.9, linestyle=":")
     high = max([*overhead, 1.0])
-    axes.set_ylim(0, 1.12 * high)
+    low = 1.12 * min([*bound, 0.0])
+    axes.set_ylim(low, 1.12 * high)
     for where, text, color in (
         (found.plain_peak_bytes, "plain step ", "#777777"),
         (found.smallest_bytes, "smallest feasible ", "#c4432b"),

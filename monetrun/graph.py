@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +19,8 @@ BACKWARD = "backward"
 
 # What implementations beside the default can be: those of the paper (section 4), and ``fused``, which it does not have.
 KINDS = ("in-place", "conv", "output", "intermediate", "layout", "fused")
+# Said among kinds, or alone: only those of them that give the default's bits.
+EXACT = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,14 @@ class Implementation:
         in_place_of: id of the input whose storage the first output takes over, or None. Legal only in a step
             after which that input is not read again before it is next written; never an external or kept one.
         exact: whether its result has the same bits as the default's.
+        usable: False where the weights forbid it (its guard failed). No part of a fingerprint: weights change.
     """
 
     name: str
     inputs: tuple[int, ...]
     in_place_of: int | None = None
     exact: bool = True
+    usable: bool = True
 
     @property
     def kind(self) -> str:
@@ -64,9 +69,15 @@ class Implementation:
         return self.name.partition(":")[0]
 
     def allowed_by(self, kinds: tuple[str, ...] | None) -> bool:
-        """Whether it is among the kinds that are allowed beside the default (None: all)."""
+        """Whether it is usable, and among the kinds that are allowed beside the default (None: all)."""
+        if not self.usable:
+            return False
         if kinds is None or self.name == "default":
             return True
+        if EXACT in kinds:
+            kinds = tuple(kind for kind in kinds if kind != EXACT) or KINDS
+            if not self.exact:
+                return False
         return self.kind in kinds and (self.in_place_of is None or "in-place" in kinds)
 
 
@@ -82,7 +93,8 @@ class Operator:
         outputs: ids of the tensors it writes. Every non-external tensor has exactly one writer.
         implementations: at least one; the first is the default.
         replayable: it may run again in the backward pass (not random, mutates nothing).
-        optional: not in the plain step; runs only in schedules that want its output (a ReLU's bit mask).
+        optional: a schedule may leave it out of its pass, where nothing reads its outputs before they are next written.
+        plain: the plain step runs it; not so what only other implementations want (a ReLU's bit mask).
         signature: hash of target, shapes, dtypes, layouts and constants: operators of one signature cost the same.
     """
 
@@ -94,6 +106,7 @@ class Operator:
     implementations: tuple[Implementation, ...]
     replayable: bool = True
     optional: bool = False
+    plain: bool = True
     signature: str = ""
 
     @property
@@ -197,10 +210,35 @@ def check(graph: Graph, costs: Costs | None = None) -> None:
     for t in graph.tensors:
         if not t.external and t.id not in writer:
             raise ValueError(f"tensor {t.id} is never written")
+    plain = {t for op in graph.operators if op.plain for t in op.outputs}
+    for op in graph.operators:
+        if op.plain and op.optional and any(graph.tensors[t].kept for t in op.outputs):
+            raise ValueError(f"operator {op.id} writes what is kept, and is optional")
+        if not (op.plain or op.optional):
+            raise ValueError(f"operator {op.id} is not in the plain step, but must run")
+        for read in op.inputs if op.plain else ():
+            if not (graph.tensors[read].external or read in plain):
+                raise ValueError(f"operator {op.id} of the plain step reads tensor {read}, which that does not write")
     if costs is not None:
         for table in (costs.seconds, costs.workspace_bytes):
             if [len(row) for row in table] != [len(op.implementations) for op in graph.operators]:
                 raise ValueError("costs and graph have different operators or implementations")
+
+
+def without(graph: Graph, left_out: Collection[tuple[int, int]]) -> Graph:
+    """``graph``, in which the implementations (operator, index) of ``left_out`` are not usable."""
+    if not left_out:
+        return graph
+
+    def marked(op: Operator) -> Operator:
+        implementations = tuple(
+            dataclasses.replace(impl, usable=False) if (op.id, k) in left_out else impl
+            for k, impl in enumerate(op.implementations)
+        )
+        return dataclasses.replace(op, implementations=implementations)
+
+    concerned = {operator for operator, _ in left_out}
+    return replace(graph, operators=tuple(marked(op) if op.id in concerned else op for op in graph.operators))
 
 
 def replace(graph: Graph, **changes: object) -> Graph:

@@ -7,8 +7,9 @@ where none is known. A schedule is a list of operator numbers: every operator on
 forward operator again anywhere in the backward part.
 
 Beyond that, and for readers that look for it: an operator's ``implementations`` beside the default (``name``,
-``reads``, ``seconds``, ``in_place_of``, ``inexact``), and ``optional_ops``, written like the others with the number of
-the operator that each stands ``before``. They have no numbers: a list of numbers is a schedule of defaults.
+``reads``, ``seconds``, ``in_place_of``, ``inexact``), ``optional`` (it may be left out), and ``optional_ops``, written
+like the others with the number of the operator that each stands ``before``. They have no numbers: a list of numbers is
+a schedule of defaults.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def _instance(data: dict[str, Any]) -> Instance:
                 outputs=tuple(op["writes"]),
                 implementations=(Implementation("default", tuple(op["reads"])), *map(_implementation, others)),
                 replayable=phase == FORWARD and not op["random"],
-                optional="before" in op,
+                optional="before" in op or bool(op.get("optional", False)),
+                plain="before" not in op,
             )
         )
         seconds.append((float(op["seconds"]), *(float(other["seconds"]) for other in others)))
@@ -185,6 +187,7 @@ def to_json(instance: Instance) -> dict[str, Any]:
             "reads": list(op.inputs),
             "writes": list(op.outputs),
             "seconds": seconds[op.id][0],
+            **({"optional": True} if op.optional and op.plain else {}),
         }
         if len(op.implementations) > 1:
             written["implementations"] = [
@@ -197,7 +200,7 @@ def to_json(instance: Instance) -> dict[str, Any]:
                 }
                 for k, other in enumerate(op.implementations[1:], 1)
             ]
-        if op.optional:
+        if not op.plain:
             optional.append({**written, "before": len(ops)})
         else:
             ops.append(written)
@@ -219,7 +222,7 @@ def to_json(instance: Instance) -> dict[str, Any]:
 
 def _numbered(graph: Graph) -> list[int]:
     """The id of each operator that has a number."""
-    return [op.id for op in graph.operators if not op.optional]
+    return [op.id for op in graph.operators if op.plain]
 
 
 def to_numbers(graph: Graph, schedule: Schedule) -> list[int]:

@@ -111,7 +111,8 @@ def _add_options(parser: argparse.ArgumentParser) -> frozenset[str]:
         type=_kinds,
         default="all",
         metavar="KINDS",
-        help=f"which ways to run operators the plan may use beside eager's: all | none | {','.join(KINDS)}",
+        help=f"which ways to run operators the plan may use beside eager's: all | none | {','.join(KINDS)}; "
+        "with exact, or exact alone, only those that give eager's bits",
     )
     add(
         "--no-implementations",

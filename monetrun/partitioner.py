@@ -101,7 +101,7 @@ def _read(joint: JointGraph, costs: Costs, forward: list[int], backward: list[in
     twice = [o for o in backward if o in first]
     unsaved = {o for o in twice if operators[o].phase == FORWARD and not operators[o].replayable}
     late = [o for o in backward if o not in first]
-    dead = sorted(set(range(len(operators))) - first - set(late))  # in no module: never run, like optional ones
+    dead = sorted(set(range(len(operators))) - first - set(late))  # in no module: never run
     order = forward + late + dead
     number = {o: i for i, o in enumerate(order)}
     graph = dataclasses.replace(
@@ -113,6 +113,7 @@ def _read(joint: JointGraph, costs: Costs, forward: list[int], backward: list[in
                 phase=FORWARD if o in first else BACKWARD,
                 replayable=o in first and o not in unsaved,
                 optional=i >= len(forward) + len(late),
+                plain=i < len(forward) + len(late),
             )
             for i, o in enumerate(order)
         ),

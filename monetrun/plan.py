@@ -9,7 +9,7 @@ from functools import cached_property
 
 from monetrun import codec
 from monetrun.errors import UsageError
-from monetrun.graph import KINDS, Graph
+from monetrun.graph import EXACT, KINDS, Graph
 
 SCHEMA = 1
 
@@ -26,10 +26,10 @@ class Step:
 class Schedule:
     """The order of a forward and of a backward pass.
 
-    The forward pass runs every non-optional forward operator once, in the graph's order (and the optional ones it
-    wants, in that order too). The backward pass runs every backward operator once, in the graph's order, and,
-    anywhere between them, replayable forward operators again. When a tensor is freed is derived (after its last
-    reader before it is next written), and so is what crosses from one pass to the other.
+    The forward pass runs every forward operator once, in the graph's order. The backward pass runs every backward
+    operator once, in the graph's order, and, anywhere between them, replayable forward operators again. Optional
+    operators may be missing. When a tensor is freed is derived (after its last reader before it is next written), and
+    so is what crosses from one pass to the other.
     """
 
     forward: tuple[Step, ...]
@@ -38,7 +38,7 @@ class Schedule:
 
 def plain_schedule(graph: Graph) -> Schedule:
     """Every operator once, with its default implementation: what the plain step runs."""
-    steps = [Step(op.id) for op in graph.operators if not op.optional]
+    steps = [Step(op.id) for op in graph.operators if op.plain]
     cut = sum(s.operator < graph.forward_count for s in steps)
     return Schedule(tuple(steps[:cut]), tuple(steps[cut:]))
 
@@ -70,7 +70,8 @@ class Options:
         seconds: time limit.
         gap: stop when (cost - bound) / bound is at most this.
         recompute: False for the paper's ablation "implementations only".
-        implementations: None for all, or the kinds of those allowed beside ``"default"`` (``()``: MONeT-NoOp).
+        implementations: None for all, or the kinds of those allowed beside ``"default"`` (``()``: MONeT-NoOp;
+            ``"exact"`` among them: of these, or alone of all, the ones with the default's bits).
         mip_solver: ``"scip"`` or ``"highs"``.
         seed: for the randomized ones; the same inputs give the same schedule.
         on_progress: called with (seconds since the beginning, seconds of the best schedule or infinity, bound in
@@ -87,18 +88,18 @@ class Options:
 
 
 def parse_kinds(text: str) -> tuple[str, ...] | None:
-    """What ``--implementations`` says: ``all`` (None), ``none`` (``()``), or kinds with commas between them.
+    """What ``--implementations`` says: ``all`` (None), ``none`` (``()``), or kinds and ``exact`` with commas between.
 
     Raises:
-        UsageError: a word is none of ``graph.KINDS``.
+        UsageError: a word is neither one of ``graph.KINDS`` nor ``graph.EXACT``.
     """
     if text == "all":
         return None
     words = tuple(word for word in text.split(",") if word and text != "none")
-    unknown = [word for word in words if word not in KINDS]
+    unknown = [word for word in words if word not in (*KINDS, EXACT)]
     if unknown or (text != "none" and not words):
         raise UsageError(
-            f"--implementations {text}: {', '.join(unknown) or 'nothing'} is not one of {', '.join(KINDS)}",
+            f"--implementations {text}: {', '.join(unknown) or 'nothing'} is not one of {', '.join((*KINDS, EXACT))}",
             "say all, none, or some of them with commas between",
         )
     return words

@@ -23,7 +23,11 @@ _HALVINGS = 7
 
 @dataclass(frozen=True)
 class Baseline:
-    """What is known of a step before any budget: the plain step, and the most frugal one."""
+    """What is known of a step before any budget: the plain step, and the most frugal one.
+
+    The plain step's bytes are those of every operator with its default implementation; its seconds are less where
+    running in place is faster, since the script may do that itself: what a plan adds is added to the faster of the two.
+    """
 
     plain: StepTimeline
     frugal: StepTimeline
@@ -31,9 +35,16 @@ class Baseline:
     frugal_schedules: tuple[Schedule, ...]
 
 
+def plain_in_place(record: StepRecord, options: Options | None = None) -> list[Schedule]:
+    """The plain step in place wherever an operand dies (and ``options`` allow it): never slower."""
+    pairs = zip(record.graphs, record.costs, strict=True)
+    return [in_place_where_legal(g, c, plain_schedule(g), options or Options()) for g, c in pairs]
+
+
 def baseline(record: StepRecord) -> Baseline:
     """Replay the step plainly, and with the least memory that is known to be possible."""
     plain = tuple(plain_schedule(g) for g in record.graphs)
+    fast = replay(record, plain_in_place(record))
     frugal = list(greedy.most_frugal(g, c) for g, c in zip(record.graphs, record.costs, strict=True))
     best = replay(record, frugal)
     # the least peak of a graph alone need not give the least peak of the step: what it saves counts for the others
@@ -46,7 +57,7 @@ def baseline(record: StepRecord) -> Baseline:
         timeline = replay(record, trial)
         if timeline.peak_bytes < best.peak_bytes:
             frugal, best = trial, timeline
-    return Baseline(replay(record, plain), best, plain, tuple(frugal))
+    return Baseline(replace(replay(record, plain), seconds=fast.seconds), best, plain, tuple(frugal))
 
 
 def more_frugal(record: StepRecord, base: Baseline, options: Options) -> Baseline:
@@ -178,11 +189,7 @@ def _solve(
     base: Baseline,
     starts: Sequence[Sequence[Schedule]] | None,
 ) -> _Found:
-    # in place wherever an operand dies: less to allocate, and never slower
-    schedules = [
-        in_place_where_legal(g, c, s, options)
-        for g, c, s in zip(record.graphs, record.costs, base.plain_schedules, strict=True)
-    ]
+    schedules, fast = plain_in_place(record, options), plain_in_place(record)
     # seconds that the graphs of a round cost more, at least: less where other implementations are faster
     added: dict[tuple[int, ...], float] = {}
     status = "optimal"
@@ -197,9 +204,7 @@ def _solve(
             continue
         start = replay(record, schedules).start_bytes[bounds[0]]
         graphs, calls = _members(record, bounds)
-        plain = sum(
-            record.costs[k].seconds[op.id][0] for k in graphs for op in record.graphs[k].operators if not op.optional
-        )
+        plain = sum(simulate(record.graphs[k], record.costs[k], fast[k]).seconds for k in graphs)
         now = sum(simulate(record.graphs[k], record.costs[k], schedules[k]).seconds for k in graphs)
         rest = replay(record, schedules).seconds - calls * now
         share = replace(
@@ -278,12 +283,13 @@ def _one_parameter(record: StepRecord, budget_bytes: int, base: Baseline) -> lis
 def carry_over(plan_schedule: Schedule, graph: Graph, costs: Costs, budget_bytes: int) -> Schedule | None:
     """The same steps for the same model at other shapes, if ``simulate`` accepts them there and they fit.
 
-    Steps in place are dropped to the default where the other shapes do not allow them.
+    Steps that the other shapes or the weights do not allow there are dropped to the default.
     """
 
     def fitted(step: Step) -> Step:
-        known = len(graph.operators[step.operator].implementations)
-        return step if step.implementation < known else Step(step.operator)
+        known = graph.operators[step.operator].implementations
+        allowed = step.implementation < len(known) and known[step.implementation].usable
+        return step if allowed else Step(step.operator)
 
     schedule = Schedule(
         tuple(fitted(s) for s in plan_schedule.forward), tuple(fitted(s) for s in plan_schedule.backward)

@@ -12,7 +12,7 @@ import torch
 from monetrun import cost, roofline
 from monetrun.capture import JointGraph
 from monetrun.cost import OperatorCost
-from monetrun.graph import BACKWARD, FORWARD, Costs
+from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, without
 from monetrun.meter import Meter
 from monetrun.plan import Schedule
 from monetrun.solve import greedy
@@ -77,7 +77,9 @@ class Recorder:
         if number is None:
             number = self._number[joint.graph.fingerprint] = len(self.joints)
             self.joints.append(joint)
-            self.schedules.append(greedy.most_frugal(joint.graph, estimated(joint)))
+            # the weights have not been seen yet: nothing that they may forbid
+            guarded = {(g.operator, g.implementation) for g in joint.guards.guards}
+            self.schedules.append(greedy.most_frugal(without(joint.graph, guarded), estimated(joint)))
         return number, self.schedules[number]
 
     # ---- what happens in the step
@@ -181,7 +183,7 @@ class Recorder:
             events.insert(0, Event(OUTSIDE, -1, waiting, waiting, "last step's gradients"))
         weights = _bytes_of(self.parameters)
         return StepRecord(
-            graphs=tuple(j.graph for j in self.joints),
+            graphs=tuple(allowed(j) for j in self.joints),
             costs=tuple(costs),
             events=tuple(events),
             base_bytes=first + self.state_bytes,
@@ -218,6 +220,12 @@ class Recorder:
                 chosen.append(t)
                 missing -= joint.graph.tensors[t].nbytes
         return tuple(chosen)
+
+
+def allowed(joint: JointGraph) -> Graph:
+    """The graph, in which what its weights forbid as they are now is not usable."""
+    failed = joint.guards.failed()
+    return joint.graph if failed is None else without(joint.graph, failed.implementations)
 
 
 def estimated(joint: JointGraph) -> Costs:

@@ -192,14 +192,17 @@ def plan_lines(plan: Plan, title: str, graphs: Sequence[Graph] = ()) -> list[str
     again = again_count(plan)
     total = sum(len(g.schedule.forward) for g in plan.graphs)
     others = sum(s.implementation > 0 for g in plan.graphs for s in (*g.schedule.forward, *g.schedule.backward))
-    kinds = Counter(
-        graph.operators[s.operator].implementations[s.implementation].kind
+    chosen = [
+        graph.operators[s.operator].implementations[s.implementation]
         for g, graph in zip(plan.graphs, graphs, strict=False)
         for s in (*g.schedule.forward, *g.schedule.backward)
         if s.implementation
-    )
+    ]
+    kinds = Counter(implementation.kind for implementation in chosen)
     named = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()) or str(others)
     lines.append(f"  {again} of {total} forward operators run again; other implementations: {named}")
+    if rounded := sum(not implementation.exact for implementation in chosen):
+        lines.append(f"  {rounded} of these are within rounding of eager; --implementations exact keeps its bits")
     return lines
 
 

@@ -3,9 +3,9 @@
 Every peak and overhead that monetrun prints, stores or compares comes from ``simulate``. The rules of the replay:
 
 * Only tensors that are not ``external`` are counted.
-* The forward part runs every non-optional forward operator once, in the graph's order (an optional one at most once,
-  in that order); the backward part runs every non-optional backward operator once, in the graph's order, and,
-  anywhere between them, replayable forward operators, any number of times.
+* The forward part runs every forward operator once, in the graph's order; the backward part runs every backward
+  operator once, in the graph's order, and, anywhere between them, replayable forward operators, any number of times.
+  An optional operator may be missing from its part (if it is replayable, its first run may be in the backward one).
 * A step reads the inputs of its *implementation* and writes all outputs of its operator. A tensor lives from a
   write to its last read before its next write; one that is not read dies right after the step.
 * A ``kept`` tensor lives from its first write to the end; writing it again is a transient copy, freed after the step.

@@ -293,11 +293,10 @@ class _Joiner:
         for op in graph.operators:
             if op.phase == event.kind:
                 implementations = tuple(
-                    Implementation(
-                        i.name,
-                        tuple(self.tensor_of[event.graph, t] for t in i.inputs),
-                        None if i.in_place_of is None else self.tensor_of[event.graph, i.in_place_of],
-                        i.exact,
+                    dataclasses.replace(
+                        i,
+                        inputs=tuple(self.tensor_of[event.graph, t] for t in i.inputs),
+                        in_place_of=None if i.in_place_of is None else self.tensor_of[event.graph, i.in_place_of],
                     )
                     for i in op.implementations
                 )
@@ -312,6 +311,7 @@ class _Joiner:
                         implementations,
                         op.replayable,
                         op.optional,
+                        op.plain,
                         op.signature,
                     )
                 )

@@ -31,7 +31,7 @@ from monetrun.errors import UsageError
 
 T = TypeVar("T")
 
-SCHEMA = 1
+SCHEMA = 2
 KINDS = ("plan", "probe", "costs")
 LOCK_SECONDS = 10.0
 

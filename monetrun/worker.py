@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from monetrun import fake, roofline
-from monetrun.errors import CaptureFailed, MonetrunError
+from monetrun.errors import CaptureFailed, GuardFailed, MonetrunError
 from monetrun.ops import cpu_allocator
 from monetrun.settings import PROBE, RUN, Settings
 
@@ -314,20 +314,23 @@ class Planned:
             return module._call_impl(*args, **kwargs)
         engine = session.engine
         engine.forward_begins(self.name)
-        if self.generation != engine.generation:
-            self.generation = engine.generation
-            self.backend = engine.backend(self.name)
-            self.run = torch.compile(_entry(), backend=self.backend, dynamic=False)
-            return self._first(module, args, kwargs)
-        with session.outermost():
-            return _unwrapped(self.run, module, args, kwargs)
-
-    def _first(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        with self.session.outermost():
-            result = _unwrapped(self.run, module, args, kwargs)
-        if not self.backend.captured:
-            self.session.give_up(f"{self.name} runs without a plan: nothing of its forward was captured")
-        return result
+        while True:
+            if self.generation == engine.generation and (failed := self.backend.failed()):
+                engine.plan_without(failed)
+            first = self.generation != engine.generation
+            if first:
+                self.generation = engine.generation
+                self.backend = engine.backend(self.name)
+                self.run = torch.compile(_entry(), backend=self.backend, dynamic=False)
+            try:
+                with session.outermost():
+                    result = _unwrapped(self.run, module, args, kwargs)
+            except GuardFailed as failure:  # each time there is one implementation less that can
+                engine.plan_without(failure.failed)
+                continue
+            if first and not self.backend.captured:
+                session.give_up(f"{self.name} runs without a plan: nothing of its forward was captured")
+            return result
 
 
 def _unwrapped(run: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ Three tables, from one run:
 The activation peak is what an eager step allocates at most, less what lies there after it (weights, buffers, gradients,
 optimizer state, batch). A budget is a share of it, plus those. Each network's operators are timed once, so that all of
 its plans stand on the same costs; the planned and the eager model then train in turns in one process. Seconds are
-medians over the pairs, and peaks are the CPU allocator's (see gpu_check.py, which does the same on a GPU).
+medians over the pairs, and peaks are the CPU allocator's (step_pairs.py, as for gpu_check.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchvision
-from gpu_check import Recorded, Reference, Trainer, run_planned
+from step_pairs import Recorded, Reference, Trainer, run_planned
 from torch import nn
 
 from monetrun.errors import InfeasibleBudget, NoPlanInTime

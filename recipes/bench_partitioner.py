@@ -8,8 +8,8 @@ The problems are those of recipes/capture_instances.py, under roofline:p100. Tor
 * Its own order of operators is judged, in the forward and the backward pass.
 * Its operators run in place wherever that is legal, as the plain step's do.
 * A random operator that it would run again, drawing other numbers, is taken to have its result saved, at no time.
-* An operator that only the backward pass reads may run there alone (MobileNetV2's copies of what its ReLU6 overwrite);
-  a plan's forward runs every forward operator, and its bound is of such plans.
+
+An operator that only the backward pass reads may run there alone, with both.
 
 Against each point stands the cheapest plan that was found within the same peak; below the least that torch reaches,
 plans to fixed shares. A share is (peak - gradients) / (plain peak - gradients).

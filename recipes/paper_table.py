@@ -31,7 +31,7 @@ from monetrun import instances
 from monetrun.graph import Graph
 from monetrun.plan import Options, Schedule, Step, parse_kinds, plain_schedule
 from monetrun.simulate import simulate
-from monetrun.solve import names, solver
+from monetrun.solve import names, solver, tidy
 
 HERE = Path(__file__).parent
 
@@ -75,8 +75,7 @@ class Row:
 
 # how the paper's torch ran a ReLU6 in place: (implementation, whether over an operand)
 PAPERS = {
-    "aten.clone.default": ("in-place", True),
-    "aten.hardtanh.default": ("output:copy", True),
+    "aten.hardtanh.default": ("in-place", True),
     "aten.hardtanh_backward.default": ("output", False),
 }
 
@@ -91,7 +90,8 @@ def papers_schedule(graph: Graph) -> Schedule:
         return Step(plain.operator, next(found, 0))
 
     plain = plain_schedule(graph)
-    return Schedule(tuple(step(s) for s in plain.forward), tuple(step(s) for s in plain.backward))
+    steps = Schedule(tuple(step(s) for s in plain.forward), tuple(step(s) for s in plain.backward))
+    return tidy.without_dead_runs(graph, steps)
 
 
 def plan(network: str, readings: list[str], algorithm: str, options: Options) -> list[Row]:

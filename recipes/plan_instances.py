@@ -96,7 +96,8 @@ def measure(instance: instances.Instance, budget_bytes: int, solution: Solution)
 def written(graph: Graph, schedule: Schedule) -> list[int] | list[list[int]]:
     """The operators' numbers; pairs of operator (optional ones counted) and implementation if it uses others."""
     steps = schedule.forward + schedule.backward
-    if all(s.implementation == 0 and not graph.operators[s.operator].optional for s in steps):
+    everything = {op.id for op in graph.operators if op.plain}
+    if {s.operator for s in steps} == everything and all(s.implementation == 0 for s in steps):
         return instances.to_numbers(graph, schedule)
     return [[s.operator, s.implementation] for s in steps]
 

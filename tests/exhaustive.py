@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 
-from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, Operator
+from monetrun.graph import FORWARD, Costs, Graph, Operator
 
 
 def cheapest_seconds(
@@ -75,9 +75,8 @@ def cheapest_seconds(
             heapq.heappush(heap, (cost, next(tie), (position, last, alive - {t})))
         if op.optional:
             heapq.heappush(heap, (cost, next(tie), (position + 1, last, alive)))
-        if not (op.optional and op.phase == BACKWARD):
-            for seconds, after in outcomes(op, alive):
-                heapq.heappush(heap, (cost + seconds, next(tie), (position + 1, -1, after)))
+        for seconds, after in outcomes(op, alive):
+            heapq.heappush(heap, (cost + seconds, next(tie), (position + 1, -1, after)))
         if position >= cut and recompute:
             for again in operators[:cut]:
                 if again.phase == FORWARD and again.replayable and (any_order or again.id > last):

@@ -43,7 +43,8 @@ def joint_graphs(
     optional_outputs: set[int] = set()
     for i in range(forward + backward):
         is_forward = i < forward
-        is_optional = optional and is_forward and draw(integers(0, 9)) == 0
+        is_optional = optional and draw(integers(0, 5)) == 0
+        is_plain = not is_optional or not is_forward or draw(booleans())
         readable = [t for t in range(len(tensors)) if t not in optional_outputs]
         recent = readable[-3:]
 
@@ -55,7 +56,10 @@ def joint_graphs(
 
         inputs = reads(readable, recent)
         outputs = tuple(new_tensor(False, draw(sizes)) for _ in range(draw(st.sampled_from([1, 1, 1, 2, 0]))))
-        if is_optional:
+        if is_plain and is_optional:
+            for t in outputs:
+                tensors[t]["kept"] = False
+        if not is_plain:
             optional_outputs.update(outputs)
         implementations = [Implementation("default", inputs)]
         if in_place and outputs and inputs and draw(booleans()):
@@ -76,6 +80,7 @@ def joint_graphs(
                 implementations=tuple(implementations),
                 replayable=is_forward and draw(integers(0, 5)) > 0,
                 optional=is_optional,
+                plain=is_plain,
             )
         )
     graph = Graph("random", tuple(Tensor(name=f"t{t['id']}", **t) for t in tensors), tuple(operators))  # type: ignore[arg-type]
@@ -86,7 +91,7 @@ def joint_graphs(
         spaces = [draw(st.sampled_from([0, 0, 0, 1, 5])) if workspace else 0]
         for impl in op.implementations[1:]:
             same = impl.in_place_of is not None
-            row.append(base if same else draw(integers(1, 16)) / 16)
+            row.append(draw(integers(1, round(16 * base) if same else 16)) / 16)
             spaces.append(spaces[0] if same or not workspace else draw(st.sampled_from([0, 0, 1, 5])))
         seconds.append(tuple(row))
         workspaces.append(tuple(spaces))
@@ -104,7 +109,7 @@ def schedules(draw: st.DrawFn, graph: Graph, *, max_replays: int = 6) -> Schedul
 
     forward = graph.operators[: graph.forward_count]
     first = tuple(step(op) for op in forward if not op.optional or draw(st.booleans()))
-    second = [step(op) for op in graph.operators[graph.forward_count :] if not op.optional]
+    second = [step(op) for op in graph.operators[graph.forward_count :] if not op.optional or draw(st.booleans())]
     replayable = [op for op in forward if op.replayable]
     if replayable:
         for op in draw(st.lists(st.sampled_from(replayable), max_size=max_replays)):
@@ -166,7 +171,7 @@ def conv_norm_relu(blocks: int, sizes: tuple[int, ...] = (16,)) -> tuple[Graph, 
         run(FORWARD, (conv,), [("default", x, 6.0)])
         run(FORWARD, (norm, stats), [("default", (conv,), 1.5)])
         run(FORWARD, (relu,), [("default", (norm,), 1.0), ("fused", (conv, stats), 1.0)])
-        run(FORWARD, (mask,), [("default", (relu,), 0.5)], optional=True)
+        run(FORWARD, (mask,), [("default", (relu,), 0.5)], optional=True, plain=False)
         saved.append((size, x, conv, stats, relu, mask))
         x = (relu,)
     gradient = tensor(saved[-1][0])

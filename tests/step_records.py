@@ -8,6 +8,12 @@ from monetrun.step import OUTSIDE, Event, StepRecord
 WEIGHT_BYTES = 500
 
 
+def graph_record(graph: Graph, costs: Costs) -> StepRecord:
+    """A step of nothing but one graph."""
+    events = (Event(FORWARD, 0), Event(BACKWARD, 0))
+    return StepRecord((graph,), (costs,), events, 0, {}, "cpu", "2.15.0")
+
+
 def chain_record(
     batch: int, widths: tuple[int, ...] = (40, 30, 50, 20, 40, 30), seconds: tuple[float, ...] | None = None
 ) -> StepRecord:

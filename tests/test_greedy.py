@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import joint_graphs
+from random_graphs import conv_norm_relu, joint_graphs
 from test_simulate import make
 
 from monetrun import simulate as simulate_module
@@ -26,6 +26,19 @@ def long_chain(n: int = 12) -> tuple[Graph, Costs]:
     return graph, Costs("test", ((1.0,),) * (2 * n), costs.workspace_bytes)
 
 
+def idle(graph, schedule):
+    """The first runs of optional operators that nothing reads before they run again: those need not have been."""
+    found, wanted = [], set()
+    for i, step in reversed(list(enumerate(schedule.forward + schedule.backward))):
+        op = graph.operators[step.operator]
+        first = i < len(schedule.forward) and op.optional and op.replayable
+        if first and op.outputs and not any(graph.tensors[t].kept for t in op.outputs) and not wanted & set(op.outputs):
+            found.append(step)
+        wanted -= set(op.outputs)
+        wanted |= set(op.implementations[step.implementation].inputs)
+    return found
+
+
 @needs_native
 @settings(max_examples=300, deadline=None)
 @given(st.data())
@@ -40,14 +53,13 @@ def test_the_search_counts_the_bytes_and_seconds_that_simulate_counts(data):
         current = search.read(1)
         assert current is not None
         timeline = simulate(graph, costs, current)
+        seconds = timeline.seconds - sum(costs.seconds[s.operator][s.implementation] for s in idle(graph, current))
         steps = current.forward + current.backward
         if any(graph.operators[s.operator].implementations[s.implementation].in_place_of is not None for s in steps):
-            # an in-place variant may cost less than what it is counted as
-            assert timeline.peak_bytes <= search.peak_bytes()
-            assert timeline.seconds <= search.seconds() + 1e-9
+            assert timeline.peak_bytes <= search.peak_bytes()  # it may need less workspace than it is counted with
         else:
             assert timeline.peak_bytes == search.peak_bytes()
-            assert timeline.seconds == pytest.approx(search.seconds())
+        assert seconds == pytest.approx(search.seconds())
         best = search.best()
         if best is not None:
             assert simulate(graph, costs, best).peak_bytes <= budget
@@ -130,6 +142,28 @@ def test_an_optional_operator_runs_when_its_output_makes_a_tensor_needless():
     assert [(s.operator, s.implementation) for s in solution.schedule.backward] == [(4, 0), (5, 1)]
     assert greedy.solve(graph, costs, 129, Options(seconds=0.05)).schedule is None
     assert greedy.solve(graph, costs, 169, Options(seconds=0.05)).schedule == plain_schedule(graph)
+
+
+@needs_native
+def test_an_implementation_that_reads_less_at_no_cost_is_used_from_the_start():
+    graph, costs = make("64 8 8 1", "f: > 0 r", "f: 0 > 1 r", "b: 0 1 > 2 a1", "b: 2 > 3")
+    costs = Costs("test", ((1.0,), (1.0,), (1.0, 1.0), (1.0,)), costs.workspace_bytes)
+    plain = plain_schedule(graph)
+    with greedy._Search(greedy._View(graph, costs, QUICK), 10**6, plain) as search:
+        current = search.read(1)
+    assert current is not None
+    assert [s.implementation for s in current.backward] == [1, 0]
+
+
+@needs_native
+@pytest.mark.parametrize(("blocks", "tenths", "overhead"), [(24, 5, 0.06066), (40, 4, 0.10302)])
+def test_recomputation_and_other_implementations_are_found_together_at_once(blocks, tenths, overhead):
+    graph, costs = conv_norm_relu(blocks)
+    plain = simulate(graph, costs, plain_schedule(graph))
+    solution = greedy.improve(graph, costs, plain.peak_bytes * tenths // 10, None, QUICK, patience=100.0)
+    assert solution.schedule is not None
+    # the optimum's overhead; without a view of what is alive anyway recomputation costs 0.078 and 0.142
+    assert simulate(graph, costs, solution.schedule).seconds / plain.seconds - 1 < 1.1 * overhead
 
 
 @needs_native

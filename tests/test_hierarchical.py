@@ -9,7 +9,7 @@ from test_ilp import chain
 
 from monetrun.plan import Options, Schedule, Step, plain_schedule
 from monetrun.simulate import simulate
-from monetrun.solve import hierarchical, ilp, relaxation, windows
+from monetrun.solve import greedy, hierarchical, ilp, incumbent, relaxation, windows
 
 quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -90,3 +90,35 @@ def test_a_window_can_say_the_schedule_it_comes_from_even_out_of_the_graphs_orde
     slots = windows.window_slots(graph, schedule, {0, 1, 2}, Options())
     program = ilp.build(graph, costs, 10, slots)
     assert ilp.start_from(graph, program, schedule) is not None
+
+
+def test_native_searches_of_one_solve_each_have_their_own_seed():
+    graph, costs = chain(4)
+    search = incumbent.Incumbent(graph, costs, 5, Options(seed=3), None)
+    assert [search.native(1.0)[0].seed for _ in range(3)] == [3, 4, 5]
+
+
+def test_what_finds_nothing_gives_way_to_what_finds_but_keeps_a_share_of_the_work():
+    fruitful, fruitless = windows._Effort(), windows._Effort()
+    for _ in range(400):
+        if fruitful.comes_before(fruitless):
+            fruitful.book(1.0, True)
+        else:
+            fruitless.book(1.0, False)
+    assert fruitful.work_seconds / fruitless.work_seconds == pytest.approx(1 / windows._LEAST_SUCCESS, rel=0.1)
+
+
+def test_a_budget_that_one_draw_does_not_reach_is_tried_again_with_another_seed(monkeypatch):
+    graph, costs = chain(8)
+    budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes - 2
+    search = incumbent.Incumbent(graph, costs, budget_bytes, Options(seconds=4.0), None)
+    frugal, seeds = greedy.most_frugal, []
+
+    def unlucky_at_first(graph, costs, options, enough_bytes, patience):
+        seeds.append(options.seed)
+        return plain_schedule(graph) if len(seeds) < 3 else frugal(graph, costs, options, enough_bytes, patience)
+
+    monkeypatch.setattr(greedy, "most_frugal", unlucky_at_first)
+    hierarchical._search_frugally(search, 1.0)
+    assert seeds == [0, 1, 2]
+    assert search.best is not None

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from monetrun.backend import Backend
 from monetrun.capture import JointGraph
-from monetrun.graph import Costs, check
+from monetrun.graph import BACKWARD, FORWARD, Costs, check
 from monetrun.ops import kernels, registry
 from monetrun.plan import Schedule, Step, plain_schedule
 from monetrun.simulate import simulate
@@ -89,6 +89,31 @@ class Residual(nn.Module):
         return self.activation(y + self.norm(self.one(y)))
 
 
+class Normalized(nn.Module):
+    """A normalization between functions that need its output."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+        self.scale = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x):
+        return torch.tanh(self.norm(x * self.scale))
+
+
+class Plain(nn.Module):
+    """A layer norm whose weight and bias may each be missing, or need no gradient."""
+
+    def __init__(self, shape, weight, bias, trained=True):
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(torch.ones(shape), trained) if weight else None
+        self.bias = nn.Parameter(torch.zeros(shape), trained) if bias else None
+
+    def forward(self, x):
+        return F.layer_norm(x, self.shape, self.weight, self.bias)
+
+
 class Loss(nn.Module):
     def __init__(self, classes, weight=False, reduction="mean", label=0):
         super().__init__()
@@ -111,6 +136,7 @@ CASES = {
     "relu6": (Wave(lambda x: F.relu6(4 * x), lambda x: F.hardtanh(2 * x, -1.0, 0.5), torch.sin), (1, 9, 3, 3)),
     "relu6 in place": (Wave(lambda x: F.relu6(4 * x, inplace=True), torch.sin), (2, 8, 3, 3)),
     "leaky relu": (Wave(lambda x: F.leaky_relu(x, 0.2), torch.sin), (2, 3, 5, 1)),
+    "elu": (Wave(F.elu, lambda x: F.elu(3 * x, 0.5), F.selu, lambda x: F.celu(4 * x, 2.0), torch.sin), (3, 5, 7, 3)),
     "pool": (pool(kernel_size=2), (2, 4, 8, 6)),
     "pool, overlapping": (pool(kernel_size=3, stride=2, padding=1), (1, 4, 9, 7)),
     "pool, same size": (pool(kernel_size=3, stride=1, padding=1), (2, 3, 5, 5)),
@@ -132,6 +158,15 @@ CASES = {
         ),
         (2, 3, 4, 5),
     ),
+    "layer norm": (Normalized(nn.LayerNorm(24)), (3, 5, 24)),
+    "layer norm, odd": (Normalized(nn.LayerNorm((3, 7))), (70, 3, 7)),
+    "layer norm, one row": (Normalized(nn.LayerNorm(33)), (1, 33)),
+    "layer norm, empty": (Normalized(nn.LayerNorm(8)), (0, 8)),
+    "layer norm, no bias": (Normalized(Plain([19], True, False)), (9, 19)),
+    "layer norm, no weight": (Normalized(Plain([19], False, True)), (9, 19)),
+    "layer norm, neither": (Normalized(Plain([19], False, False)), (9, 19)),
+    "layer norm, frozen": (Normalized(Plain([19], True, True, False)), (9, 19)),
+    "layer norm, images": (Normalized(nn.LayerNorm((4, 5, 6))), (3, 4, 5, 6)),
     "cross entropy": (Loss(5), (6, 11)),
     "cross entropy, weighted": (Loss(7, weight=True, reduction="sum", label=2), (9, 7)),
     "elementwise": (
@@ -142,10 +177,11 @@ CASES = {
 
 
 def computed(joint: JointGraph, dtype: torch.dtype) -> dict[fx.Node, object]:
-    """Every node's value, on random inputs of the captured forms."""
+    """Every node's value, on random inputs of the captured forms; weights are such that all guards hold."""
     generator = torch.Generator().manual_seed(0)
+    guarded = {p for guard in joint.guards.guards for p in guard.places}
 
-    def made(node: fx.Node) -> object:
+    def made(place: int, node: fx.Node) -> object:
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
             return value
@@ -154,12 +190,14 @@ def computed(joint: JointGraph, dtype: torch.dtype) -> dict[fx.Node, object]:
         random = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(DEVICE, value.dtype)
         if value.dim() > 1:
             random = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE).copy_(random)
-        return random
+        return random.abs() + 0.5 if place in guarded else random
 
     interpreter = fx.Interpreter(joint.module, garbage_collect_values=False)
     placeholders = joint.module.graph.find_nodes(op="placeholder")
     with torch.no_grad():
-        interpreter.run(*[made(n) for n in placeholders])
+        inputs = {p: made(p, n) for p, n in enumerate(placeholders)}
+        assert all(guard.asked(inputs) for guard in joint.guards.guards)
+        interpreter.run(*inputs.values())
     return interpreter.env
 
 
@@ -182,21 +220,28 @@ def test_an_implementation_gives_what_the_operator_gives(case, layout, dtype):
         arguments, keywords = fx.map_arg(
             (call.args, call.kwargs), lambda n, copies=copies: copies.setdefault(n, _copied(values[n]))
         )
-        given = call.target(*arguments, **keywords)
-        expected = values[node] if call.only is None else values[node][call.only]
+        result = call.target(*arguments, **keywords)
+        standing_for = values[node] if call.only is None else values[node][call.only]
         where = f"{node.target} as {impl.name} ({call.target})"
-        assert (given.shape, given.dtype) == (expected.shape, expected.dtype), where
-        assert strides(given) == strides(expected), where
+        pairs = list(zip(*(v if isinstance(v, tuple) else (v,) for v in (result, standing_for)), strict=True))
+        for one, other in pairs:
+            if other is not None:
+                assert_conforms(one, other, node, impl, where)
         if impl.in_place_of is not None:
             overwritten = [c for n, c in copies.items() if joint.storage.get(n) == impl.in_place_of]
-            assert any(c.data_ptr() == given.data_ptr() for c in overwritten), where
-        if node.target is torch.ops.monet.bernoulli_like.default:
-            continue
-        if impl.exact:
-            assert torch.equal(torch.nan_to_num(given), torch.nan_to_num(expected)), where
-            assert torch.equal(given.isnan(), expected.isnan()), where
-        else:
-            torch.testing.assert_close(given, expected, equal_nan=True, msg=lambda m, w=where: f"{w}: {m}")
+            assert any(c.data_ptr() == result.data_ptr() for c in overwritten), where
+
+
+def assert_conforms(given, expected, node, impl, where):
+    assert (given.shape, given.dtype) == (expected.shape, expected.dtype), where
+    assert strides(given) == strides(expected), where
+    if node.target is torch.ops.monet.bernoulli_like.default:
+        return
+    if impl.exact:
+        assert torch.equal(torch.nan_to_num(given), torch.nan_to_num(expected)), where
+        assert torch.equal(given.isnan(), expected.isnan()), where
+    else:
+        torch.testing.assert_close(given, expected, equal_nan=True, msg=lambda m: f"{where}: {m}")
 
 
 def strides(value):
@@ -244,7 +289,8 @@ class Forcing(Chooser):
         costs = Costs("none", tuple(tuple(map(float, row)) for row in zeros), tuple(map(tuple, zeros)))
         simulate(graph, costs, self.schedule)
         steps = self.schedule.forward + self.schedule.backward
-        self.used = {graph.operators[s.operator].implementations[s.implementation].name for s in steps}
+        used = [graph.operators[s.operator].implementations[s.implementation] for s in steps]
+        self.used, self.exact = {impl.name for impl in used}, all(impl.exact for impl in used)
         return 0, self.schedule
 
 
@@ -262,30 +308,133 @@ NETWORKS = {
     "gpt": (
         lambda: zoo.GPT(layers=2, width=32, length=32),
         lambda: zoo.tokens(4, 32, 0),
-        {"intermediate:mask", "fused:cross-entropy"},
+        {"intermediate:mask", "fused:cross-entropy", "output:layer-norm"},
     ),
 }
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-def test_every_other_implementation_at_once_gives_the_gradients_of_eager(network):
-    """Bit for bit, which is closer to float64 than any tolerance."""
+class Omitting(Chooser):
+    """Leaves out of its pass every operator that need not run there; what the backward pass reads runs there."""
+
+    def choose(self, joint):
+        self.joint = joint
+        graph = joint.graph
+        present: set[int] = {t.id for t in graph.tensors if t.external}
+        parts = {FORWARD: [], BACKWARD: []}
+        self.missing, self.late = set(), set()
+
+        def provide(reads):
+            for t in sorted(set(reads) - present):
+                op = graph.operators[graph.writer[t]]
+                provide(op.inputs)
+                parts[BACKWARD].append(Step(op.id))
+                present.update(op.outputs)
+                self.late.add(op.target)
+
+        for op in graph.operators:
+            if op.optional:
+                self.missing.add(op.target)
+                continue
+            ways = [k for k, impl in enumerate(op.implementations) if impl.in_place_of is None]
+            able = [k for k in ways if present.issuperset(op.implementations[k].inputs)]
+            if op.phase == BACKWARD and not able:
+                # a backward operator that was left out can not run here: another implementation does without it
+                backward = {t for o in graph.operators[graph.forward_count :] for t in o.outputs}
+                able = [k for k in ways if backward.isdisjoint(set(op.implementations[k].inputs) - present)]
+                provide(op.implementations[able[0]].inputs)
+            parts[op.phase].append(Step(op.id, able[0]))
+            present.update(op.outputs)
+        self.schedule = Schedule(tuple(parts[FORWARD]), tuple(parts[BACKWARD]))
+        zeros = [[0] * len(op.implementations) for op in graph.operators]
+        simulate(graph, Costs("none", tuple(map(tuple, zeros)), tuple(map(tuple, zeros))), self.schedule)
+        return 0, self.schedule
+
+
+def gradients_beside_eager(make, inputs, chooser):
+    """Gradients and buffers as scheduled, as eager gives them, and a function that computes them in float64."""
     torch.manual_seed(0)
-    make, inputs, expected_kinds = NETWORKS[network]
     module, x = make().to(DEVICE), tree_map(lambda t: t.to(DEVICE), inputs())
     twin = copy.deepcopy(module)
-    chooser = Forcing()
 
     def gradients(module, run):
         torch.manual_seed(1)
         out = run(x)
         loss = out["loss"] if isinstance(out, dict) else out.square().sum()
         loss.backward()
-        return {name: p.grad for name, p in module.named_parameters()}, dict(module.named_buffers())
+        return {name: p.grad for name, p in module.named_parameters()} | dict(module.named_buffers())
 
     expected = gradients(module, module)
     torch._dynamo.reset()
     given = gradients(twin, torch.compile(twin, backend=Backend(chooser, "case", observed=True)))
+
+    def wide():
+        exact = copy.deepcopy(module).double()
+        exact.zero_grad()
+        return gradients(exact, exact)
+
+    return given, expected, wide
+
+
+def differing(given, expected):
+    return [name for name in expected if not torch.equal(given[name], expected[name])]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_other_implementation_at_once_gives_the_gradients_of_eager(network):
+    """Bit for bit; what is not exact, with at most twice eager's own error."""
+    make, inputs, expected_kinds = NETWORKS[network]
+    chooser = Forcing()
+    given, expected, wide = gradients_beside_eager(make, inputs, chooser)
     assert chooser.used - {"default"} == expected_kinds or DEVICE != "cpu"  # what is exact there is not known
-    for one, other in zip(given, expected, strict=True):
-        assert [name for name in other if not torch.equal(one[name], other[name])] == []
+    if chooser.exact:
+        assert differing(given, expected) == []
+        return
+    for name, value in wide().items():
+        if not value.is_floating_point():
+            continue
+        errors = [(v[name].double() - value).norm() for v in (given, expected)]
+        assert errors[1] < 1e-5 * value.norm() + 1e-12, name  # the same dropout
+        assert errors[0] <= 2 * errors[1] + 1e-12, (name, errors)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "missing", "late"),
+    [
+        (
+            lambda: nn.Sequential(Residual(4, F.relu), Residual(4, F.relu)),
+            lambda: torch.randn(4, 4, 8, 8),
+            {"aten.add.Tensor"},
+            set(),
+        ),
+        (
+            lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.SiLU(inplace=True), nn.Conv2d(4, 4, 3)),
+            lambda: torch.randn(4, 4, 8, 8),
+            {"aten.clone.default"},
+            {"aten.clone.default"},
+        ),
+        (
+            lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU6(inplace=True), nn.Conv2d(4, 4, 3)),
+            lambda: torch.randn(4, 4, 8, 8),
+            {"aten.clone.default"},
+            set(),
+        ),
+        (
+            lambda: zoo.GPT(layers=2, width=32, length=32),
+            lambda: zoo.tokens(4, 32, 0),
+            {"aten.nll_loss_backward.default"},
+            set(),
+        ),
+    ],
+    ids=[
+        "sum before a fused kernel",
+        "copy that backward reads",
+        "copy that need not be read",
+        "gradient before a fused kernel",
+    ],
+)
+def test_what_need_not_run_in_its_pass_is_left_out_of_it(make, inputs, missing, late):
+    chooser = Omitting()
+    given, expected, _ = gradients_beside_eager(make, inputs, chooser)
+    assert differing(given, expected) == []
+    plain = {op.target for op in chooser.joint.graph.operators if op.plain}
+    assert (chooser.missing & plain, chooser.late) == (missing, late)

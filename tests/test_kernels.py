@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from monetrun.ops import kernels
+from monetrun.ops import cpu_allocator, kernels, normalization_output
 
 aten, monet = torch.ops.aten, torch.ops.monet
 NAN, INF = math.nan, math.inf
@@ -297,6 +297,109 @@ def test_the_native_normalizations_are_exact_where_torch_uses_fused_multiply_add
     assert not kernels.layer_norm_apply_is_exact(torch.bfloat16, torch.bfloat16)
 
 
+# --- normalization, backward from output
+
+
+def gradient_errors(kernel, rows, shape, weight, bias, grad=None):
+    """Of ATen's and of our gradients of a layer norm: each one's distance from float64's over the latter's norm."""
+    x = numbers((rows, *shape), torch.float32, special=False) + 0.5
+    grad = numbers(x.shape, torch.float32, special=False, seed=3) if grad is None else grad(x)
+    wide = [t.double().requires_grad_() for t in (x, weight, bias)]
+    torch.nn.functional.layer_norm(wide[0], shape, *wide[1:]).backward(grad.double())
+    y, mean, rstd = aten.native_layer_norm(x, shape, weight, bias, 1e-5)
+    eager = aten.native_layer_norm_backward(grad, x, shape, mean, rstd, weight, bias, [True] * 3)
+    given = kernel("layer_norm_output_backward")(grad, y, shape, rstd, weight, bias, [True] * 3)
+    return [
+        [((g.double() - t.grad).norm() / t.grad.norm()).item() for g, t in zip(gradients, wide, strict=True)]
+        for gradients in (eager, given)
+    ]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0, normalization_output.LIMIT])
+def test_a_layer_norms_backward_from_its_output_errs_at_most_twice_as_much_as_eagers(kernel, ratio):
+    for rows, shape in [(2048, [128]), (300, [7]), (1000, [3, 11]), (64, [768])]:
+        weight = numbers(shape, torch.float32, special=False, seed=1).abs().clamp(0.5, 1.5)
+        bias = weight * ratio * torch.where(numbers(shape, torch.float32, special=False, seed=2) < 0, -1, 1)
+        assert kernel("affine_invertible")(weight, bias, normalization_output.LIMIT)
+        for grad in (None, lambda x: x + 0.25 * numbers(x.shape, torch.float32, special=False, seed=3)):
+            eager, given = gradient_errors(kernel, rows, shape, weight, bias, grad)
+            assert all(g <= 2 * e for e, g in zip(eager, given, strict=True)), (rows, shape, eager, given)
+
+
+def test_far_behind_the_guards_limit_the_backward_from_output_is_worse_than_that(kernel):
+    weight = torch.full((128,), 0.01)
+    eager, given = gradient_errors(kernel, 512, [128], weight, weight * 1000)
+    assert given[0] > 4 * eager[0]
+
+
+@dtypes
+def test_a_layer_norms_backward_from_its_output_at_every_dtype_and_mask(kernel, dtype):
+    for rows, shape in [((5, 3), [7]), ((9,), [4, 16]), ((131,), [33]), ((0,), [8]), ((1,), [1])]:
+        grad, x = (numbers((*rows, *shape), dtype, special=False, seed=s) for s in (0, 1))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        ones = numbers(shape, wide, special=False, seed=2).abs() + 0.5, numbers(shape, wide, special=False, seed=4)
+        for weight, bias in [ones, (ones[0], None), (None, ones[1]), (None, None)]:
+            w, b = (None if v is None else v.to(dtype) for v in (weight, bias))
+            y, mean, rstd = aten.native_layer_norm(x, shape, w, b, 1e-5)
+            there = [True, w is not None, b is not None]
+            expected = aten.native_layer_norm_backward(grad, x, shape, mean, rstd, w, b, there)
+            for mask in itertools.product(*([wanted, False] for wanted in there)):
+                given = kernel("layer_norm_output_backward")(grad, y, shape, rstd, w, b, list(mask))
+                for wanted, g, e in zip(mask, given, expected, strict=True):
+                    if not wanted:
+                        assert g.numel() == 0
+                    elif dtype in (torch.float32, torch.float64) and shape != [1]:  # of one number nothing is left
+                        tolerance = 2e-5 if dtype == torch.float32 else 1e-12
+                        torch.testing.assert_close(g, e, rtol=tolerance, atol=tolerance * 10)
+                    else:
+                        assert (g.shape, g.dtype) == (e.shape, e.dtype)
+
+
+def test_sums_over_rows_are_the_same_for_any_number_of_threads():
+    if not kernels.load():
+        pytest.skip(kernels.unavailable_reason())
+    grad, y = (numbers((3000, 40), torch.float32, special=False, seed=s).cpu() for s in (0, 1))
+    arguments = grad, y, [40], torch.ones(3000), torch.ones(40), None, [True] * 3
+    before, given = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        given.append(monet.layer_norm_output_backward(*arguments))
+    torch.set_num_threads(before)
+    for one, other in zip(*given, strict=True):
+        assert_same(one, other)
+
+
+def test_a_layer_norms_backward_from_its_output_takes_little_beside_its_results():
+    if DEVICE != "cpu" or not kernels.load() or not cpu_allocator.install():
+        pytest.skip("of the CPU's kernels, with the counting allocator")
+    grad, y = (numbers((4096, 64), torch.float32, special=False, seed=s) for s in (0, 1))
+    arguments = grad, y, [64], torch.ones(4096), torch.ones(64), torch.ones(64), [True] * 3
+    before = cpu_allocator.allocated_bytes()
+    cpu_allocator.reset_peak()
+    given = monet.layer_norm_output_backward(*arguments)
+    results = sum(g.untyped_storage().nbytes() for g in given)
+    assert cpu_allocator.peak_bytes() - before - results <= 0.03 * given[0].nbytes
+
+
+@dtypes
+def test_an_affine_map_can_be_inverted_unless_a_weight_is_small_against_its_bias(kernel, dtype):
+    def asked(weight, bias):
+        given = (None if v is None else torch.tensor(v, dtype=dtype) for v in (weight, bias))
+        return kernel("affine_invertible")(*given, 8.0).item()
+
+    assert asked([1.0, -0.5, 3.0], [8.0, 4.0, -24.0])
+    assert asked([1.0, -0.5], None)
+    assert asked(None, [8.0, 0.0])
+    assert not asked(None, [8.5, 0.0])
+    assert not asked([1.0, 0.5], [0.0, 4.25])
+    for weight in (0.0, -0.0, NAN, INF, -INF):
+        assert not asked([1.0, weight], [0.0, 0.0])
+        assert not asked([1.0, weight], None)
+    for bias in (NAN, INF):
+        assert not asked([1.0, 1.0], [0.0, bias])
+    assert not kernel("affine_invertible")(torch.tensor([1e-40]), None, 8.0)  # rounded to few digits
+
+
 # --- cross entropy
 
 
@@ -385,6 +488,8 @@ def samples():
         ),
         "max_pool2d_input_backward": (torch.randn(2, 3, 3, 3), x, *window, False),
         "batch_norm_act": (images, c, None, c, c, images, 0.0, NAN),
+        "layer_norm_output_backward": (x, x, [6], torch.ones(2, 3, 6, 1), torch.ones(6), None, [True, True, False]),
+        "affine_invertible": (torch.ones(6), None, 8.0),
         "layer_norm_apply": (x, [6], None, None, torch.randn(2, 3, 6, 1), torch.randn(2, 3, 6, 1)),
         "group_norm_apply": (x, c, c, torch.randn(2, 3), torch.randn(2, 3), 3),
         "log_softmax_nll_backward": (torch.tensor(1.0), logs, *nll),

@@ -22,8 +22,9 @@ needs_native = pytest.mark.skipif(core()[0] is None, reason=core()[1])
 def make(tensors: str, *operators: str) -> tuple[Graph, Costs]:
     """``make("8 16k 4x", "f: 2 > 0", "b: 0 1 > 3 i0 r")``: bytes and k(ept), x(external); then one operator each.
 
-    ``f`` or ``b``, what it reads, ``>``, what it writes; flags: ``r`` random, ``o`` optional, ``wN`` workspace,
-    ``iN`` a second implementation in place of tensor N, ``aN`` a second one that reads only tensor N.
+    ``f`` or ``b``, what it reads, ``>``, what it writes; flags: ``r`` random, ``o`` optional and not in the plain step,
+    ``p`` optional, ``wN`` workspace, ``iN`` a second implementation in place of tensor N, ``aN`` a second one that
+    reads only tensor N.
     """
     made = []
     for i, word in enumerate(tensors.split()):
@@ -49,7 +50,8 @@ def make(tensors: str, *operators: str) -> tuple[Graph, Costs]:
                 outputs,
                 tuple(implementations),
                 replayable=phase == "f" and "r" not in flags,
-                optional="o" in flags,
+                optional="o" in flags or "p" in flags,
+                plain="o" not in flags,
             )
         )
         spaces.append((space,) * len(implementations))
@@ -168,6 +170,15 @@ def test_what_breaks_the_rules_is_named(forward, backward, step, why):
 def test_optional_operators_may_run_or_not():
     assert simulate(*THREE, schedule("0 1", "3 4")).peak_bytes == 2
     assert simulate(*THREE, schedule("0 1 2", "3/1 4")).seconds == 15.0
+
+
+def test_an_optional_operator_of_the_plain_step_may_run_later_or_not_at_all():
+    graph, costs = make("1 1 2 1 1k", "f: > 0", "f: 0 > 1", "f: 0 > 2 p", "b: 1 > 3 p", "b: 2 3 > 4 a1")
+    assert simulate(graph, costs, plain_schedule(graph)).peak_bytes == 4
+    assert simulate(graph, costs, schedule("0 1", "3 2 4")).seconds == 15.0
+    assert simulate(graph, costs, schedule("0 1", "4/1")).peak_bytes == 2
+    with pytest.raises(ScheduleError, match="reads tensor 2"):
+        simulate(graph, costs, schedule("0 1", "3 4"))
 
 
 def test_an_empty_graph_has_no_peak():

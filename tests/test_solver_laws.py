@@ -8,14 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_graphs import conv_norm_relu, joint_graphs, schedules
+from step_records import graph_record
 from test_ilp import chain
 
-from monetrun import codec
+from monetrun import codec, planner
+from monetrun.frontier import frontier
 from monetrun.graph import Costs, Graph
-from monetrun.plan import GraphPlan, Options, Plan, Schedule, Solution, plain_schedule
+from monetrun.plan import GraphPlan, Options, Plan, Schedule, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import hierarchical, ilp, incumbent, relaxation
-from monetrun.solve.frontier import frontier
 
 quick = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 EXACT = Options(seconds=60.0, gap=0.0)
@@ -76,35 +77,15 @@ def test_implementations_alone_are_chosen_by_the_whole_program(problem, tenths):
 @quick
 @given(joint_graphs(max_forward=6, max_backward=5))
 def test_more_budget_never_costs_more_and_the_full_budget_nothing(problem):
-    graph, costs = problem
-    budgets = [share_of_plain_peak(graph, costs, tenths) for tenths in (10, 4, 8, 6)]
-    solutions = frontier(graph, costs, budgets, Options(seconds=2.0, gap=0.0))
-    found = sorted(zip(budgets, solutions, strict=True), key=lambda pair: pair[0])
-    seconds = [seconds_of(graph, costs, s.schedule) for _, s in found]
-    bounds = [s.bound_seconds for _, s in found]
-    assert seconds == sorted(seconds, reverse=True)
-    assert bounds == sorted(bounds, reverse=True)
-    assert all(b <= s + 1e-9 for b, s in zip(bounds, seconds, strict=True))
-    assert seconds[-1] <= seconds_of(graph, costs, plain_schedule(graph))
-    for budget_bytes, solution in found:
-        if solution.schedule is not None:
-            assert simulate(graph, costs, solution.schedule).peak_bytes <= budget_bytes
-
-
-def test_schedules_go_up_the_frontier_and_bounds_down(monkeypatch):
-    graph, costs = chain(4)
-    plain = plain_schedule(graph)
-    given_schedules = {}
-
-    def solve(graph, costs, budget_bytes, options, known):
-        given_schedules[budget_bytes] = list(known)
-        bounds = {3: 8.0, 4: 8.25, 5: 8.125}
-        return Solution(plain if budget_bytes != 4 else None, bounds[budget_bytes], "feasible", "stub")
-
-    monkeypatch.setattr(hierarchical, "solve", solve)
-    solutions = frontier(graph, costs, [5, 3, 4], Options(gap=0.0))
-    assert given_schedules == {3: [], 4: [plain], 5: [plain]}
-    assert [s.bound_seconds for s in solutions] == [8.125, 8.25, 8.25]
+    record = graph_record(*problem)
+    base = planner.baseline(record)
+    budgets = [max(base.frugal.peak_bytes, base.plain.peak_bytes * tenths // 10) for tenths in (10, 4, 8, 6)]
+    points = frontier(record, budgets, options=Options(seconds=2.0, gap=0.0), known=base).points
+    overheads, bounds = [p.overhead for p in points], [p.bound for p in points]
+    assert overheads == sorted(overheads)
+    assert bounds == sorted(bounds)
+    assert all(p.bound <= p.overhead + 1e-9 and p.planned_peak_bytes <= p.budget_bytes for p in points)
+    assert points[0].overhead <= 0.0
 
 
 @quick
@@ -133,8 +114,8 @@ def test_scip_and_highs_agree(problem, tenths):
 
 
 def test_the_same_inputs_give_the_same_plan_when_the_work_ends_the_search(monkeypatch):
-    graph, costs = conv_norm_relu(30, (16, 8, 24, 12, 20))
-    budget_bytes = share_of_plain_peak(graph, costs, 4)
+    graph, costs = conv_norm_relu(60, (16, 8, 24, 12, 20))
+    budget_bytes = share_of_plain_peak(graph, costs, 3)
     # however slow the machine is: the clock is only there for machines that are too busy
     monkeypatch.setattr(incumbent.Incumbent, "elapsed", lambda self: -1e6)
     monkeypatch.setattr(incumbent, "PATIENCE", 1e6)

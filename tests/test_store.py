@@ -172,7 +172,7 @@ def test_deep_nesting_does_not_exhaust_the_parser() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        (b'"monetrun":1', b'"monetrun":0', "written with schema 0, this monetrun reads 1"),
+        (b'"monetrun":2', b'"monetrun":0', "written with schema 0, this monetrun reads 2"),
         (b'"key":"k"', b'"key":"j"', "holds 'plan' 'j', not 'plan' 'k'"),
         (b'"type":"Plan"', b'"type":"Flan"', "holds a 'Flan', not a 'Plan'"),
         (b'"budget_bytes":10737418240', b'"budget_bytes":10737418241', "the checksum does not match"),

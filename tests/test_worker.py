@@ -169,7 +169,7 @@ def test_apply_plans_a_model_whose_optimizer_exists():
 
 def test_twenty_lengths_keep_the_budget_and_the_losses():
     plain, state = zoo.train("lengths", 20)
-    opened = worker.Session(Settings(mode=RUN, budget="0.6x", solver_seconds=2.0))
+    opened = worker.Session(Settings(mode=RUN, budget="0.6x", solver_seconds=2.0, implementations="exact"))
     opened.watch_process()
     try:
         losses, planned = zoo.train("lengths", 20)

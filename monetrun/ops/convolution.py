@@ -38,4 +38,4 @@ def _apart(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         (grad, weight, None, stride, padding, dilation, not transposed, rest, groups),
         only=0,
     )
-    yield Alternative("conv:apart", call, costs_as=Call(node.target, node.args))
+    yield Alternative("conv:apart", call, costs_as=Call.of(node))

@@ -37,4 +37,4 @@ def _from_targets(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     yield Alternative("fused:cross-entropy", call)
     if may_overwrite(node, output):
         over = Call(monet.log_softmax_nll_backward_.default, arguments)
-        yield Alternative("fused:cross-entropy", over, output, costs_as=call)
+        yield Alternative("fused:cross-entropy", over, output)

@@ -46,4 +46,4 @@ def _from_mask(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         call = Call(monet.mask_scale.default, (x, mask, scale))
         yield Alternative("intermediate:mask", call)
         if may_overwrite(node, x):
-            yield Alternative("intermediate:mask", Call(monet.mask_scale_.default, call.args), x, costs_as=call)
+            yield Alternative("intermediate:mask", Call(monet.mask_scale_.default, call.args), x)

@@ -75,13 +75,12 @@ def may_overwrite(node: fx.Node, operand: Any) -> bool:
 
 @implementation(*_OVERWRITE_ARGUMENT)
 def _over_argument(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
-    default = Call(node.target, node.args, dict(node.kwargs))
     if may_overwrite(node, node.args[0]):
         call = Call(_OVERWRITE_ARGUMENT[node.target], node.args, dict(node.kwargs))
-        yield Alternative("in-place", call, node.args[0], costs_as=default)  # type: ignore[arg-type]
+        yield Alternative("in-place", call, node.args[0])  # type: ignore[arg-type]
     if node.target in _COMMUTATIVE and node.kwargs.get("alpha", 1) == 1 and may_overwrite(node, node.args[1]):
         call = Call(_COMMUTATIVE[node.target], (node.args[1], node.args[0]), dict(node.kwargs))
-        yield Alternative("in-place", call, node.args[1], costs_as=default)  # type: ignore[arg-type]
+        yield Alternative("in-place", call, node.args[1])  # type: ignore[arg-type]
 
 
 @implementation(aten.clone.default)
@@ -94,24 +93,24 @@ def _no_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
 @implementation(*(t for t in _OVERWRITE_ARGUMENT if t is not torch.ops.monet.bernoulli_like.default))
 def _of_the_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     """Eager copies what an activation overwrites and its backward reads; read from the copy, that need not be one."""
-    default = Call(node.target, node.args, dict(node.kwargs))
+    default = Call.of(node)
     x = node.args[0]
     for copy in x.users if isinstance(x, fx.Node) else ():
         if copy.target is aten.clone.default and alike(copy, x, node):
             call = Call(node.target, (copy, *node.args[1:]), dict(node.kwargs))
             yield Alternative("output:copy", call, costs_as=default)
             over = Call(_OVERWRITE_ARGUMENT[node.target], call.args, call.kwargs)
-            yield Alternative("output:copy", over, copy, costs_as=default)
+            yield Alternative("output:copy", over, copy)
 
 
 @implementation(*_OVERWRITE_GRADIENT)
 def _over_gradient(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
-    yield from over_gradient(node, Call(node.target, node.args, dict(node.kwargs)), "in-place")
+    yield from over_gradient(node, Call.of(node), "in-place")
 
 
-def over_gradient(node: fx.Node, call: Call, name: str, costs_as: Call | None = None) -> Iterator[Alternative]:
+def over_gradient(node: fx.Node, call: Call, name: str) -> Iterator[Alternative]:
     """``call``, whose first argument is the gradient of ``node``'s output, with its result over that gradient."""
     if may_overwrite(node, node.args[0]):
         overload, out = _OVERWRITE_GRADIENT[call.target]
         over = Call(overload, call.args, {**call.kwargs, out: call.args[0]})
-        yield Alternative(name, over, node.args[0], costs_as=costs_as or call)  # type: ignore[arg-type]
+        yield Alternative(name, over, node.args[0])  # type: ignore[arg-type]

@@ -27,15 +27,15 @@ _MASK_32 = 0xFFFFFFFF
 # rows of the cross entropy are worked on together, as many as fill this
 CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}
 
-REFERENCES: dict[str, Callable[..., Tensor]] = {}
+REFERENCES: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("monet", "FRAGMENT")
 
 
-def _operator(schema: str, fake: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define ``schema``; the function below it is its meaning, ``fake`` its shape, strides and dtype."""
     name = schema.partition("(")[0]
 
-    def define(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def define(reference: Callable[..., Any]) -> Callable[..., Any]:
         _library.define(schema)
         _library.impl(name, reference, "CompositeExplicitAutograd")
         _library.impl(name, fake, "Meta")
@@ -338,6 +338,84 @@ def group_norm_apply(
     if bias is not None:
         shift = shift + bias.to(dtype)
     return (x.to(dtype) * _by_channel(scale, x, dtype) + _by_channel(shift, x, dtype)).to(x.dtype)
+
+
+# --- normalization, backward from output -----------------------------------------------------------------------------
+
+
+def _fake_gradients(
+    grad: Tensor,
+    result: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_input = torch.empty_like(result) if output_mask[0] else result.new_empty((0,))
+    of_weight, of_bias = (result.new_empty(normalized_shape if wanted else (0,)) for wanted in output_mask[1:])
+    return of_input, of_weight, of_bias
+
+
+@_operator(
+    "layer_norm_output_backward(Tensor grad, Tensor result, int[] normalized_shape, Tensor rstd, Tensor? weight,"
+    " Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+    _fake_gradients,
+)
+def layer_norm_output_backward(
+    grad: Tensor,
+    result: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """native_layer_norm_backward from the layer's output, by ``normal = (result - bias) / weight``.
+
+    ``grad`` and ``result`` are contiguous; of the gradients of input, weight and bias those that ``output_mask`` leaves
+    out are empty. Within rounding of ATen's where ``affine_invertible`` holds, wrong without bound where it does not.
+    """
+    if not (grad.is_contiguous() and result.is_contiguous()):
+        raise RuntimeError("grad and result must be contiguous")
+    _same_layout(grad, result)
+    dtype = _arithmetic(result.dtype)
+    last = len(normalized_shape)
+    leading = tuple(range(result.dim() - last))
+    inner = tuple(range(result.dim() - last, result.dim()))
+    normal = result.to(dtype) if bias is None else result.to(dtype) - bias.to(dtype)
+    scaled = grad.to(dtype)
+    if weight is not None:
+        normal, scaled = normal / weight.to(dtype), scaled * weight.to(dtype)
+    of_input, of_weight, of_bias = _fake_gradients(grad, result, normalized_shape, rstd, weight, bias, output_mask)
+    if output_mask[0] and result.numel():
+        scale = rstd.to(dtype).view(result.shape[: result.dim() - last] + (1,) * last)
+        slope = (scaled * normal).mean(inner, keepdim=True)
+        of_input.copy_(scale * (scaled - scaled.mean(inner, keepdim=True) - normal * slope))
+    for out, of_rows in ((of_weight, grad.to(dtype) * normal), (of_bias, grad.to(dtype))):
+        if out.numel():
+            out.copy_(of_rows.sum(leading) if leading else of_rows)
+    return of_input, of_weight, of_bias
+
+
+@_operator(
+    "affine_invertible(Tensor? weight, Tensor? bias, float limit) -> Tensor",
+    lambda weight, bias, _: (bias if weight is None else weight).new_empty((), dtype=torch.bool),
+)
+def affine_invertible(weight: Tensor | None, bias: Tensor | None, limit: float) -> Tensor:
+    """Whether ``x * weight + bias`` tells ``x``: each ``abs(bias) <= limit * abs(weight)``, no weight 0 or not finite.
+
+    The rounding of the output, relative to it, is larger by up to ``1 + limit`` relative to what is recovered.
+    """
+    given = bias if weight is None else weight
+    if given is None:
+        raise RuntimeError("there is neither weight nor bias")
+    dtype = _arithmetic(given.dtype)
+    size = torch.ones_like(given, dtype=dtype) if weight is None else weight.to(dtype).abs()
+    offset = torch.zeros_like(size) if bias is None else bias.to(dtype).abs()
+    # room for the digits of what is multiplied by it, on both sides
+    least = torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+    return ((size >= least) & (size <= 1 / least) & (offset <= limit * size)).all()
 
 
 # --- cross entropy ---------------------------------------------------------------------------------------------------

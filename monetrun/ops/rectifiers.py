@@ -77,9 +77,9 @@ def _from_other_end(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         if end is not read and alike(node, end):
             name = "output" if end.target in _FORWARD[node.target] else "output:input"
             call = Call(node.target, (node.args[0], end, *node.args[2:]), dict(node.kwargs))
-            default = Call(node.target, node.args, dict(node.kwargs))
+            default = Call.of(node)
             yield Alternative(name, call, costs_as=default)
-            yield from over_gradient(node, call, name, default)
+            yield from over_gradient(node, call, name)
 
 
 @implementation(*_FORWARD)
@@ -94,4 +94,4 @@ def _from_mask(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     yield Alternative("intermediate:mask", call)
     if may_overwrite(node, grad):
         over = Call(monet.mask_backward_.default, call.args)
-        yield Alternative("intermediate:mask", over, grad, costs_as=call)
+        yield Alternative("intermediate:mask", over, grad)

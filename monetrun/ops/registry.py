@@ -31,7 +31,17 @@ from monetrun.graph import KINDS
 
 ENTRY_POINTS = "monetrun.implementations"
 
-_FAMILIES = ("in_place", "rectifiers", "pooling", "convolution", "dropout", "normalization", "cross_entropy")
+_FAMILIES = (
+    "in_place",
+    "rectifiers",
+    "exponential",
+    "pooling",
+    "convolution",
+    "dropout",
+    "normalization",
+    "normalization_output",
+    "cross_entropy",
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,11 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     only: int | None = None
 
+    @classmethod
+    def of(cls, node: fx.Node) -> Call:
+        """What a node of the graph calls."""
+        return cls(node.target, node.args, dict(node.kwargs))
+
     @property
     def nodes(self) -> list[fx.Node]:
         """The nodes among the arguments, each once, in order."""
@@ -67,8 +82,10 @@ class Alternative:
         call: gives what the node gives (the same tensors, in the same order).
         overwrites: the argument whose storage the (only) result takes over, or None.
         exact: whether the result has the same bits as the node's.
-        costs_as: the call to measure in its place, one that runs the same kernel: the same work measured twice would
-            differ by noise, and the planner would take the luckier one.
+        costs_as: the call to measure in its place, one that runs the same kernel out of place too: the same work
+            measured twice would differ by noise, and the planner would take the luckier one.
+        guard: a call that reads parameters of the model and constants, and gives one bool: whether ``call`` may stand
+            for the node as the parameters are now. It is asked again before every forward (see ``guards``).
     """
 
     name: str
@@ -76,6 +93,7 @@ class Alternative:
     overwrites: fx.Node | None = None
     exact: bool = True
     costs_as: Call | None = None
+    guard: Call | None = None
 
 
 class Joint:

@@ -28,6 +28,7 @@ from itertools import accumulate, pairwise
 from monetrun.graph import FORWARD, Costs, Graph
 from monetrun.plan import Options, Schedule, Solution, Step, plain_schedule
 from monetrun.simulate import simulate
+from monetrun.solve.slot import necessary
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +270,7 @@ def linearize(graph: Graph) -> Chain:
     """
     free = _recomputable(graph)
     reads_left = [0] * len(graph.tensors)
-    forward = [op for op in graph.operators if op.phase == FORWARD and not op.optional]
+    forward = [op for op in graph.operators if op.phase == FORWARD and op.plain]
     for op in forward:
         for t in set(op.inputs):
             reads_left[t] += free[t]
@@ -309,7 +310,7 @@ def _recomputable(graph: Graph) -> list[bool]:
     """
     free = [not (t.external or t.kept) for t in graph.tensors]
     for op in graph.operators:
-        if not op.replayable or op.phase != FORWARD or op.optional:
+        if not op.replayable or op.phase != FORWARD or not op.plain:
             for t in op.outputs:
                 free[t] = False
     wanted = _read_by_backward(graph)
@@ -324,7 +325,7 @@ def _recomputable(graph: Graph) -> list[bool]:
 
 
 def _read_by_backward(graph: Graph) -> set[int]:
-    return {t for op in graph.operators[graph.forward_count :] if not op.optional for t in op.inputs}
+    return {t for op in graph.operators[graph.forward_count :] if op.plain for t in op.inputs}
 
 
 def schedule_of(graph: Graph, chain: Chain, nodes: Sequence[int]) -> Schedule:
@@ -341,7 +342,7 @@ def schedule_of(graph: Graph, chain: Chain, nodes: Sequence[int]) -> Schedule:
     replays: list[tuple[Step, ...]] = []
     for k, (i, j) in enumerate(pairwise(nodes[:-1])):
         checkpoint = chain.tensors[j]
-        here = [op for op in graph.operators[chain.cuts[i] : chain.cuts[j]] if op.replayable and not op.optional]
+        here = [op for op in graph.operators[chain.cuts[i] : chain.cuts[j]] if op.replayable and op.plain]
         dropped = {t for op in here for t in op.outputs if free[t] and t != checkpoint}
         needed = dropped & wanted
         segment_of.update(dict.fromkeys(needed, k))
@@ -383,7 +384,7 @@ def _solve(graph: Graph, costs: Costs, budget_bytes: int, options: Options, algo
     start = time.perf_counter()
     found = schedule(graph, algorithm if options.recompute else "none")
     timeline = simulate(graph, costs, found)
-    bound_seconds = math.fsum(min(costs.seconds[op.id]) for op in graph.operators if not op.optional)
+    bound_seconds = math.fsum(min(costs.seconds[i]) for i in necessary(graph, options))
     if timeline.peak_bytes > budget_bytes:
         # says nothing of other schedules: these algorithms look at one each
         return Solution(None, bound_seconds, "unknown", algorithm, time.perf_counter() - start)

@@ -59,7 +59,7 @@ def _ranking(graph: Graph, costs: Costs) -> list[int]:
     read_late = {t for op in graph.operators[graph.forward_count :] for t in op.inputs}
     candidates = []
     for op in graph.operators[: graph.forward_count]:
-        if not op.replayable or op.optional:
+        if not op.replayable or not op.plain:
             continue
         for t in op.outputs:
             tensor = graph.tensors[t]

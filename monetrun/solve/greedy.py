@@ -28,7 +28,8 @@ from array import array
 from monetrun.graph import Costs, Graph, Implementation
 from monetrun.plan import Options, Schedule, Solution, Step, plain_schedule
 from monetrun.simulate import Timeline, core, flatten, simulate
-from monetrun.solve import evict
+from monetrun.solve import evict, tidy
+from monetrun.solve.slot import necessary
 
 # annealing iterations per second = this / (steps + 100): about half of what an idle 2.6 GHz Zen 4 core does (2026-11)
 _ITERATIONS_TIMES_STEPS_PER_SECOND = 2.0e8
@@ -71,7 +72,7 @@ def improve(
         ScheduleError: ``schedule`` is not valid.
     """
     start = time.perf_counter()
-    bound_seconds = sum(min(row) for op, row in zip(graph.operators, costs.seconds, strict=True) if not op.optional)
+    bound_seconds = sum(min(costs.seconds[i]) for i in necessary(graph, options))
     view = _View(graph, costs, options)
     candidates = [plain_schedule(graph)]
     if schedule is not None:
@@ -208,6 +209,7 @@ class _View:
         return None if best is None else self._outer(best)
 
     def _outer(self, schedule: Schedule) -> Schedule:
+        schedule = tidy.without_dead_runs(self.allowed, schedule)
         if self.allowed is self.graph:
             return schedule
 
@@ -233,6 +235,23 @@ class _View:
             index = self.index[step.operator]
             steps.append((step.operator, index.index(chosen) if chosen in index else 0))
         return steps
+
+
+def _with_first_runs(graph: Graph, schedule: Schedule) -> Schedule:
+    """``schedule`` with what runs in its backward part alone run in the forward part too, as the native search has it.
+
+    That run is dead: it takes no bytes that matter, and is left out when the schedule that was found is tidied.
+    """
+    first = {s.operator: s for s in schedule.forward}
+    again = {s.operator for s in schedule.backward if s.operator < graph.forward_count}
+    if again <= first.keys():
+        return schedule
+    wanted = set(again)
+    for op in reversed(graph.operators[: graph.forward_count]):
+        if op.id in wanted and op.id not in first:
+            first[op.id] = Step(op.id)
+            wanted.update(graph.writer[t] for t in op.inputs)
+    return Schedule(tuple(first[i] for i in sorted(first)), schedule.backward)
 
 
 def _restricted(graph: Graph, costs: Costs, options: Options) -> tuple[Graph, Costs, tuple[tuple[int, ...], ...]]:
@@ -270,6 +289,7 @@ class _Search:
         self._flat = flatten(view.allowed, view.allowed_costs)
         self._graph = ctypes.byref(self._flat.struct)
         self._handle: int | None = self._library.monet_search_new(self._graph, view.options.seed)
+        schedule = _with_first_runs(view.graph, schedule)
         steps = view.inner(schedule)
         operators, implementations = array("i", [o for o, _ in steps]), array("i", [k for _, k in steps])
         self._library.monet_search_load(

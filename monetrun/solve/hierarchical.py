@@ -26,6 +26,8 @@ from monetrun.plan import Options, Schedule, Solution, plain_schedule
 from monetrun.solve import bound, greedy, mip, relaxation, tidy, windows
 from monetrun.solve.incumbent import Incumbent
 
+_FRUGAL_DRAWS = 4  # each a quarter of the time: another seed is worth more than more steps
+
 
 def solve(
     graph: Graph,
@@ -56,7 +58,7 @@ def solve(
         for schedule in (plain_schedule(graph), *known):
             search.offer(schedule)
         search.raise_bound(math.inf if greedy.least_step_bytes(graph, costs) > budget_bytes else bound_seconds)
-        _search_greedily(search, min(0.5, 0.05 * options.seconds))
+        _search_greedily(search, min(0.5, 0.1 * options.seconds))
         if search.best is None:
             _search_frugally(search, min(15.0, 0.3 * options.seconds))
         relaxed = _search_blocks(search)
@@ -85,13 +87,19 @@ def _search_greedily(search: Incumbent, seconds: float, start: Schedule | None =
 
 
 def _search_frugally(search: Incumbent, seconds: float) -> None:
-    """Go down to the budget in steps, and improve what is found there: for budgets that greedy does not reach."""
-    if search.done():
-        return
-    options, patience = search.native(min(0.7 * seconds, search.left()))
-    schedule = greedy.most_frugal(search.graph, search.costs, options, search.budget_bytes, patience)
-    if search.offer(schedule).peak_bytes <= search.budget_bytes:
-        _search_greedily(search, 0.3 * seconds, schedule)
+    """Go down to the budget in steps, and improve what is found there: for budgets that greedy does not reach.
+
+    Whether that gets there is a matter of luck (a U-Net at a third of its activations: two of five draws), so it is
+    tried several times.
+    """
+    for _ in range(_FRUGAL_DRAWS):
+        if search.done():
+            return
+        options, patience = search.native(min(0.7 * seconds / _FRUGAL_DRAWS, search.left()))
+        schedule = greedy.most_frugal(search.graph, search.costs, options, search.budget_bytes, patience)
+        if search.offer(schedule).peak_bytes <= search.budget_bytes:
+            _search_greedily(search, 0.3 * seconds, schedule)
+            return
 
 
 def _search_blocks(search: Incumbent) -> Schedule | None:
@@ -106,7 +114,7 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
     local: set[int] = set()
     margins: dict[int, int] | None = None
     slice_seconds = max(1.0, 0.15 * options.seconds)
-    fruitless = 0
+    fruitless, bounded = 0, False
     while not search.done() and fruitless < 4 and search.left() > 0.5 * options.seconds:
         program = relaxation.relax(graph, costs, budget_bytes, points, options, local, margins)
         result = _minimize(search, program, slice_seconds)
@@ -115,6 +123,9 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
                 search.raise_bound(math.inf)
                 return None
             search.raise_bound(relaxation.bound_of(program, result))
+            if not bounded:  # easy budgets end with the first bound; the others are worth more draws
+                bounded = True
+                _search_greedily(search, min(7.0, 0.1 * options.seconds))
         before = search.seconds
         said = None if result is None else _offer_relaxed(search, program, result)
         relaxed = said or relaxed

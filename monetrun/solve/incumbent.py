@@ -41,6 +41,7 @@ class Incumbent:
         self.bound_seconds = self.floor_seconds
         self.work_seconds = 0.0
         self.interrupted = False
+        self._draws = 0  # native searches so far
 
     def elapsed(self) -> float:
         """Seconds since the beginning, by the clock."""
@@ -83,10 +84,11 @@ class Incumbent:
         return self.close() or over or self.interrupted or math.isinf(self.bound_seconds)
 
     def native(self, seconds: float) -> tuple[Options, float]:
-        """Options and patience for a native search that may take so long; its work is booked."""
+        """Options and patience for a native search that may take so long; its work is booked. Each has its own seed."""
         self.work_seconds += 0.6 * seconds  # what its iterations take on an idle core
         patience = min(PATIENCE, max(0.0, self.options.seconds - self.elapsed()) / seconds)
-        return dataclasses.replace(self.options, seconds=seconds), patience
+        self._draws += 1
+        return dataclasses.replace(self.options, seconds=seconds, seed=self.options.seed + self._draws - 1), patience
 
     def mip_gap(self) -> float:
         """The gap, relative to a program's own objective, that is a quarter of the gap asked for."""

@@ -26,7 +26,7 @@ import numpy as np
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.plan import Options, Schedule, Step
 from monetrun.solve import mip, tidy
-from monetrun.solve.slot import allowed_choices
+from monetrun.solve.slot import allowed_choices, necessary
 
 _NEGLIGIBLE = 2e-5  # tensors smaller than this share of the budget are taken to be always alive, at no bytes
 _SCALE = 1000.0
@@ -74,12 +74,8 @@ def bound_of(relaxation: Relaxation, result: mip.Result) -> float:
 
 
 def floor_seconds(graph: Graph, costs: Costs, options: Options) -> float:
-    """What every schedule costs: each compulsory operator once, with its cheapest implementation."""
-    return sum(
-        min(costs.seconds[op.id][k] for k in allowed_choices(graph, op.id, options))
-        for op in graph.operators
-        if not op.optional
-    )
+    """What every schedule costs: each necessary operator once, with its cheapest implementation."""
+    return sum(min(costs.seconds[i][k] for k in allowed_choices(graph, i, options)) for i in necessary(graph, options))
 
 
 def _read_sets(graph: Graph, costs: Costs, operator: int, options: Options) -> list[tuple[frozenset[int], int]]:
@@ -176,24 +172,29 @@ def relax(
     limit_bytes = 0 if least_bytes else budget_bytes
     limit = [("B", 0, -1.0)] if least_bytes else []
 
-    def available(t: int, s: int) -> list[tuple[str, int, float]] | None:
-        """What makes t available in segment s; None where it is in any case."""
-        if segment[writer[t]] == s and not operators[writer[t]].optional:
+    def available(t: int, s: int, reader: int = -1) -> list[tuple[str, int, float]] | None:
+        """What makes t available in segment s, to ``reader``; None where it is in any case."""
+        w = writer[t]
+        if segment[w] == s and not operators[w].optional:
             return None
         terms = [("S", alive[t, s], -1.0)] if (t, s) in alive else []
-        return terms + ([("R", runs[writer[t], s], -1.0)] if (writer[t], s) in runs else [])
+        in_forward = reader >= 0 and operators[reader].phase == FORWARD  # where nothing runs again
+        if (w, s) in runs and (segment[w] == s or not in_forward):
+            terms.append(("R", runs[w, s], -1.0))
+        return terms
 
     for s in range(count + 1):
         # What an operator of the segment certainly reads is available in it.
-        for t in set().union(*(all_reads[i] for i in members[s])):
-            terms = available(t, s)
+        reader_of = {(operators[i].phase, t): i for i in members[s] for t in all_reads[i]}
+        for (_, t), reader in reader_of.items():
+            terms = available(t, s, reader)
             if terms is not None:
                 rows.add(terms, -1.0)
         # An implementation is used only where what it reads is available.
         for i in members[s]:
             if i in picks:
                 for t in any_reads[i] - all_reads[i]:
-                    terms = available(t, s)
+                    terms = available(t, s, i)
                     if terms is not None:
                         using = [("M", j, 1.0) for j, (reads, _) in zip(picks[i], sets[i], strict=True) if t in reads]
                         rows.add([*using, *terms], 0.0)
@@ -362,8 +363,12 @@ def relaxed_schedule(graph: Graph, relaxation: Relaxation, value: dict[str, mip.
         alive = {t for (t, at), column in relaxation.alive.items() if at == s + 1 and on("S", column)}
         for op in operators[begin:end]:
             if op.optional:
-                if op.phase == FORWARD and on("R", relaxation.runs.get((op.id, s))):
-                    forward.append(Step(op.id, choice(op.id, relaxation.picks_again.get((op.id, s), ()))))
+                if on("R", relaxation.runs.get((op.id, s))):
+                    k = choice(op.id, relaxation.picks_again.get((op.id, s), ()))
+                    reads = op.implementations[k].inputs
+                    if not (present.issuperset(reads) if op.phase == FORWARD else all(provide(t) for t in reads)):
+                        return None
+                    (forward if op.phase == FORWARD else backward).append(Step(op.id, k))
                     present.update(op.outputs)
                 continue
             k = choice(op.id, relaxation.picks.get(op.id, ()))
@@ -373,6 +378,8 @@ def relaxed_schedule(graph: Graph, relaxation: Relaxation, value: dict[str, mip.
                 )
                 if not all(provide(t) for t in needed):
                     return None
+            elif not present.issuperset(op.implementations[k].inputs):
+                return None
             (forward if op.phase == FORWARD else backward).append(Step(op.id, k))
             present.update(op.outputs)
         if s < len(points):

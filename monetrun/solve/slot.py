@@ -47,12 +47,20 @@ def all_slots(graph: Graph, options: Options) -> list[Slot]:
     forward = [op for op in graph.operators if op.phase == FORWARD]
     slots = [Slot(op.id, choices[op.id], not op.optional, FORWARD) for op in forward]
     for op in graph.operators[len(forward) :]:
-        if op.optional:
-            continue
         if options.recompute:
             slots += [Slot(again.id, choices[again.id], False, BACKWARD) for again in forward if again.replayable]
-        slots.append(Slot(op.id, choices[op.id], True, BACKWARD))
+        slots.append(Slot(op.id, choices[op.id], not op.optional, BACKWARD))
     return slots
+
+
+def necessary(graph: Graph, options: Options) -> set[int]:
+    """The operators that every schedule runs: compulsory ones, and what all allowed implementations of these read."""
+    found = {op.id for op in graph.operators if not op.optional}
+    for op in reversed(graph.operators):
+        if op.id in found:
+            reads = (set(op.implementations[k].inputs) for k in allowed_choices(graph, op.id, options))
+            found.update(graph.writer[t] for t in set.intersection(*reads) if graph.writer[t] >= 0)
+    return found
 
 
 def without_useless(graph: Graph, slots: Sequence[Slot]) -> list[Slot]:

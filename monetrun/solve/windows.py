@@ -19,6 +19,7 @@ from monetrun.solve.slot import Slot, all_slots, allowed_choices
 
 _SMALL = 25  # so few forward operators, and the paper's whole program is solved instead of windows
 
+_LEAST_SUCCESS = 0.25  # what finds nothing for long still has this share of the work that what finds always has
 _BUILD_SECONDS = 0.02  # of a window that is not solved
 
 
@@ -92,38 +93,75 @@ def improve(search: Incumbent) -> None:
         return
     rng = random.Random(options.seed)
     if search.best is None:
-        native, patience = search.native(min(2.0, max(0.01, 0.2 * search.left())))
-        base = greedy.most_frugal(graph, search.costs, native, search.budget_bytes, patience)
+        frugal, patience = search.native(min(2.0, max(0.01, 0.2 * search.left())))
+        base = greedy.most_frugal(graph, search.costs, frugal, search.budget_bytes, patience)
     else:
         base = search.best
     length, reach = 20, 2 if search.best is not None else 16
-    for turn in itertools.count():
-        if search.done() or (search.best is None and reach > 2 * len(movable)):
-            return
+    native, programs, turn = _Effort(), _Effort(), 0
+    while not search.done() and (search.best is not None or reach <= 2 * len(movable)):
         base = search.best or base
+        before, work_seconds = search.seconds, search.work_seconds
+        if search.best is not None and native.comes_before(programs):
+            _improve_natively(search, base, native.turns)
+            native.book(search.work_seconds - work_seconds, search.seconds < before)
+            continue
         if search.best is None or (turn % 8 == 0 and reach <= 2 * len(movable)):
-            before = search.seconds
-            status, _ = _improve_window(search, base, set(movable), max(1.0, 0.4 * search.left()), reach)
+            share = 0.4 if search.best is None else 0.2
+            status, _ = _improve_window(search, base, set(movable), max(1.0, share * search.left()), reach)
             if status == "optimal" and reach > len(movable):
                 return  # nothing better exists with runs where what they serve is read
             if status == "optimal" or search.best is None:
                 reach *= 2  # more freedom, since this was quick, or was not enough
             elif search.seconds >= before:
                 reach = max(2, reach // 2) if reach > 2 else 2 * len(movable) + 1  # too large: leave it
-            continue
-        if turn % 8 == 4:  # steps that windows do not make: one run for many, everywhere at once
-            native, patience = search.native(min(1.0, max(0.01, 0.1 * search.left())))
-            native = dataclasses.replace(native, seed=options.seed + turn)
-            found = greedy.improve(graph, search.costs, search.budget_bytes, base, native, patience).schedule
-            search.offer(found or base)
-            continue
-        free = _choose(rng, movable, min(length, len(movable)))
-        status, work_seconds = _improve_window(search, base, free, 3.0, None if turn % 2 else 6)
-        # windows grow as long as they are solved quickly
-        if status == "optimal" and work_seconds < 0.7:
-            length = min(length + 2, len(movable))
-        elif status != "optimal":
-            length = max(length - 4, 6)
+        else:
+            free = _choose(rng, movable, min(length, len(movable)))
+            status, seconds = _improve_window(search, base, free, 3.0, None if turn % 2 else 6)
+            # windows grow as long as they are solved quickly
+            if status == "optimal" and seconds < 0.7:
+                length = min(length + 2, len(movable))
+            elif status != "optimal":
+                length = max(length - 4, 6)
+        turn += 1
+        programs.book(search.work_seconds - work_seconds, search.seconds < before)
+
+
+@dataclasses.dataclass
+class _Effort:
+    """How much of a kind of search was done, and how often of late it found something.
+
+    Attributes:
+        turns: so many times it had its turn.
+        work_seconds: its work.
+        success: of its turns, the late ones weighing most, the share that found a cheaper schedule.
+    """
+
+    turns: int = 0
+    work_seconds: float = 0.0
+    success: float = 1.0
+
+    def book(self, work_seconds: float, found: bool) -> None:
+        self.turns += 1
+        self.work_seconds += work_seconds
+        self.success = max(_LEAST_SUCCESS, 0.7 * self.success + 0.3 * found)
+
+    def comes_before(self, other: _Effort) -> bool:
+        """Whether it did less than ``other`` did, each measured by its success."""
+        return self.work_seconds * other.success <= other.work_seconds * self.success
+
+
+def _improve_natively(search: Incumbent, base: Schedule, turn: int) -> None:
+    """Steps that windows do not make: one run for many, everywhere at once; from the best, or from scratch in turns.
+
+    What annealing comes to from scratch depends on its random choices by percents of the overhead: one more draw is
+    worth more than going on (swin_t at 0.4 of its activations: 7.26 to 7.62% overhead).
+    """
+    options, patience = search.native(min(4.0, max(0.3, 0.2 * search.left())))
+    start = None if turn % 2 == 0 else base
+    found = greedy.improve(search.graph, search.costs, search.budget_bytes, start, options, patience).schedule
+    if found is not None:
+        search.offer(found)
 
 
 def _improve_whole(search: Incumbent, work_seconds: float) -> bool:
@@ -214,6 +252,8 @@ def window_slots(
             slots.append(Slot(op.id, allowed_choices(graph, op.id, options), False, FORWARD))
     place = {i: n for n, i in enumerate(again)}
     running: list[int] = []
+    runs = {s.operator for s in schedule.backward}
+    missing = [op.id for op in reversed(operators[graph.forward_count :]) if op.id not in runs]
     for step in schedule.backward:
         if step.operator in free:
             running.append(step.operator)
@@ -231,6 +271,9 @@ def window_slots(
         for begin, end in itertools.pairwise([0, *cuts, len(running)]):
             group = sorted({*running[begin:end], *(here if begin == 0 else ())})
             slots += [Slot(i, allowed_choices(graph, i, options), False, BACKWARD) for i in group]
-        slots.append(Slot(step.operator, options_here, True, BACKWARD))
+        while missing and graph.forward_count <= missing[-1] < step.operator:
+            left_out = missing.pop()
+            slots.append(Slot(left_out, allowed_choices(graph, left_out, options), False, BACKWARD))
+        slots.append(Slot(step.operator, options_here, not operators[step.operator].optional, BACKWARD))
         running = []
     return slots

@@ -1,0 +1,39 @@
+"""Backward of ELU (and SELU, CELU, which are ELUs with factors) from its output, so that the input need not be kept.
+
+ATen's own backward takes either. Where the function is flat, ``exp(x)`` recovered as ``result / alpha + 1`` is off by a
+rounding of 1 rather than of itself: nothing against the gradients beside it in float32, too much in reduced precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from monetrun.ops.in_place import over_gradient
+from monetrun.ops.registry import Alternative, Call, Joint, alike, argument, implementation, source, value_of
+
+aten = torch.ops.aten
+
+_CONSTANTS = ("alpha", "scale", "input_scale")
+
+
+@implementation(aten.elu_backward.default)
+def _from_result(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
+    grad, x = node.args[0], source(argument(node, "self_or_result"))
+    constants = [argument(node, name) for name in _CONSTANTS]
+    value = value_of(x)
+    if argument(node, "is_result") or value is None or value.dtype not in (torch.float32, torch.float64):
+        return
+    if float(constants[0]) < 0:
+        return  # the sign of the input is lost
+    for result in x.users:
+        same = result.target is aten.elu.default and [argument(result, name) for name in _CONSTANTS] == constants
+        if same and alike(node, result):
+            call = Call(node.target, (grad, *constants, True, result))
+            yield Alternative("output:elu", call, exact=False, costs_as=Call.of(node))
+            for over in over_gradient(node, call, "output:elu"):
+                yield replace(over, exact=False)
+            return

@@ -1,0 +1,231 @@
+"""Train a model plainly and under a plan, in turns in one process: peaks are the allocator's, seconds are per step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from monetrun import cost, planner, worker
+from monetrun.errors import MonetrunError
+from monetrun.meter import Meter
+from monetrun.ops import cpu_allocator
+from monetrun.plan import Options, Plan, Schedule, plain_schedule
+from monetrun.planner import Baseline
+from monetrun.settings import RUN, Settings
+from monetrun.solve import greedy
+from monetrun.step import StepRecord, replay
+
+WARM_UP_STEPS = 6  # compilation, and the early calls that are timed one by one
+PEAK_STEPS = 2
+
+
+class Trainer:
+    """A model, its loss and its optimizer; ``step`` trains once and gives the seconds."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[], torch.Tensor], meter: Meter) -> None:
+        self.model, self.loss, self.meter = model, loss, meter
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(self) -> float:
+        """One training step, waited for."""
+        self.meter.synchronize()
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+        self.meter.synchronize()
+        return time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that was allocated, and reserved (None on a CPU), over some steps, in bytes."""
+
+    allocated: int
+    reserved: int | None
+
+    def less(self, others: int) -> Peak:
+        """Without what lies there beside the model."""
+        return Peak(self.allocated - others, None if self.reserved is None else self.reserved - others)
+
+
+def peak_of(trainer: Trainer, steps: int = PEAK_STEPS) -> Peak:
+    """The peaks of the process over ``steps`` steps, with nothing cached before them."""
+    release_cached()
+    trainer.meter.reset_peak()
+    for _ in range(steps):
+        trainer.step()
+    on_cuda = torch.cuda.is_initialized()
+    return Peak(trainer.meter.peak_bytes(), torch.cuda.max_memory_reserved() if on_cuda else None)
+
+
+def release_cached() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def paired(plain: Trainer, other: Trainer, pairs: int) -> list[tuple[float, float]]:
+    """Seconds of both models' steps, in turns; who begins a pair changes from one to the next."""
+    plain.step(), other.step()
+    rows = []
+    for i in range(pairs):
+        seconds = {t: t.step() for t in ((plain, other) if i % 2 == 0 else (other, plain))}
+        rows.append((seconds[plain], seconds[other]))
+    return rows
+
+
+class Reference:
+    """A model trained eagerly: what it holds between steps, and its peak, in bytes, measured while it is alone."""
+
+    def __init__(self, make: Callable[[], Trainer], meter: Meter) -> None:
+        release_cached()
+        before = meter.current_bytes()
+        self.trainer = make()
+        self.seconds = [self.trainer.step() for _ in range(3)][-1]
+        self.peak = peak_of(self.trainer).less(before)
+        self.held_bytes = meter.current_bytes() - before
+
+    @property
+    def activation_bytes(self) -> int:
+        """The activation peak: without weights, buffers, gradients, optimizer state and batch."""
+        return self.peak.allocated - self.held_bytes
+
+    def share(self, peak: Peak) -> float:
+        """``peak`` of such a model, as a share of the activation peak."""
+        return (peak.allocated - self.held_bytes) / self.activation_bytes
+
+    def others(self) -> int:
+        """What the process holds between steps beside one such model."""
+        return self.trainer.meter.current_bytes() - self.held_bytes
+
+
+class Recorded:
+    """Such a model, to be trained under plans: its step is recorded, and its operators are timed, once."""
+
+    def __init__(self, make: Callable[[], Trainer]) -> None:
+        session = worker.Session(Settings(mode=RUN, strict=True))
+        session.watch_process()
+        try:
+            self.trainer = make()
+            session.put_triggers([self.trainer.model])
+            self.trainer.step()
+            recorder = session.engine.recorder
+            if torch.backends.cudnn.benchmark and recorder.device.type == "cuda":
+                # cuDNN tries its algorithms at a thread's first call: their workspaces are not the operator's
+                for joint in recorder.joints:
+                    cost.measure(joint, {}, recorder.meter, recorder.device)
+            self.record: StepRecord = recorder.record(recorder.measure(None))
+        finally:
+            session.close()
+            torch._dynamo.reset()
+        self.plain_schedules = tuple(plain_schedule(g) for g in self.record.graphs)
+        self.plain = replay(self.record, self.plain_schedules)
+        self._frugal: dict[tuple[bool, tuple[str, ...] | None], tuple[Schedule, ...]] = {}
+
+    def baseline(self, options: Options) -> Baseline:
+        """The plain step, and the most frugal one of what ``options`` allow: planning begins with it."""
+        key = (options.recompute, options.implementations)
+        if key not in self._frugal:
+            pairs = zip(self.record.graphs, self.record.costs, strict=True)
+            self._frugal[key] = tuple(greedy.most_frugal(g, c, replace(options, seconds=6.0)) for g, c in pairs)
+        frugal = self._frugal[key]
+        return Baseline(self.plain, replay(self.record, frugal), self.plain_schedules, frugal)
+
+    def plan(self, budget_bytes: int, algorithm: str, options: Options) -> Plan:
+        """The plan for a budget of the process.
+
+        Raises:
+            InfeasibleBudget, NoPlanInTime: as ``planner.plan_step``.
+        """
+        base = self.baseline(options)
+        if base.frugal.peak_bytes > budget_bytes and algorithm == "greedy":
+            raise planner.infeasible(self.record, budget_bytes, base)  # looking further takes the other solvers
+        return planner.plan_step(self.record, budget_bytes, algorithm, options, base)
+
+    @contextlib.contextmanager
+    def following(self, plan: Plan) -> Iterator[worker.Session]:
+        """Meanwhile the model trains under ``plan``, and the process may allocate no more than its budget."""
+        session = worker.Session(Settings(mode=RUN, strict=True), plan)
+        session.watch_process()
+        try:
+            session.optimizer_made(self.trainer.optimizer)
+            session.put_triggers([self.trainer.model])
+            yield session
+        finally:
+            session.close()
+            lift_limit(self.trainer)
+            torch._dynamo.reset()
+
+
+def lift_limit(trainer: Trainer) -> None:
+    """Let the process allocate past a plan's budget again."""
+    device = next(trainer.model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    elif cpu_allocator.install():
+        cpu_allocator.set_limit(None)
+
+
+def run_planned(plain: Reference, recorded: Recorded, plan: Plan, pairs: int) -> dict[str, Any]:
+    """Train under ``plan``: its peak while the budget is enforced, then its seconds beside the eager model's."""
+    started = time.perf_counter()
+    trainer = recorded.trainer
+    release_cached()
+    with recorded.following(plan) as session:
+        peak = refused = None
+        try:
+            peak = warm_peak(trainer)
+        except torch.OutOfMemoryError as error:  # on CUDA the cap is on what is reserved: fragments count
+            refused = first_line(error)
+        if peak is None:  # only here, since the exception held the step's tensors
+            lift_limit(trainer)
+            peak = warm_peak(trainer)
+        if set(session.engine.schedules) != {g.fingerprint for g in plan.graphs}:
+            raise MonetrunError("the graph that was captured is not the one that was planned")
+        lift_limit(trainer)
+        others = plain.others()
+        rows = paired(plain.trainer, trainer, pairs)
+    peak, planned = peak.less(others), Peak(plan.planned_peak_bytes - others, None)
+    return {
+        "budget_bytes": plan.budget_bytes - others,
+        "planned_peak_bytes": planned.allocated,
+        "planned_share": plain.share(planned),
+        "planned_ratio": 1 + plan.overhead,
+        "bound_ratio": 1 + plan.bound,
+        "planned_seconds": statistics.median(a for a, _ in rows) + plan.overhead * recorded.plain.seconds,
+        "refused_by_the_cap": refused,
+        **measured(plain, peak, rows),
+        "seconds_until_measured": time.perf_counter() - started,
+    }
+
+
+def warm_peak(trainer: Trainer) -> Peak:
+    for _ in range(WARM_UP_STEPS):
+        trainer.step()
+    return peak_of(trainer)
+
+
+def measured(plain: Reference, peak: Peak, rows: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """What every cell beside the eager one says; ``peak`` is the model's own."""
+    return {
+        "allocated_bytes": peak.allocated,
+        "reserved_bytes": peak.reserved,
+        "measured_share": plain.share(peak),
+        "seconds": statistics.median(b for _, b in rows),
+        "eager_seconds": statistics.median(a for a, _ in rows),
+        "ratio": statistics.median(b / a for a, b in rows),
+        "pairs": len(rows),
+    }
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
