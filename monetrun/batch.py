@@ -19,7 +19,7 @@ from monetrun import budget as budgets_of
 from monetrun import planner, report
 from monetrun.budget import format_budget, format_bytes
 from monetrun.errors import InfeasibleBudget, NeverTrained, NoPlanInTime, ScheduleError, ScriptFailed, UsageError
-from monetrun.plan import Options, Plan, Schedule, plain_schedule
+from monetrun.plan import Options, Plan, Schedule
 from monetrun.planner import Baseline
 from monetrun.rescale import check_alike, difference, rescaled
 from monetrun.step import StepRecord, StepTimeline, replay
@@ -307,13 +307,12 @@ class _Prediction:
 
     def baseline(self, record: StepRecord) -> Baseline:
         """The record's plain step, and the most frugal one that is known so far."""
-        plain = tuple(plain_schedule(g) for g in record.graphs)
-        known = [(timeline, f) for f in self.frugal if (timeline := _replayed(record, f)) is not None]
-        if not known:
-            self.frugal.append(planner.baseline(record).frugal_schedules)
-            known = [(replay(record, self.frugal[-1]), self.frugal[-1])]
-        frugal, schedules = min(known, key=lambda one: one[0].peak_bytes)
-        return Baseline(replay(record, plain), frugal, plain, schedules)
+        known = [(timeline.peak_bytes, f) for f in self.frugal if (timeline := _replayed(record, f)) is not None]
+        if known:
+            return planner.baseline(record, min(known, key=lambda one: one[0])[1])
+        base = planner.baseline(record)
+        self.frugal.append(base.frugal_schedules)
+        return base
 
     def _cheap(self, seconds: float, base: Baseline) -> bool:
         return seconds <= (1 + self.limits.max_overhead) * base.plain.seconds

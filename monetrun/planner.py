@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from monetrun import solve
+from monetrun.apart import ApartRound
 from monetrun.budget import format_budget, format_bytes
 from monetrun.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
 from monetrun.graph import FORWARD, Costs, Graph
@@ -13,12 +14,9 @@ from monetrun.plan import GraphPlan, Options, Plan, Schedule, Solution, Step, pl
 from monetrun.simulate import simulate
 from monetrun.solve import greedy
 from monetrun.solve.tidy import in_place_where_legal
-from monetrun.step import OUTSIDE, StepRecord, StepTimeline, replay, round_graph
+from monetrun.step import OUTSIDE, RoundGraph, StepRecord, StepTimeline, replay, round_graph
 
 Progress = Callable[[float, float, float], None]
-
-# A graph's frontier is searched in this many halvings when its rounds cannot be solved as one.
-_HALVINGS = 7
 
 
 @dataclass(frozen=True)
@@ -27,37 +25,49 @@ class Baseline:
 
     The plain step's bytes are those of every operator with its default implementation; its seconds are less where
     running in place is faster, since the script may do that itself: what a plan adds is added to the faster of the two.
+
+    Attributes:
+        plain: the plain step.
+        frugal: the step with the least peak that is known to be possible.
+        fast_schedules: the plain step in place wherever an operand dies, which is never slower.
+        frugal_schedules: of ``frugal``.
+        rounds: of the record's rounds, each as one graph where it joins.
     """
 
     plain: StepTimeline
     frugal: StepTimeline
-    plain_schedules: tuple[Schedule, ...]
+    fast_schedules: tuple[Schedule, ...]
     frugal_schedules: tuple[Schedule, ...]
+    rounds: tuple[RoundGraph | ApartRound, ...]
 
 
-def plain_in_place(record: StepRecord, options: Options | None = None) -> list[Schedule]:
+def plain_in_place(record: StepRecord, options: Options | None = None) -> tuple[Schedule, ...]:
     """The plain step in place wherever an operand dies (and ``options`` allow it): never slower."""
     pairs = zip(record.graphs, record.costs, strict=True)
-    return [in_place_where_legal(g, c, plain_schedule(g), options or Options()) for g, c in pairs]
+    return tuple(in_place_where_legal(g, c, plain_schedule(g), options or Options()) for g, c in pairs)
 
 
-def baseline(record: StepRecord) -> Baseline:
-    """Replay the step plainly, and with the least memory that is known to be possible."""
-    plain = tuple(plain_schedule(g) for g in record.graphs)
-    fast = replay(record, plain_in_place(record))
-    frugal = list(greedy.most_frugal(g, c) for g, c in zip(record.graphs, record.costs, strict=True))
-    best = replay(record, frugal)
-    # the least peak of a graph alone need not give the least peak of the step: what it saves counts for the others
-    for bounds in record.rounds:
-        joined = round_graph(record, bounds)
-        if joined is None:
-            continue
-        parts = joined.split(greedy.most_frugal(joined.graph, joined.costs))
-        trial = [parts.get(k, s) for k, s in enumerate(frugal)]
-        timeline = replay(record, trial)
-        if timeline.peak_bytes < best.peak_bytes:
-            frugal, best = trial, timeline
-    return Baseline(replace(replay(record, plain), seconds=fast.seconds), best, plain, tuple(frugal))
+def baseline(record: StepRecord, frugal: Sequence[Schedule] | None = None) -> Baseline:
+    """Replay the step plainly, and with the least memory that is known to be possible.
+
+    Args:
+        record: of the step.
+        frugal: the most frugal schedules that are known; None: they are looked for.
+    """
+    plain = replay(record, [plain_schedule(g) for g in record.graphs])
+    fast = plain_in_place(record)
+    rounds = tuple(round_graph(record, bounds) or ApartRound(record, bounds, fast) for bounds in record.rounds)
+    pairs = zip(record.graphs, record.costs, strict=True)
+    known = tuple(greedy.most_frugal(g, c) for g, c in pairs) if frugal is None else tuple(frugal)
+    base = Baseline(replace(plain, seconds=replay(record, fast).seconds), replay(record, known), fast, known, rounds)
+    if frugal is None:
+        # the least peak of a graph alone need not give that of the step: what it saves counts for the others
+        for joined in rounds:
+            if isinstance(joined, ApartRound):
+                base = _with_lower(record, base, joined.thrifty)
+            else:
+                base = _with_lower(record, base, joined.split(greedy.most_frugal(joined.graph, joined.costs)))
+    return base
 
 
 def more_frugal(record: StepRecord, base: Baseline, options: Options) -> Baseline:
@@ -67,16 +77,22 @@ def more_frugal(record: StepRecord, base: Baseline, options: Options) -> Baselin
     """
     from monetrun.solve.least import least_budget  # cvxpy takes long to import, and most budgets are feasible
 
-    rounds = [joined for bounds in record.rounds if (joined := round_graph(record, bounds)) is not None]
-    share = replace(options, seconds=options.seconds / max(1, len(rounds)), on_progress=None)
-    frugal, best = list(base.frugal_schedules), base.frugal
-    for joined in rounds:
-        parts = joined.split(least_budget(joined.graph, joined.costs, share).schedule)
-        trial = [parts.get(k, s) for k, s in enumerate(frugal)]
-        timeline = replay(record, trial)
-        if timeline.peak_bytes < best.peak_bytes:
-            frugal, best = trial, timeline
-    return replace(base, frugal=best, frugal_schedules=tuple(frugal))
+    share = replace(options, seconds=options.seconds / max(1, len(base.rounds)), on_progress=None)
+    for joined in base.rounds:
+        if isinstance(joined, ApartRound):
+            base = _with_lower(record, base, joined.least(base.frugal_schedules, share.seconds))
+        else:
+            base = _with_lower(record, base, joined.split(least_budget(joined.graph, joined.costs, share).schedule))
+    return base
+
+
+def _with_lower(record: StepRecord, base: Baseline, parts: Mapping[int, Schedule]) -> Baseline:
+    """The baseline with ``parts`` (schedules by graph) in its most frugal step, where they lower its peak."""
+    frugal = tuple(parts.get(k, s) for k, s in enumerate(base.frugal_schedules))
+    timeline = replay(record, frugal)
+    if timeline.peak_bytes >= base.frugal.peak_bytes:
+        return base
+    return replace(base, frugal=timeline, frugal_schedules=frugal)
 
 
 def plan_step(
@@ -189,41 +205,42 @@ def _solve(
     base: Baseline,
     starts: Sequence[Sequence[Schedule]] | None,
 ) -> _Found:
-    schedules, fast = plain_in_place(record, options), plain_in_place(record)
+    schedules, fast = plain_in_place(record, options), base.fast_schedules
     # seconds that the graphs of a round cost more, at least: less where other implementations are faster
     added: dict[tuple[int, ...], float] = {}
     status = "optimal"
-    tight = [b for b in record.rounds if _peak_in(record, schedules, b) > budget_bytes]
+    pairs = zip(record.rounds, base.rounds, strict=True)
+    tight = [(b, joined) for b, joined in pairs if _peak_in(record, schedules, b) > budget_bytes]
     # the round that needs most first: the schedules it is given then hold in most others too
-    tight.sort(key=lambda b: -_peak_in(record, base.frugal_schedules, b))
-    for bounds in tight:
+    tight.sort(key=lambda pair: -_peak_in(record, base.frugal_schedules, pair[0]))
+    for bounds, joined in tight:
         if _peak_in(record, schedules, bounds) <= budget_bytes:
             continue
-        joined = round_graph(record, bounds)
-        if joined is None:
+        share = replace(options, seconds=options.seconds / len(tight), on_progress=None)
+        if isinstance(joined, ApartRound):
+            apart = joined.solve(schedules, budget_bytes, solver, share)
+            schedules = tuple(apart.get(k, s) for k, s in enumerate(schedules))
+            status = "feasible" if apart else "unknown"
             continue
-        start = replay(record, schedules).start_bytes[bounds[0]]
+        timeline = replay(record, schedules)
         graphs, calls = _members(record, bounds)
         plain = sum(simulate(record.graphs[k], record.costs[k], fast[k]).seconds for k in graphs)
         now = sum(simulate(record.graphs[k], record.costs[k], schedules[k]).seconds for k in graphs)
-        rest = replay(record, schedules).seconds - calls * now
-        share = replace(
-            options, seconds=options.seconds / len(tight), on_progress=_of_the_step(options.on_progress, rest, calls)
-        )
+        share = replace(share, on_progress=_of_the_step(options.on_progress, timeline.seconds - calls * now, calls))
         warm = {} if starts is None else {"known": [joined.join(s) for s in starts]}
-        solution = solver(joined.graph, joined.costs, budget_bytes - start, share, **warm)
+        free_bytes = budget_bytes - timeline.start_bytes[bounds[0]]
+        solution = solver(joined.graph, joined.costs, free_bytes, share, **warm)
         if solution.schedule is None:
             status = "unknown"
             continue
         parts = joined.split(solution.schedule)
-        schedules = [parts.get(k, s) for k, s in enumerate(schedules)]
+        schedules = tuple(parts.get(k, s) for k, s in enumerate(schedules))
         more = calls * (solution.bound_seconds - plain)
         added[graphs] = max(added.get(graphs, more), more)
         status = solution.status if status == "optimal" else status
     if replay(record, schedules).peak_bytes > budget_bytes:
-        schedules = _one_parameter(record, budget_bytes, base)
-        status = "feasible"
-    return _Found(tuple(schedules), base.plain.seconds + _disjoint_sum(added), status)
+        schedules, status = base.frugal_schedules, "feasible"
+    return _Found(schedules, base.plain.seconds + _disjoint_sum(added), status)
 
 
 def _disjoint_sum(added: dict[tuple[int, ...], float]) -> float:
@@ -256,28 +273,6 @@ def _peak_in(record: StepRecord, schedules: Sequence[Schedule], bounds: tuple[in
     timeline = replay(cut, schedules)
     own = replace(record, events=record.events[slice(*bounds)], base_bytes=timeline.start_bytes[bounds[0]])
     return replay(own, schedules).peak_bytes
-
-
-def _one_parameter(record: StepRecord, budget_bytes: int, base: Baseline) -> list[Schedule]:
-    """Schedules within the budget for steps whose rounds do not join (a graph called twice before its backward).
-
-    Every graph is given the same fraction of the way from its floor to its plain peak, the largest that fits.
-    """
-    pairs = list(zip(record.graphs, record.costs, strict=True))
-    floors = [simulate(g, c, s).peak_bytes for (g, c), s in zip(pairs, base.frugal_schedules, strict=True)]
-    plains = [simulate(g, c, s).peak_bytes for (g, c), s in zip(pairs, base.plain_schedules, strict=True)]
-    best, low, high = list(base.frugal_schedules), 0.0, 1.0
-    for _ in range(_HALVINGS):
-        share = (low + high) / 2
-        trial = []
-        for (g, c), floor, plain, frugal in zip(pairs, floors, plains, base.frugal_schedules, strict=True):
-            solution = greedy.solve(g, c, int(floor + share * (plain - floor)), Options(seconds=0.2))
-            trial.append(solution.schedule or frugal)
-        if replay(record, trial).peak_bytes <= budget_bytes:
-            best, low = trial, share
-        else:
-            high = share
-    return best
 
 
 def carry_over(plan_schedule: Schedule, graph: Graph, costs: Costs, budget_bytes: int) -> Schedule | None:

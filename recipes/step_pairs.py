@@ -127,8 +127,7 @@ class Recorded:
         finally:
             session.close()
             torch._dynamo.reset()
-        self.plain_schedules = tuple(plain_schedule(g) for g in self.record.graphs)
-        self.plain = replay(self.record, self.plain_schedules)
+        self.plain = replay(self.record, [plain_schedule(g) for g in self.record.graphs])
         self._frugal: dict[tuple[bool, tuple[str, ...] | None], tuple[Schedule, ...]] = {}
 
     def baseline(self, options: Options) -> Baseline:
@@ -137,8 +136,7 @@ class Recorded:
         if key not in self._frugal:
             pairs = zip(self.record.graphs, self.record.costs, strict=True)
             self._frugal[key] = tuple(greedy.most_frugal(g, c, replace(options, seconds=6.0)) for g, c in pairs)
-        frugal = self._frugal[key]
-        return Baseline(self.plain, replay(self.record, frugal), self.plain_schedules, frugal)
+        return planner.baseline(self.record, self._frugal[key])
 
     def plan(self, budget_bytes: int, algorithm: str, options: Options) -> Plan:
         """The plan for a budget of the process.
