@@ -42,7 +42,7 @@ class Limited:
     It has two operators more, which must run once and cost nothing: the first of the forward pass, and the last one,
     around which no more can be saved than the limit. Between them, or from the last on, lies a tensor as large as the
     difference between what the two passes may have allocated. External tensors that a backward lets go of are its own
-    here, written by the first operator, so that they are freed after their last reader.
+    here, written by the first operator; they, and outputs that it lets go of, are freed after their last reader.
     """
 
     graph: Graph
@@ -51,12 +51,13 @@ class Limited:
 
     @classmethod
     def of(cls, graph: Graph, costs: Costs, limits: Limits, released: Collection[int] = ()) -> Limited:
-        """``graph`` within ``limits``, where every backward lets go of the external tensors ``released``."""
+        """``graph`` within ``limits``, where every backward lets go of ``released`` (external tensors, outputs)."""
         cut, size = graph.forward_count, len(graph.tensors)
         more = max(0, limits.backward_bytes - limits.forward_bytes)
         less = max(0, limits.forward_bytes - limits.backward_bytes)
-        given = tuple(sorted(released))
-        own = [replace(t, external=False) if t.id in released else t for t in graph.tensors]
+        gone = tuple(sorted(released))
+        given = tuple(t for t in gone if graph.tensors[t].external)
+        own = [replace(t, external=False, kept=False) if t.id in released else t for t in graph.tensors]
         tensors = (*own, Tensor(size, more), Tensor(size + 1, less, kept=True))
 
         def pseudo(operator: int, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Operator:
@@ -71,7 +72,7 @@ class Limited:
         operators = (
             pseudo(0, "first", (), (size, *given)),
             *(moved(op, 1) for op in graph.operators[:cut]),
-            pseudo(cut + 1, "saved", (size, *given), (size + 1,)),
+            pseudo(cut + 1, "saved", (size, *gone), (size + 1,)),
             *(moved(op, 2) for op in graph.operators[cut:]),
         )
         given_bytes = sum(graph.tensors[t].nbytes for t in given)

@@ -37,11 +37,11 @@ class Chooser(Protocol):
             MonetrunError: no schedule fits.
         """
 
-    def entering(self, phase: str, graph: int) -> None:
-        """A graph's forward or backward is about to run."""
+    def entering(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
+        """A graph's forward or backward is about to run on these arguments (see ``execute.build``)."""
 
-    def left(self, phase: str, graph: int) -> None:
-        """It has run."""
+    def left(self, phase: str, graph: int, results: Sequence[Any]) -> None:
+        """It has run, and gives these results."""
 
 
 class Backend:
@@ -118,10 +118,10 @@ class Backend:
         chooser = self.chooser
 
         def watched(arguments: list[Any]) -> Any:
-            chooser.entering(phase, number)
-            result = run(arguments)
-            chooser.left(phase, number)
-            return result
+            chooser.entering(phase, number, arguments)
+            results = run(arguments)
+            chooser.left(phase, number, results)
+            return results
 
         watched._boxed_call = True  # type: ignore[attr-defined]
         return watched

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,7 @@ class Engine:
         self.first_step_done = False
         self.steps = 0
         self._stepped = False
+        self._compiled = False
         self.budget_bytes = self.settings.budget_bytes
         self.plan: Plan | None = session.plan
         self.record: StepRecord | None = None
@@ -125,6 +127,7 @@ class Engine:
     def plan_now(self) -> None:
         """Plan the recorded step, in rank 0 for all, and let every model be compiled to the plan."""
         assert self.recorder is not None
+        self._drop_traces()
         record = self.recorder.record(self.recorder.measure(self.store))
         plan = self._of_rank_0(lambda: self._planned(record))
         self._know(record)
@@ -228,6 +231,7 @@ class Engine:
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The plan's schedule for this graph; for a shape the plan has not seen, one that fits (see ``_adapt``)."""
+        self._compiled = True
         if self.recorder is not None:
             return self.recorder.choose(joint)
         schedule = self.schedules.get(joint.graph.fingerprint)
@@ -286,17 +290,23 @@ class Engine:
                     return int(seen * max(1.0, now / before)) if before else seen
         return _LOSS_COPIES * now
 
+    def _drop_traces(self) -> None:
+        """After compiling: Dynamo's trace of a frame that it left alone holds that call's batch, in a cycle."""
+        if self._compiled:
+            self._compiled = False
+            gc.collect()
+
     # ---- the step
 
-    def entering(self, phase: str, graph: int) -> None:
+    def entering(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph is about to run (seen while recording only)."""
         if self.recorder is not None:
-            self.recorder.entering(phase, graph)
+            self.recorder.entering(phase, graph, arguments)
 
-    def left(self, phase: str, graph: int) -> None:
+    def left(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """A graph has run (seen while recording only)."""
         if self.recorder is not None:
-            self.recorder.left(phase, graph)
+            self.recorder.left(phase, graph, results)
 
     def forward_begins(self, name: str) -> None:
         """A planned model is called in training."""
@@ -331,6 +341,7 @@ class Engine:
                 self._leave()
             return
         self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes())
+        self._drop_traces()
         self.steps += not self._stepped
         self._stepped = True
 

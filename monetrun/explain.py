@@ -225,6 +225,14 @@ class _Contents:
                 self.by_module[module_of(op.name)] += sign * tensor.nbytes
                 self.count[module_of(op.name)] += sign
 
+    def release(self, graph: Graph, tensors: Iterable[int]) -> None:
+        """A backward of ``graph`` lets go of external tensors, which counted as the script's, and of its outputs."""
+        for t in tensors:
+            if graph.tensors[t].external:
+                self.by_kind[SCRIPT] -= graph.tensors[t].nbytes
+            else:
+                self.add(graph, (t,), -1)
+
 
 def _at_peak(
     record: StepRecord, schedules: Sequence[Schedule], peak_event: int
@@ -242,11 +250,12 @@ def _at_peak(
             contents.add(graph, alive_before(graph, schedule, cut), -1)
         if i < peak_event:
             contents.add(graph, alive_before(graph, schedule, cut if event.kind == FORWARD else len(steps)))
-            contents.by_kind[SCRIPT] -= sum(graph.tensors[t].nbytes for t in event.released)
+            contents.release(graph, event.released)
             continue
         at = _peak_step(graph, record.costs[event.graph], schedule, event.kind, event.released)
         contents.add(graph, alive_before(graph, schedule, at))
-        contents.by_kind[SCRIPT] -= _freed_before(graph, schedule, at, event.released)
+        if event.kind == BACKWARD:
+            contents.release(graph, _freed_before(graph, schedule, at, event.released))
         op = graph.operators[steps[at].operator]
         implementation = op.implementations[steps[at].implementation]
         # a copy of a kept tensor is allocated beside it; an output in place takes over what is alive already
@@ -264,15 +273,19 @@ def _peak_step(graph: Graph, costs: Costs, schedule: Schedule, phase: str, relea
     part = range(cut) if phase == FORWARD else range(cut, len(during))
     if phase == FORWARD:
         return max(part, key=lambda i: (during[i], -i))
-    return max(part, key=lambda i: (during[i] - _freed_before(graph, schedule, i, released), -i))
+    return max(part, key=lambda i: (during[i] - _bytes_freed_before(graph, schedule, i, released), -i))
 
 
-def _freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> int:
-    """Bytes of the external tensors of ``released`` that the backward has let go of before step ``at``."""
+def _freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> set[int]:
+    """Which of ``released`` the backward has let go of before step ``at``."""
     waiting = set(released)
     for step in schedule.backward[at - len(schedule.forward) :] if waiting else ():
         waiting.difference_update(graph.operators[step.operator].implementations[step.implementation].inputs)
-    return sum(graph.tensors[t].nbytes for t in waiting)
+    return waiting
+
+
+def _bytes_freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> int:
+    return sum(graph.tensors[t].nbytes for t in _freed_before(graph, schedule, at, released))
 
 
 def _profile(record: StepRecord, schedules: Sequence[Schedule]) -> tuple[int, ...]:
@@ -291,7 +304,7 @@ def _profile(record: StepRecord, schedules: Sequence[Schedule]) -> tuple[int, ..
         else:
             saved = timeline.after_bytes[cut - 1] if cut else 0
             profile += [
-                start - saved + high - _freed_before(graph, schedule, i, event.released)
+                start - saved + high - _bytes_freed_before(graph, schedule, i, event.released)
                 for i, high in enumerate(timeline.during_bytes[cut:], start=cut)
             ]
     return tuple(profile)

@@ -102,8 +102,8 @@ class _Collector:
         self.joints.append(joint)
         return 0, plain_schedule(joint.graph)
 
-    def entering(self, phase: str, graph: int) -> None:
+    def entering(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A call begins: nothing to see."""
 
-    def left(self, phase: str, graph: int) -> None:
+    def left(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """It has ended."""

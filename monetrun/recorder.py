@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from monetrun import cost, roofline
 from monetrun.capture import JointGraph
 from monetrun.cost import OperatorCost
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, without
+from monetrun.lifetimes import Lifetimes
 from monetrun.meter import Meter
 from monetrun.plan import Schedule
 from monetrun.solve import greedy
@@ -61,6 +62,7 @@ class Recorder:
         self.joints: list[JointGraph] = []
         self.schedules: list[Schedule] = []
         self.stretches: list[_Stretch] = []
+        self.lifetimes = Lifetimes()
         self.state_bytes = 0
         self.parameters: list[torch.Tensor] = []
         self.gradient_bytes = 0
@@ -84,16 +86,22 @@ class Recorder:
 
     # ---- what happens in the step
 
-    def entering(self, phase: str, graph: int) -> None:
+    def entering(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins; what lies between it and the last one is the script's."""
         if not self.stretches and not self._running:
             self.meter.reset_peak()
             self._start = self.meter.current_bytes()
         self._close(OUTSIDE)
         self._running = True
+        if phase == FORWARD:
+            self.lifetimes.forward_begins(self.joints[graph], arguments)
+        else:
+            self.lifetimes.backward_begins(self.joints[graph], len(self.stretches), arguments)
 
-    def left(self, phase: str, graph: int) -> None:
+    def left(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """A graph's call has ended."""
+        if phase == FORWARD:
+            self.lifetimes.forward_ended(results)
         self._close(phase, graph)
         self._running = False
 
@@ -126,6 +134,7 @@ class Recorder:
         now = self.meter.current_bytes()
         peak = max(now, self._start, self.meter.peak_bytes())
         self.stretches.append(_Stretch(kind, graph, name, self._start, peak, now))
+        self.lifetimes.look(len(self.stretches) - 1)
         self._start = now
         self.meter.reset_peak()
 
@@ -162,13 +171,14 @@ class Recorder:
             if i == 0:
                 continue
             if stretch.kind == OUTSIDE:
-                delta, peak = stretch.end_bytes - now, max(0, stretch.peak_bytes - now)
+                absent = self.lifetimes.absent_bytes(i)
+                delta, peak = stretch.end_bytes + absent - now, max(0, stretch.peak_bytes + absent - now)
                 grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
                 events.append(Event(OUTSIDE, -1, delta - grown, max(0, peak - grown), stretch.name))
-                now = stretch.end_bytes
+                now = stretch.end_bytes + absent
                 continue
             joint, schedule = self.joints[stretch.graph], self.schedules[stretch.graph]
-            released = self._released(stretch, costs[stretch.graph])
+            released = self.lifetimes.released(i)
             events.append(Event(stretch.kind, stretch.graph, released=released))
             known = call(joint.graph, costs[stretch.graph], schedule, released)
             now += known.saved_bytes if stretch.kind == FORWARD else known.backward_delta_bytes
@@ -206,20 +216,6 @@ class Recorder:
             if nbytes and position:
                 found[position] = found.get(position, 0) + nbytes
         return found
-
-    def _released(self, stretch: _Stretch, costs: Costs) -> tuple[int, ...]:
-        """The external tensors that a backward was seen to free: the largest that explain the bytes."""
-        if stretch.kind != BACKWARD:
-            return ()
-        joint = self.joints[stretch.graph]
-        expected = call(joint.graph, costs, self.schedules[stretch.graph]).backward_delta_bytes
-        missing = expected - (stretch.end_bytes - stretch.start_bytes)
-        chosen = []
-        for t in sorted(joint.transient, key=lambda t: (-joint.graph.tensors[t].nbytes, t)):
-            if 0 < joint.graph.tensors[t].nbytes <= missing:
-                chosen.append(t)
-                missing -= joint.graph.tensors[t].nbytes
-        return tuple(chosen)
 
 
 def allowed(joint: JointGraph) -> Graph:

@@ -30,8 +30,8 @@ class Event:
         delta_bytes: outside: allocated at its end, less at its start.
         peak_bytes: outside: the most allocated during it, less at its start.
         name: for messages (``"SGD.step"``).
-        released: backward: the graph's external tensors that nothing but its saved values holds by then (what
-            another graph gave it, tangents); they are freed within the call, after their last reader.
+        released: backward: the graph's external tensors (what it was given, tangents) and outputs that nothing but
+            its saved values holds by then; they are freed within the call, after their last reader.
     """
 
     kind: str
@@ -163,7 +163,7 @@ class Call:
 
 
 def call(graph: Graph, costs: Costs, schedule: Schedule, released: Sequence[int] = ()) -> Call:
-    """Simulate ``schedule``; external tensors that are ``released`` in the backward are freed after their last reader.
+    """Simulate ``schedule``; what is ``released`` in the backward is freed after its last reader there.
 
     Raises:
         ScheduleError: the schedule is not valid for the graph.
@@ -286,6 +286,7 @@ class _Joiner:
     def _call(self, event: Event) -> None:
         graph, costs = self.record.graphs[event.graph], self.record.costs[event.graph]
         self._release(event)
+        self._let_go(event)
         if event.kind == FORWARD:
             for tensor in graph.tensors:
                 self.tensor_of[event.graph, tensor.id] = len(self.tensors)
@@ -325,6 +326,8 @@ class _Joiner:
         """
         operators = self.record.graphs[event.graph].operators
         for t in event.released:
+            if not self.record.graphs[event.graph].tensors[t].external:
+                continue
             readers = {op.phase for op in operators for i in op.implementations if t in i.inputs}
             nbytes = self.record.graphs[event.graph].tensors[t].nbytes
             found = next((h for h in reversed(self.held) if self.tensors[h].nbytes >= nbytes), None)
@@ -333,27 +336,33 @@ class _Joiner:
                 self._split(found, nbytes)
                 self.tensor_of[event.graph, t] = found
 
+    def _let_go(self, event: Event) -> None:
+        """The graph's outputs that are gone with this backward: alive until it begins, whatever it reads."""
+        tensors = self.record.graphs[event.graph].tensors
+        outputs = tuple(self.tensor_of[event.graph, t] for t in event.released if not tensors[t].external)
+        for t in outputs:
+            self.tensors[t] = dataclasses.replace(self.tensors[t], kept=False)
+        if outputs:
+            self._pseudo(OUTSIDE, BACKWARD, outputs, (), 0)
+
     def _outside(self, event: Event, phase: str) -> None:
         """The script between two calls: allocates or frees ``delta_bytes``, and needs ``peak_bytes`` meanwhile."""
         written: tuple[int, ...] = ()
         if event.delta_bytes > 0:
             written = (self._new(event.delta_bytes),)
         freed = self._free(-event.delta_bytes) if event.delta_bytes < 0 else []
-        self.operators.append(
-            Operator(
-                len(self.operators),
-                event.name or OUTSIDE,
-                OUTSIDE,
-                phase,
-                written,
-                (Implementation("default", tuple(freed)),),
-                replayable=False,
-            )
-        )
-        self.seconds.append((0.0,))
-        self.workspace.append((max(0, event.peak_bytes - max(0, event.delta_bytes)),))
-        self.members.append(None)
+        workspace = max(0, event.peak_bytes - max(0, event.delta_bytes))
+        self._pseudo(event.name or OUTSIDE, phase, tuple(freed), written, workspace)
         self.held += written
+
+    def _pseudo(
+        self, name: str, phase: str, inputs: tuple[int, ...], outputs: tuple[int, ...], workspace_bytes: int
+    ) -> None:
+        ways = (Implementation("default", inputs),)
+        self.operators.append(Operator(len(self.operators), name, OUTSIDE, phase, outputs, ways, replayable=False))
+        self.seconds.append((0.0,))
+        self.workspace.append((workspace_bytes,))
+        self.members.append(None)
 
     def _new(self, nbytes: int) -> int:
         self.tensors.append(Tensor(len(self.tensors), nbytes, name=OUTSIDE))

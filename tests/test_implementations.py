@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -39,10 +41,10 @@ class Chooser:
         self.joint = joint
         return 0, plain_schedule(joint.graph)
 
-    def entering(self, phase: str, graph: int) -> None:
+    def entering(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         pass
 
-    def left(self, phase: str, graph: int) -> None:
+    def left(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         pass
 
 

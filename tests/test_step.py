@@ -1,0 +1,107 @@
+"""Two graphs of which one gives the other its input: the step's replay, and the round as one graph."""
+
+import dataclasses
+
+import pytest
+from step_records import chain_record
+
+from monetrun.graph import BACKWARD, FORWARD
+from monetrun.plan import Schedule, Step, plain_schedule
+from monetrun.simulate import simulate
+from monetrun.solve.evict import dropping
+from monetrun.step import OUTSIDE, Event, StepRecord, call, replay, round_graph
+
+BATCH = 100
+
+
+def output_of(graph):
+    """The forward's output: the one tensor that a forward operator writes and that is kept."""
+    (t,) = (t for op in graph.operators[: graph.forward_count] for t in op.outputs if graph.tensors[t].kept)
+    return t
+
+
+def tangent_of(graph):
+    return next(t.id for t in graph.tensors if t.name == "tangent")
+
+
+def in_a_row():
+    """Graph 0's output is graph 1's input, and nobody else's: its own backward is the last that reads it."""
+    one, two = (chain_record(BATCH, widths) for widths in ((40, 60), (30, 50, 20)))
+    graphs = one.graphs + two.graphs
+    events = (
+        Event(FORWARD, 0),
+        Event(OUTSIDE, -1, 8, 8),
+        Event(FORWARD, 1),
+        Event(OUTSIDE, -1, 20 * BATCH, 20 * BATCH, "loss"),
+        Event(BACKWARD, 1, released=(tangent_of(graphs[1]), output_of(graphs[1]))),
+        Event(OUTSIDE, -1, 60 * BATCH, 60 * BATCH, "what lies between"),
+        Event(BACKWARD, 0, released=(tangent_of(graphs[0]), output_of(graphs[0]))),
+        Event(OUTSIDE, -1, -8, 0),
+    )
+    return StepRecord(graphs, one.costs + two.costs, events, 1000, {}, "cpu", "2.15.0")
+
+
+def frugal(graph):
+    return dropping(
+        graph, {t for op in graph.operators[: graph.forward_count] for t in op.outputs} - {output_of(graph)}
+    )
+
+
+def test_an_output_that_goes_with_the_backward_is_freed_after_its_last_reader_there():
+    record = in_a_row()
+    graph, costs = record.graphs[1], record.costs[1]
+    schedule, output = plain_schedule(graph), output_of(graph)
+    kept, gone = call(graph, costs, schedule), call(graph, costs, schedule, (output,))
+    assert gone.saved_bytes == kept.saved_bytes
+    assert gone.backward_delta_bytes == kept.backward_delta_bytes - graph.tensors[output].nbytes
+    # the first ReLU's gradient reads it; the peak is after that
+    assert gone.backward_peak_bytes == kept.backward_peak_bytes - graph.tensors[output].nbytes
+    # where nothing reads it, it is free from the start
+    mask_less = dataclasses.replace(
+        graph,
+        operators=tuple(
+            dataclasses.replace(
+                op,
+                implementations=tuple(
+                    dataclasses.replace(i, inputs=tuple(t for t in i.inputs if t != output)) for i in op.implementations
+                ),
+            )
+            for op in graph.operators
+        ),
+    )
+    assert call(mask_less, costs, schedule, (output,)).backward_peak_bytes == gone.backward_peak_bytes
+
+
+@pytest.mark.parametrize("first", [plain_schedule, frugal])
+@pytest.mark.parametrize("second", [plain_schedule, frugal])
+def test_the_round_as_one_graph_allocates_what_the_step_does(first, second):
+    record = in_a_row()
+    schedules = [first(record.graphs[0]), second(record.graphs[1])]
+    joined = round_graph(record, record.rounds[0])
+    schedule = joined.join(schedules)
+    timeline, peak = simulate(joined.graph, joined.costs, schedule), replay(record, schedules)
+    assert timeline.peak_bytes == peak.peak_bytes - record.base_bytes
+    assert timeline.seconds == peak.seconds
+    assert joined.split(schedule) == dict(enumerate(schedules))
+
+
+def test_an_output_that_goes_is_there_until_the_other_graph_has_read_it_for_the_last_time():
+    record = in_a_row()
+    joined = round_graph(record, record.rounds[0])
+    last_of_two = max(i for i, member in enumerate(joined.members) if member and member[0] == 1)
+    first_of_one = min(
+        i for i, m in enumerate(joined.members) if m and m[0] == 0 and joined.graph.operators[i].phase == BACKWARD
+    )
+    relu = joined.members.index((0, record.graphs[0].writer[output_of(record.graphs[0])]))
+    (output,) = joined.graph.operators[relu].outputs
+    readers = [op.id for op in joined.graph.operators if output in op.inputs]
+    assert any(last_of_two < i < first_of_one and joined.members[i] is None for i in readers)
+
+
+def test_steps_of_a_schedule_are_renumbered():
+    record = in_a_row()
+    joined = round_graph(record, record.rounds[0])
+    schedules = [plain_schedule(g) for g in record.graphs]
+    assert joined.join(schedules) == plain_schedule(joined.graph)
+    own = joined.split(Schedule((Step(0),), ()))
+    assert own == {0: Schedule((Step(0),), ())}
