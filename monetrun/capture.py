@@ -160,6 +160,7 @@ class _Reader:
         self.tensors: list[Tensor] = []
         self.by_storage: dict[int, int] = {}
         self.storage: dict[fx.Node, int] = {}
+        self.places = {n: p for p, n in enumerate(module.graph.find_nodes(op="placeholder"))}
         self.alive: list[Any] = []  # keeps fake storages, whose addresses are the keys
         (output,) = module.graph.find_nodes(op="output")
         flat = torch.utils._pytree.arg_tree_leaves(*output.args)
@@ -187,14 +188,13 @@ class _Reader:
         signatures: list[tuple[str, ...]] = []
         timed: dict[str, tuple[Call, fx.Node]] = {}
         guards: list[Guard] = []
-        places = {n: p for p, n in enumerate(self.module.graph.find_nodes(op="placeholder"))}
         readable = {t.id for t in tensors if t.external}
         for i, (node, phase, written) in enumerate(found):
             alternatives = self._legal(node, written, tensors, readable)
             operators.append(self._operator(i, node, phase, written, mutated, alternatives))
             calls.update({(i, k): a.call for k, a in enumerate(alternatives, 1)})
             guards += [
-                Guard.of(a.guard, places, i, k, f"{operators[i].name} as {a.name}")
+                Guard.of(a.guard, self.places, i, k, f"{operators[i].name} as {a.name}")
                 for k, a in enumerate(alternatives, 1)
                 if a.guard is not None
             ]
@@ -226,14 +226,11 @@ class _Reader:
         """The alternatives that read what is there by then, overwrite what is neither external nor kept, and whose
         guards can be asked at any time: of parameters and buffers alone.
         """
-        inputs = self.module.graph.find_nodes(op="placeholder")
         legal = []
         for alternative in self.alternatives.get(node, ()):
             if not self._reads(alternative.call) <= readable:
                 continue
-            if alternative.guard is not None and not all(
-                n in inputs and inputs.index(n) in self.static for n in alternative.guard.nodes
-            ):
+            if alternative.guard is not None and not all(self._static(n) for n in alternative.guard.nodes):
                 continue
             if alternative.overwrites is not None:
                 target = tensors[self.storage[alternative.overwrites]]
@@ -246,10 +243,14 @@ class _Reader:
     def _reads(self, call: Call) -> set[int]:
         return {t for a in call.nodes for t in self._storages(a)}
 
+    def _static(self, node: fx.Node) -> bool:
+        """Whether it is a parameter or a buffer."""
+        return self.places.get(node, -1) in self.static
+
     def _transient(self) -> frozenset[int]:
-        inputs = self.module.graph.find_nodes(op="placeholder")
-        static = {self.storage[n] for i, n in enumerate(inputs) if i in self.static and n in self.storage}
-        return frozenset(self.storage[n] for n in inputs if n in self.storage) - static
+        inputs = [n for n in self.places if n in self.storage]
+        static = {self.storage[n] for n in inputs if self._static(n)}
+        return frozenset(self.storage[n] for n in inputs) - static
 
     def _phases(self) -> tuple[list[fx.Node], list[fx.Node]]:
         """Nodes of the forward and of the backward, in order; input mutations end the forward."""
