@@ -16,7 +16,10 @@ from monetrun.step import StepRecord
 
 
 def stand_in_for_the_other_ranks(world_size: int) -> None:
-    """Let ``init_process_group`` make torch's fake process group: collectives return at once, nobody else is there."""
+    """Let ``init_process_group`` make torch's fake process group: collectives return at once, nobody else is there.
+
+    Such a collective's result is None, which DistributedDataParallel does not take: its gradients are left as they are.
+    """
     if not torch.distributed.is_available():
         return
     original = torch.distributed.init_process_group
@@ -28,6 +31,21 @@ def stand_in_for_the_other_ranks(world_size: int) -> None:
 
     torch.distributed.init_process_group = init_process_group
     torch.distributed.distributed_c10d.init_process_group = init_process_group
+    parallel: Any = torch.nn.parallel.DistributedDataParallel
+    initialize, register = parallel.__init__, parallel.register_comm_hook
+
+    def initialize_alone(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        register(self, None, lambda _, bucket: _future(bucket.buffer()))
+
+    parallel.__init__ = initialize_alone
+    parallel.register_comm_hook = lambda self, state, hook: None
+
+
+def _future(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future
 
 
 def leave(record: StepRecord, path: str) -> NoReturn:
