@@ -19,7 +19,7 @@ from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Oper
 from monetrun.plan import Options, Schedule, Solution, Step
 from monetrun.simulate import simulate
 from monetrun.solve import greedy
-from monetrun.step import OUTSIDE, StepRecord, call, replay
+from monetrun.step import OUTSIDE, StepRecord, call, gone_with_backward, replay, without_idle_runs
 
 _SHARES = 16  # that are tried of what is between the least and the most that can be saved
 _HALVINGS = 5  # of the distance between shares around the cheapest; of budgets when the least is looked for
@@ -55,9 +55,10 @@ class Limited:
         cut, size = graph.forward_count, len(graph.tensors)
         more = max(0, limits.backward_bytes - limits.forward_bytes)
         less = max(0, limits.forward_bytes - limits.backward_bytes)
-        gone = tuple(sorted(released))
-        given = tuple(t for t in gone if graph.tensors[t].external)
-        own = [replace(t, external=False, kept=False) if t.id in released else t for t in graph.tensors]
+        given = tuple(sorted(t for t in released if graph.tensors[t].external))
+        outputs = gone_with_backward(graph, released)
+        gone = (*given, *sorted(outputs))
+        own = [replace(t, external=False, kept=False) if t.id in gone else t for t in graph.tensors]
         tensors = (*own, Tensor(size, more), Tensor(size + 1, less, kept=True))
 
         def pseudo(operator: int, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Operator:
@@ -66,8 +67,9 @@ class Limited:
             )
 
         def moved(op: Operator, by: int) -> Operator:
-            ways = (replace(i, usable=i.usable and i.in_place_of not in released) for i in op.implementations)
-            return replace(op, id=op.id + by, implementations=tuple(ways))
+            ways = (replace(i, usable=i.usable and i.in_place_of not in gone) for i in op.implementations)
+            again = op.replayable and outputs.isdisjoint(op.outputs)
+            return replace(op, id=op.id + by, implementations=tuple(ways), replayable=again)
 
         operators = (
             pseudo(0, "first", (), (size, *given)),
@@ -95,7 +97,8 @@ class Limited:
         def moved(steps: Sequence[Step]) -> tuple[Step, ...]:
             return tuple(Step(s.operator + (1 if s.operator < last - 1 else 2), s.implementation) for s in steps)
 
-        return Schedule((Step(0), *moved(schedule.forward), Step(last)), moved(schedule.backward))
+        backward = without_idle_runs(self.graph, moved(schedule.backward))
+        return Schedule((Step(0), *moved(schedule.forward), Step(last)), tuple(backward))
 
     def outer(self, schedule: Schedule) -> Schedule:
         """The schedule of the other graph."""

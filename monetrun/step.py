@@ -9,7 +9,7 @@ schedules comes from ``simulate`` and from measured bytes, and from nothing else
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -241,8 +241,26 @@ class RoundGraph:
                     done.add(member[0])
                     own = getattr(schedules[member[0]], phase)
                     steps += [Step(place[member[0], s.operator], s.implementation) for s in own]
+            if phase == BACKWARD:
+                steps = without_idle_runs(self.graph, steps)
             passes.append(tuple(steps))
         return Schedule(*passes)
+
+
+def gone_with_backward(graph: Graph, released: Collection[int]) -> set[int]:
+    """Those of ``released`` that are outputs and may be written as tensors that are freed after their last reader.
+
+    An output that another graph holds is there until the backward begins: it must not be freed before that and written
+    again. So the operator that writes it may not run again, and must write nothing else that is read.
+    """
+    read = {t for op in graph.operators for way in op.implementations for t in way.inputs}
+    outputs = {t for t in released if not graph.tensors[t].external}
+    return {t for t in outputs if not read.intersection(graph.operators[graph.writer[t]].outputs) - {t}}
+
+
+def without_idle_runs(graph: Graph, backward: Sequence[Step]) -> list[Step]:
+    """``backward`` without second runs of what may not run again: outputs that are still there."""
+    return [s for s in backward if s.operator >= graph.forward_count or graph.operators[s.operator].replayable]
 
 
 def round_graph(record: StepRecord, bounds: tuple[int, int]) -> RoundGraph | None:
@@ -338,8 +356,11 @@ class _Joiner:
 
     def _let_go(self, event: Event) -> None:
         """The graph's outputs that are gone with this backward: alive until it begins, whatever it reads."""
-        tensors = self.record.graphs[event.graph].tensors
-        outputs = tuple(self.tensor_of[event.graph, t] for t in event.released if not tensors[t].external)
+        own = sorted(gone_with_backward(self.record.graphs[event.graph], event.released))
+        outputs = tuple(self.tensor_of[event.graph, t] for t in own)
+        for i, op in enumerate(self.operators):
+            if not set(outputs).isdisjoint(op.outputs):
+                self.operators[i] = dataclasses.replace(op, replayable=False)
         for t in outputs:
             self.tensors[t] = dataclasses.replace(self.tensors[t], kept=False)
         if outputs:

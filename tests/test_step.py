@@ -1,12 +1,14 @@
 """Two graphs of which one gives the other its input: the step's replay, and the round as one graph."""
 
 import dataclasses
+import itertools
 
 import pytest
 from step_records import chain_record
 
+from monetrun import planner
 from monetrun.graph import BACKWARD, FORWARD
-from monetrun.plan import Schedule, Step, plain_schedule
+from monetrun.plan import Options, Schedule, Step, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve.evict import dropping
 from monetrun.step import OUTSIDE, Event, StepRecord, call, replay, round_graph
@@ -96,6 +98,28 @@ def test_an_output_that_goes_is_there_until_the_other_graph_has_read_it_for_the_
     (output,) = joined.graph.operators[relu].outputs
     readers = [op.id for op in joined.graph.operators if output in op.inputs]
     assert any(last_of_two < i < first_of_one and joined.members[i] is None for i in readers)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_a_plan_of_both_is_no_dearer_than_what_any_choice_of_saved_tensors_gives(share):
+    record = in_a_row()
+    inner = [[t for op in g.operators[: g.forward_count] for t in op.outputs] for g in record.graphs]
+    points = []
+    for dropped in itertools.product(
+        *(_subsets(set(i) - {output_of(g)}) for i, g in zip(inner, record.graphs, strict=True))
+    ):
+        timeline = replay(record, [dropping(g, set(d)) for g, d in zip(record.graphs, dropped, strict=True)])
+        points.append((timeline.peak_bytes, timeline.seconds))
+    least, most = min(p for p, _ in points), max(p for p, _ in points)
+    budget_bytes = int(least + share * (most - least))
+    plan = planner.plan_step(record, budget_bytes, options=Options(seconds=2.0, implementations=()))
+    assert plan.planned_peak_bytes <= budget_bytes
+    seconds = (1 + plan.overhead) * planner.baseline(record).plain.seconds
+    assert seconds <= 1.000001 * min(s for p, s in points if p <= budget_bytes)
+
+
+def _subsets(tensors):
+    return itertools.chain.from_iterable(itertools.combinations(sorted(tensors), n) for n in range(len(tensors) + 1))
 
 
 def test_steps_of_a_schedule_are_renumbered():
