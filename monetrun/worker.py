@@ -159,6 +159,8 @@ class Session:
                 module._compiled_call_impl = None
         if cpu_allocator.install():
             cpu_allocator.set_limit(None)
+        if self.engine is not None:
+            self.engine.recorder = None  # torch keeps what it compiled last, and by it the engine; not the parameters
         if _session is self:
             _session = None
 

@@ -65,7 +65,7 @@ def test_training_is_the_same_and_the_budget_is_kept(case):
     print(case, plan.plain_peak_bytes, plan.budget_bytes, plan.planned_peak_bytes, engine.peak_bytes, plan.overhead)
     assert plan.planned_peak_bytes < plan.plain_peak_bytes
     assert engine.peak_bytes <= plan.budget_bytes
-    assert abs(engine.peak_bytes / plan.planned_peak_bytes - 1) <= 0.02
+    assert abs(engine.peak_bytes / plan.planned_peak_bytes - 1) <= 0.005
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +88,11 @@ def test_half_of_the_plain_peak_is_kept(case):
     _, _, engine, _ = trained(case, "0.5x")
     assert engine.plan.budget_bytes == engine.plan.plain_peak_bytes // 2
     assert engine.peak_bytes <= engine.plan.budget_bytes
+
+
+def test_what_a_refused_plan_was_for_can_be_freed():
+    held = cpu_allocator.allocated_bytes()
+    with pytest.raises(InfeasibleBudget):
+        trained("small_resnet", "0.05x")
+    gc.collect()
+    assert cpu_allocator.allocated_bytes() <= held
