@@ -68,15 +68,6 @@ inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double sl
   });
 }
 
-// A block times `factor` where the bit is set, else times 0.
-template <class T>
-inline void scale_block(const T* in, T* to, uint64_t bits, Values<T> factor) {
-  for (int i = 0; i < kBlock; i += Lanes<T>::kLanes) {
-    const auto noise = lanes_of_bits<UnsignedLanes<T>>(bits >> i) != 0 ? factor : Values<T>{};
-    store(load(in + i) * noise, to + i);
-  }
-}
-
 inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
   check_dense(x, "x");
   check_mask(mask, x.numel());
@@ -85,7 +76,11 @@ inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, c
     using T = typename decltype(typed)::type;
     const auto factor = broadcast<Values<T>>(rounded<T>(static_cast<Arithmetic<T>>(scale)));
     map_blocks(read<T>(x), write<T>(out), x.numel(), [&](const T* in, T* to, int64_t block, int64_t elements) {
-      scale_block(in, to, read_bits(bytes, block, elements), factor);
+      const uint64_t bits = read_bits(bytes, block, elements);
+      for (int i = 0; i < kBlock; i += Lanes<T>::kLanes) {
+        const auto noise = lanes_of_bits<UnsignedLanes<T>>(bits >> i) != 0 ? factor : Values<T>{};
+        store(load(in + i) * noise, to + i);
+      }
     });
   });
 }

@@ -23,7 +23,6 @@ from monetrun import native
 
 aten = torch.ops.aten
 
-_MASK_32 = 0xFFFFFFFF
 # rows of the cross entropy are worked on together, as many as fill this
 CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}
 
@@ -261,10 +260,6 @@ def max_pool2d_input_backward(
 # --- normalization from saved statistics -----------------------------------------------------------------------------
 
 
-def _by_channel(values: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return values.to(dtype).view(values.shape[:-1] + (x.shape[1],) + (1,) * (x.dim() - 2))
-
-
 def _bound(value: float) -> float | None:
     return None if math.isnan(value) else value
 
@@ -292,52 +287,14 @@ def batch_norm_act(
     dtype = _arithmetic(x.dtype)
     scale = invstd.to(dtype) if weight is None else invstd.to(dtype) * weight.to(dtype)
     shift = -mean.to(dtype) * scale if bias is None else bias.to(dtype) - mean.to(dtype) * scale
-    y = (x.to(dtype) * _by_channel(scale, x, dtype) + _by_channel(shift, x, dtype)).to(x.dtype)
+    by_channel = (-1,) + (1,) * (x.dim() - 2)
+    y = (x.to(dtype) * scale.view(by_channel) + shift.view(by_channel)).to(x.dtype)
     if residual is not None:
         _same_layout(x, residual)
         y = y + residual
     if not (math.isnan(low) and math.isnan(high)):
         y = torch.clamp(y, _bound(low), _bound(high))
     return y
-
-
-@_operator(
-    "layer_norm_apply(Tensor x, int[] normalized_shape, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd)"
-    " -> Tensor",
-    _like_first,
-)
-def layer_norm_apply(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
-) -> Tensor:
-    """The output of native_layer_norm from its saved mean and rstd; ``x`` is contiguous."""
-    dtype = _arithmetic(x.dtype)
-    shape = x.shape[: x.dim() - len(normalized_shape)] + (1,) * len(normalized_shape)
-    y = (x.to(dtype) - mean.to(dtype).view(shape)) * rstd.to(dtype).view(shape)
-    if weight is not None:
-        y = y * weight.to(dtype)
-    if bias is not None:
-        y = y + bias.to(dtype)
-    return y.to(x.dtype)
-
-
-@_operator(
-    "group_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int groups) -> Tensor",
-    _like_first,
-)
-def group_norm_apply(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, groups: int
-) -> Tensor:
-    """The output of native_group_norm from its saved mean and rstd; ``x`` is [N, C, ...]."""
-    dtype = _arithmetic(x.dtype)
-    each = x.shape[1] // groups
-    scale = rstd.to(dtype).view(-1, groups).repeat_interleave(each, 1)
-    centre = mean.to(dtype).view(-1, groups).repeat_interleave(each, 1)
-    if weight is not None:
-        scale = scale * weight.to(dtype)
-    shift = -scale * centre
-    if bias is not None:
-        shift = shift + bias.to(dtype)
-    return (x.to(dtype) * _by_channel(scale, x, dtype) + _by_channel(shift, x, dtype)).to(x.dtype)
 
 
 # --- normalization, backward from output -----------------------------------------------------------------------------
@@ -480,39 +437,6 @@ def log_softmax_nll_backward_(grad_loss: Tensor, log_probabilities: Tensor, *res
     return _log_softmax_nll_backward(log_probabilities, grad_loss, log_probabilities, *rest)
 
 
-# --- dropout by counter ----------------------------------------------------------------------------------------------
-
-
-def _philox(seed: int, counter: Tensor) -> Tensor:
-    """Philox4x32-10: [n] counters to [n, 4] words of 32 bits (as int64)."""
-    words = [counter & _MASK_32, (counter >> 32) & _MASK_32, torch.zeros_like(counter), torch.zeros_like(counter)]
-    keys = [seed & _MASK_32, (seed >> 32) & _MASK_32]
-    for _ in range(10):
-        # the product wraps in 64 bits, which leaves both of its halves as they should be
-        first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
-        high = (first >> 32) & _MASK_32, (second >> 32) & _MASK_32
-        words = [high[1] ^ words[1] ^ keys[0], second & _MASK_32, high[0] ^ words[3] ^ keys[1], first & _MASK_32]
-        keys = [(keys[0] + 0x9E3779B9) & _MASK_32, (keys[1] + 0xBB67AE85) & _MASK_32]
-    return torch.stack(words, 1)
-
-
-@_operator("philox_dropout(Tensor x, float p, int seed, int offset) -> Tensor", _like_first)
-def philox_dropout(x: Tensor, p: float, seed: int, offset: int) -> Tensor:
-    """``x / (1 - p)``, or 0 with probability ``p`` (in steps of 2**-32); the same call on a gradient is its backward.
-
-    Element i (in the order of storage) takes word ``i % 4`` of Philox4x32-10 (Salmon et al., SC 2011) at counter
-    ``offset + i // 4`` under the key ``seed``, on every device; a call uses ``ceil(numel / 4)`` counters.
-    """
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"p must be between 0 and 1, got {p}")
-    values = _storage(x)
-    counter = torch.arange((x.numel() + 3) // 4, dtype=torch.int64, device=x.device) + offset
-    keep = _philox(seed, counter).view(-1)[: x.numel()] >= round(p * 2**32)
-    out = torch.empty_like(x)
-    _storage(out).copy_(values * (keep.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))))
-    return out
-
-
 # --- the native kernels ----------------------------------------------------------------------------------------------
 
 
@@ -635,41 +559,5 @@ def batch_norm_act_is_exact(dtype: torch.dtype, channels_last: bool, device_type
         if not torch.equal(
             torch.ops.monet.batch_norm_act(x, *operands, residual, 0, math.nan), torch.relu(y + residual)
         ):
-            return False
-    return True
-
-
-@functools.cache
-def layer_norm_apply_is_exact(dtype: torch.dtype, parameters: torch.dtype, device_type: str = "cpu") -> bool:
-    """Whether ``layer_norm_apply`` gives the bits of native_layer_norm, with a weight of dtype ``parameters``.
-
-    It cannot where mean and rstd are saved rounded: ``parameters`` below float32.
-    """
-    load(device_type)
-    draw = _draw(device_type)
-    for length in (7, 64, 200, 768):
-        x, weight = draw(dtype, 200, length, mean=60), draw(parameters, length)
-        for bias in (draw(parameters, length), None):
-            y, mean, rstd = aten.native_layer_norm.default(x, [length], weight, bias, 1e-5)
-            if not torch.equal(torch.ops.monet.layer_norm_apply(x, [length], weight, bias, mean, rstd), y):
-                return False
-    return True
-
-
-@functools.cache
-def group_norm_apply_is_exact(
-    dtype: torch.dtype, parameters: torch.dtype, channels_last: bool, device_type: str = "cpu"
-) -> bool:
-    """Whether ``group_norm_apply`` gives the bits of native_group_norm, with parameters of dtype ``parameters``.
-
-    It cannot where mean and rstd are saved rounded: ``parameters`` below float32.
-    """
-    load(device_type)
-    draw = _draw(device_type)
-    for channels, groups, side in ((6, 3, 7), (32, 8, 8), (24, 24, 9), (24, 1, 40)):
-        x = draw(dtype, 3, channels, side, side, mean=60).contiguous(memory_format=_format(channels_last))
-        weight, bias = draw(parameters, channels), draw(parameters, channels)
-        y, mean, rstd = aten.native_group_norm.default(x, weight, bias, 3, channels, side * side, groups, 1e-5)
-        if not torch.equal(torch.ops.monet.group_norm_apply(x, weight, bias, mean, rstd, groups), y):
             return False
     return True
