@@ -9,6 +9,5 @@
 
 STABLE_TORCH_LIBRARY_IMPL(monet, CPU, library) {
   register_operators(library);
-  library.impl("layer_norm_output_backward", TORCH_BOX(&monet::layer_norm_output_backward));
   library.impl("affine_invertible", TORCH_BOX(&monet::affine_invertible));
 }
