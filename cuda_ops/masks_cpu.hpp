@@ -41,7 +41,7 @@ inline Tensor nonzero_mask(const Tensor& x) {
   return mask;
 }
 
-inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out) {
+inline Tensor mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out) {
   check_dense(grad, "grad");
   check_mask(mask, grad.numel());
   const uint8_t* bytes = read<uint8_t>(mask);
@@ -66,9 +66,10 @@ inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double sl
       }
     });
   });
+  return out;
 }
 
-inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
+inline Tensor mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
   check_dense(x, "x");
   check_mask(mask, x.numel());
   const uint8_t* bytes = read<uint8_t>(mask);
@@ -83,6 +84,7 @@ inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, c
       }
     });
   });
+  return out;
 }
 
 }  // namespace monet

@@ -109,16 +109,17 @@ void change_by_bits(const Tensor& x, const Tensor& mask, const Tensor& out, Chan
   launch(x, packs(x.numel()), ChangeByBits<T, Change>{from, read<uint8_t>(mask), to, x.numel(), whole, change});
 }
 
-inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out) {
+inline Tensor mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out) {
   check_dense(grad, "grad");
   check_mask(mask, grad.numel());
   for_dtype(grad, [&](auto typed) {
     using T = typename decltype(typed)::type;
     change_by_bits<T>(grad, mask, out, SlopeWhereUnset<T>{static_cast<Arithmetic<T>>(slope)});
   });
+  return out;
 }
 
-inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
+inline Tensor mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
   check_dense(x, "x");
   check_mask(mask, x.numel());
   for_dtype(x, [&](auto typed) {
@@ -127,6 +128,7 @@ inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, c
     // rounded to T, as a tensor of noise would be
     change_by_bits<T>(x, mask, out, TimesFactorOrZero<T>{static_cast<A>(T(static_cast<A>(scale)))});
   });
+  return out;
 }
 
 }  // namespace monet

@@ -1,4 +1,4 @@
-// The operators of torch.ops.monet on the CPU. What each means is said where it is defined (monetrun/ops/kernels.py).
+// The operators of torch.ops.monet on the CPU. What each means is said where it is defined (monetrun/ops/definitions.py).
 
 #include "masks_cpu.hpp"
 #include "normalize_backward_cpu.hpp"

@@ -1,4 +1,4 @@
-// The operators of torch.ops.monet on CUDA. What each means is said where it is defined (monetrun/ops/kernels.py).
+// The operators of torch.ops.monet on CUDA. What each means is said where it is defined (monetrun/ops/definitions.py).
 
 #include "masks_cuda.cuh"
 #include "normalize_backward_cuda.cuh"

@@ -37,7 +37,7 @@ def cases(dtype: torch.dtype, nbytes: int) -> Iterator[tuple[str, Callable[[], o
     images = max(1, nbytes // (channels * side * side * torch.empty((), dtype=dtype).element_size()))
     x = torch.randn(images, channels, side, side).to(dtype)
     size = x.numel() * x.element_size()
-    mask = kernels.range_mask(x, 0.0, NAN)
+    mask = monet.range_mask(x, 0.0, NAN)
     bits = mask.numel()
     over = x.clone()
     yield "range_mask", lambda: monet.range_mask(x, 0.0, 6.0), size + bits

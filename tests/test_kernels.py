@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from monetrun.ops import cpu_allocator, kernels, normalization_output
+from monetrun.ops import cpu_allocator, definitions, kernels, normalization_output
 
 aten, monet = torch.ops.aten, torch.ops.monet
 NAN, INF = math.nan, math.inf
@@ -33,7 +33,7 @@ def _on_the_device():
 def kernel(request):
     """Name of an operator to what is tested: the operator with its native kernel, or its reference."""
     if request.param == "reference":
-        return kernels.REFERENCES.__getitem__
+        return definitions.REFERENCES.__getitem__
     if not kernels.load(DEVICE):
         pytest.skip(kernels.unavailable_reason(DEVICE))
     return lambda name: getattr(monet, name).default
@@ -214,7 +214,7 @@ def parameter_dtypes(dtype):
 @pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
 @dtypes
 def test_batch_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, layout, dtype):
-    exact = kernel != kernels.REFERENCES.__getitem__ and kernels.batch_norm_act_is_exact(
+    exact = kernel != definitions.REFERENCES.__getitem__ and kernels.batch_norm_act_is_exact(
         dtype, layout != "contiguous", DEVICE
     )
     shapes = [(2, 3, 5, 7), (4, 70, 3, 3), (2, 3, 4, 5, 3), (5, 33, 1, 1), (8, 64, 33, 5), (3, 16), (2, 5, 9)]
@@ -360,7 +360,7 @@ def test_an_affine_map_can_be_inverted_unless_a_weight_is_small_against_its_bias
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @dtypes
 def test_the_gradient_of_cross_entropy_has_the_bits_of_atens(kernel, reduction, dtype, monkeypatch):
-    monkeypatch.setitem(kernels.CHUNK_BYTES, DEVICE, 1000)
+    monkeypatch.setitem(definitions.CHUNK_BYTES, DEVICE, 1000)
     for rows, classes, weighted in [(7, 33, False), (5, 300, True), (1, 2, True), (64, 10, False)]:
         logits = numbers((rows, classes), dtype, special=False)
         logits[0, 0] = INF if rows == 1 else -INF
@@ -384,7 +384,7 @@ def test_the_gradient_of_cross_entropy_has_the_bits_of_atens(kernel, reduction, 
 
 def samples():
     x = torch.randn(2, 3, 6, 6)
-    mask, logs = kernels.range_mask(x, 0.0, NAN), torch.log_softmax(torch.randn(5, 7), 1)
+    mask, logs = definitions.range_mask(x, 0.0, NAN), torch.log_softmax(torch.randn(5, 7), 1)
     window = [3, 3], [2, 2], [1, 1], [1, 1]
     c = torch.randn(3)
     nll = torch.randint(7, (5,)), None, 1, -100, torch.tensor(5.0), 1
@@ -399,7 +399,7 @@ def samples():
         "max_pool2d_index": (images, *window, False),
         "max_pool2d_index_backward": (
             torch.randn(2, 3, 3, 3),
-            kernels.max_pool2d_index(x, *window, False),
+            definitions.max_pool2d_index(x, *window, False),
             [2, 3, 6, 6],
             *window,
         ),
@@ -413,10 +413,10 @@ def samples():
 
 
 def test_every_operator_has_a_sample():
-    assert set(samples()) == set(kernels.REFERENCES)
+    assert set(samples()) == set(definitions.REFERENCES)
 
 
-@pytest.mark.parametrize("name", kernels.REFERENCES)
+@pytest.mark.parametrize("name", definitions.REFERENCES)
 def test_opcheck(name):
     kernels.load(DEVICE)
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -436,9 +436,9 @@ def test_without_a_compiler_the_references_serve_and_the_reason_is_told(tmp_path
     assert done.stdout.strip() == "[1]"
 
 
-def test_an_index_that_no_pooling_gave_is_no_write_outside_of_the_plane():
+def test_an_index_that_no_pooling_gave_is_no_write_outside_of_the_plane(kernel):
     """Costs are measured on made-up indices: place 0 of the first windows is in the padding."""
     grad, index = torch.ones(4, 1, 5, 5), torch.zeros(4, 1, 5, 5, dtype=torch.uint8)
-    given = torch.ops.monet.max_pool2d_index_backward(grad, index, [4, 1, 9, 9], [3, 3], [2, 2], [1, 1], [1, 1])
+    given = kernel("max_pool2d_index_backward")(grad, index, [4, 1, 9, 9], [3, 3], [2, 2], [1, 1], [1, 1])
     # the first row of windows and the corner's neighbour fall outside, and not into the plane before
     assert given.sum((1, 2, 3)).tolist() == [20.0] * 4

@@ -90,14 +90,12 @@ def _no_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
 @implementation(*_OVERWRITE_ARGUMENT)
 def _of_the_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     """Eager copies what an activation overwrites and its backward reads; read from the copy, that need not be one."""
-    default = Call.of(node)
     x = node.args[0]
     for copy in x.users if isinstance(x, fx.Node) else ():
         if copy.target is aten.clone.default and alike(copy, x, node):
             call = Call(node.target, (copy, *node.args[1:]), dict(node.kwargs))
-            yield Alternative("output:copy", call, costs_as=default)
-            over = Call(_OVERWRITE_ARGUMENT[node.target], call.args, call.kwargs)
-            yield Alternative("output:copy", over, copy)
+            yield Alternative("output:copy", call, costs_as=Call.of(node))
+            yield Alternative("output:copy", Call(_OVERWRITE_ARGUMENT[node.target], call.args, call.kwargs), copy)
 
 
 @implementation(*_OVERWRITE_GRADIENT)
