@@ -196,19 +196,6 @@ inline uint64_t lane_bits(Vector<int64_t> lanes) {
 #endif
 }
 
-// The 64-bit products of the low halves of the lanes.
-inline Vector<uint64_t> multiply_low(Vector<uint64_t> a, Vector<uint64_t> b) {
-#if defined(MONET_AVX512)
-  return (Vector<uint64_t>)_mm512_mul_epu32((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (Vector<uint64_t>)_mm256_mul_epu32((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-  return (Vector<uint64_t>)_mm_mul_epu32((__m128i)a, (__m128i)b);
-#else
-  return (a & 0xffffffffu) * (b & 0xffffffffu);
-#endif
-}
-
 // All ones in lane i of V (vectors of unsigned integers) where bit i of `bits` is set, else all zeros.
 template <class V>
 inline V lanes_of_bits(uint64_t bits) {

@@ -1,4 +1,5 @@
-// What is done with a mask, into a new tensor or over the operand. The CPU and CUDA each define the `_into` functions.
+// What is done with a mask, into a new tensor or over the operand. The CPU and CUDA each define the `_into` functions,
+// which give `out`.
 
 #pragma once
 
@@ -6,29 +7,21 @@
 
 namespace monet {
 
-inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out);
-inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out);
+inline Tensor mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out);
+inline Tensor mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out);
 
 inline Tensor mask_backward(const Tensor& grad, const Tensor& mask, double slope) {
-  Tensor out = torch::stable::empty_like(grad);
-  mask_backward_into(grad, mask, slope, out);
-  return out;
+  return mask_backward_into(grad, mask, slope, torch::stable::empty_like(grad));
 }
-
 inline Tensor mask_backward_(const Tensor& grad, const Tensor& mask, double slope) {
-  mask_backward_into(grad, mask, slope, grad);
-  return grad;
+  return mask_backward_into(grad, mask, slope, grad);
 }
 
 inline Tensor mask_scale(const Tensor& x, const Tensor& mask, double scale) {
-  Tensor out = torch::stable::empty_like(x);
-  mask_scale_into(x, mask, scale, out);
-  return out;
+  return mask_scale_into(x, mask, scale, torch::stable::empty_like(x));
 }
-
 inline Tensor mask_scale_(const Tensor& x, const Tensor& mask, double scale) {
-  mask_scale_into(x, mask, scale, x);
-  return x;
+  return mask_scale_into(x, mask, scale, x);
 }
 
 }  // namespace monet

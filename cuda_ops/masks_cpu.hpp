@@ -41,7 +41,7 @@ inline Tensor nonzero_mask(const Tensor& x) {
   return mask;
 }
 
-inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out) {
+inline Tensor mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out) {
   check_dense(grad, "grad");
   check_mask(mask, grad.numel());
   const uint8_t* bytes = read<uint8_t>(mask);
@@ -66,18 +66,10 @@ inline void mask_backward_into(const Tensor& grad, const Tensor& mask, double sl
       }
     });
   });
+  return out;
 }
 
-// A block times `factor` where the bit is set, else times 0.
-template <class T>
-inline void scale_block(const T* in, T* to, uint64_t bits, Values<T> factor) {
-  for (int i = 0; i < kBlock; i += Lanes<T>::kLanes) {
-    const auto noise = lanes_of_bits<UnsignedLanes<T>>(bits >> i) != 0 ? factor : Values<T>{};
-    store(load(in + i) * noise, to + i);
-  }
-}
-
-inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
+inline Tensor mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
   check_dense(x, "x");
   check_mask(mask, x.numel());
   const uint8_t* bytes = read<uint8_t>(mask);
@@ -85,9 +77,14 @@ inline void mask_scale_into(const Tensor& x, const Tensor& mask, double scale, c
     using T = typename decltype(typed)::type;
     const auto factor = broadcast<Values<T>>(rounded<T>(static_cast<Arithmetic<T>>(scale)));
     map_blocks(read<T>(x), write<T>(out), x.numel(), [&](const T* in, T* to, int64_t block, int64_t elements) {
-      scale_block(in, to, read_bits(bytes, block, elements), factor);
+      const uint64_t bits = read_bits(bytes, block, elements);
+      for (int i = 0; i < kBlock; i += Lanes<T>::kLanes) {
+        const auto noise = lanes_of_bits<UnsignedLanes<T>>(bits >> i) != 0 ? factor : Values<T>{};
+        store(load(in + i) * noise, to + i);
+      }
     });
   });
+  return out;
 }
 
 }  // namespace monet

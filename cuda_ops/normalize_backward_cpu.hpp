@@ -3,9 +3,9 @@
 #pragma once
 
 #include "dispatch_cpu.hpp"
+#include "normalize_backward.hpp"
 
 #include <cmath>
-#include <tuple>
 
 namespace monet {
 
@@ -97,17 +97,8 @@ struct LayerNormOutputBackward {
 inline std::tuple<Tensor, Tensor, Tensor> layer_norm_output_backward(
     const Tensor& grad, const Tensor& result, std::vector<int64_t> normalized_shape, const Tensor& rstd,
     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, std::vector<bool> output_mask) {
-  STD_TORCH_CHECK(result.is_contiguous() && grad.is_contiguous(), "grad and result must be contiguous");
-  check_same_layout(grad, result, "grad and result");
-  int64_t length = 1;
-  for (const int64_t size : normalized_shape) length *= size;
-  const int64_t rows = length ? result.numel() / length : 0;
-  const std::vector<int64_t> none{0};
-  Tensor of_input = output_mask[0] ? torch::stable::empty_like(result) : torch::stable::new_empty(result, none);
-  const auto like_parameters = [&](bool wanted) {
-    return torch::stable::new_empty(result, wanted ? normalized_shape : none);
-  };
-  Tensor of_weight = like_parameters(output_mask[1]), of_bias = like_parameters(output_mask[2]);
+  const LayerNormGradients out(grad, result, normalized_shape, output_mask);
+  const int64_t rows = out.rows, length = out.length;
   for_dtype(result, [&](auto typed) {
     using T = typename decltype(typed)::type;
     using A = Arithmetic<T>;
@@ -132,7 +123,7 @@ inline std::tuple<Tensor, Tensor, Tensor> layer_norm_output_backward(
         const int64_t last = rows * (part + 1) / parts;
         for (int64_t r = rows * part / parts; r < last;) {
           const T *g = read<T>(grad) + r * length, *y = read<T>(result) + r * length;
-          T* to = output_mask[0] ? write<T>(of_input) + r * length : nullptr;
+          T* to = output_mask[0] ? write<T>(out.of_input) + r * length : nullptr;
           const bool several = r + kRowsAtOnce <= last;
           if (several)
             layer.template rows<kRowsAtOnce>(g, y, scales.data() + r, products, plain, to);
@@ -145,13 +136,13 @@ inline std::tuple<Tensor, Tensor, Tensor> layer_norm_output_backward(
     A* totals = write<A>(sums);
     for (int64_t part = 1; part < parts; ++part)
       for (int64_t i = 0; i < 2 * width; ++i) totals[i] += totals[part * 2 * width + i];
-    T *to_weight = write<T>(of_weight), *to_bias = write<T>(of_bias);
+    T *to_weight = write<T>(out.of_weight), *to_bias = write<T>(out.of_bias);
     for (int64_t i = 0; i < length; ++i) {
       if (output_mask[1]) narrow(totals[i] * inverses[i], to_weight + i);
       if (output_mask[2]) narrow(totals[width + i], to_bias + i);
     }
   });
-  return {of_input, of_weight, of_bias};
+  return out.all();
 }
 
 // Whether every weight is a number that can be divided by, and `limit` of it no less than the bias.

@@ -14,10 +14,10 @@ struct Parameters {
   const A* wide = nullptr;
   A otherwise = 0;
 
-  Parameters(const std::optional<Tensor>& t, const Tensor& x, double absent, const char* name)
+  Parameters(const std::optional<Tensor>& t, const Tensor& x, int64_t count, double absent, const char* name)
       : otherwise(static_cast<A>(absent)) {
     if (!t) return;
-    STD_TORCH_CHECK(t->numel() == x.size(1) && t->is_contiguous(), name, " must be ", x.size(1), " contiguous elements");
+    STD_TORCH_CHECK(t->numel() == count && t->is_contiguous(), name, " must be ", count, " contiguous elements");
     if (t->scalar_type() == x.scalar_type()) {
       kept = read<T>(*t);
     } else {
@@ -81,11 +81,12 @@ inline Tensor batch_norm_act(const Tensor& x, const std::optional<Tensor>& weigh
     using A = Arithmetic<T>;
     const T* more = residual ? read<T>(*residual) : nullptr;
     const bool whole = aligned(read<T>(x)) && aligned(write<T>(out)) && aligned(more);
+    const int64_t channels = x.size(1);
     launch(x, packs(x.numel()),
-           BatchNormAct<T>{read<T>(x), more, write<T>(out), Parameters<T>(weight, x, 1, "weight"),
-                           Parameters<T>(bias, x, 0, "bias"), Parameters<T>(mean, x, 0, "mean"),
-                           Parameters<T>(invstd, x, 1, "invstd"), static_cast<A>(low), static_cast<A>(high), x.numel(),
-                           inner, x.size(1), whole});
+           BatchNormAct<T>{read<T>(x), more, write<T>(out), {weight, x, channels, 1, "weight"},
+                           {bias, x, channels, 0, "bias"}, {mean, x, channels, 0, "mean"},
+                           {invstd, x, channels, 1, "invstd"}, static_cast<A>(low), static_cast<A>(high), x.numel(),
+                           inner, channels, whole});
   });
   return out;
 }

@@ -14,5 +14,5 @@ void register_operators(Library& library) {
   library.impl("max_pool2d_index_backward", TORCH_BOX(&monet::max_pool2d_index_backward));
   library.impl("max_pool2d_input_backward", TORCH_BOX(&monet::max_pool2d_input_backward));
   library.impl("batch_norm_act", TORCH_BOX(&monet::batch_norm_act));
-  library.impl("philox_dropout", TORCH_BOX(&monet::philox_dropout));
+  library.impl("layer_norm_output_backward", TORCH_BOX(&monet::layer_norm_output_backward));
 }

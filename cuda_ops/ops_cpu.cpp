@@ -1,6 +1,5 @@
-// The operators of torch.ops.monet on the CPU. What each means is said where it is defined (monetrun/ops/kernels.py).
+// The operators of torch.ops.monet on the CPU. What each means is said where it is defined (monetrun/ops/definitions.py).
 
-#include "dropout_cpu.hpp"
 #include "masks_cpu.hpp"
 #include "normalize_backward_cpu.hpp"
 #include "normalize_cpu.hpp"
@@ -10,8 +9,5 @@
 
 STABLE_TORCH_LIBRARY_IMPL(monet, CPU, library) {
   register_operators(library);
-  library.impl("layer_norm_apply", TORCH_BOX(&monet::layer_norm_apply));
-  library.impl("group_norm_apply", TORCH_BOX(&monet::group_norm_apply));
-  library.impl("layer_norm_output_backward", TORCH_BOX(&monet::layer_norm_output_backward));
   library.impl("affine_invertible", TORCH_BOX(&monet::affine_invertible));
 }

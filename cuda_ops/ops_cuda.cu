@@ -1,6 +1,7 @@
-// The operators of torch.ops.monet on CUDA. What each means is said where it is defined (monetrun/ops/kernels.py).
+// The operators of torch.ops.monet on CUDA. What each means is said where it is defined (monetrun/ops/definitions.py).
 
 #include "masks_cuda.cuh"
+#include "normalize_backward_cuda.cuh"
 #include "normalize_cuda.cuh"
 #include "pooling_cuda.cuh"
 

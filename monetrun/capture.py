@@ -23,7 +23,7 @@ from torch._C import DispatchKey
 from monetrun.errors import CaptureFailed
 from monetrun.graph import BACKWARD, FORWARD, Graph, Implementation, Operator, Tensor
 from monetrun.guards import Guard, Guards
-from monetrun.ops import registry, replay
+from monetrun.ops import random, registry, replay
 from monetrun.ops.registry import Alternative, Call
 
 aten = torch.ops.aten
@@ -140,6 +140,7 @@ def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inpu
         CaptureFailed: the module has symbolic shapes, or an operator whose outputs are not tensors.
     """
     split_convolution_backward(module)
+    random.note_states(module)
     alternatives = registry.alternatives(module)
     return _Reader(module, forward_outputs, name, frozenset(static_inputs), alternatives).read()
 
@@ -339,25 +340,27 @@ class _Reader:
         mutated: set[int],
         alternatives: list[Alternative],
     ) -> Operator:
-        inputs = tuple(sorted({t for a in node.all_input_nodes for t in self._storages(a)}))
+        state = random.state_of(node)
+        of_state = set() if state is None else {self.storage[state]}
         reads_mutated = any(
             v.untyped_storage()._cdata in mutated for a in node.all_input_nodes for v in _tensors(a.meta.get("val"))
         )
         replayable = (
             phase == FORWARD
             and not _mutates(node)
-            and not is_random(node)
+            and (state is not None or not random.is_random(node))
             and (not reads_mutated or replay.reads_no_mutated_input(node))
         )
         implementations = [
             Implementation(
                 a.name,
-                tuple(sorted(self._reads(a.call))),
+                tuple(sorted(self._reads(a.call) | of_state)),
                 in_place_of=None if a.overwrites is None else self.storage[a.overwrites],
                 exact=a.exact,
             )
             for a in alternatives
         ]
+        inputs = tuple(sorted(self._reads(Call.of(node)) | of_state))
         return Operator(
             id=i,
             name=_name(node),
@@ -383,7 +386,8 @@ class _Reader:
         needless: set[int] = set()
         readers: dict[int, list[Operator]] = {}
         for op in reversed(operators):
-            pure = op.replayable if op.phase == FORWARD else not (_mutates(nodes[op.id]) or is_random(nodes[op.id]))
+            node = nodes[op.id]
+            pure = not random.is_random(node) and (op.replayable if op.phase == FORWARD else not _mutates(node))
             kept = any(tensors[t].kept for t in op.outputs)
             if op.outputs and pure and not kept and _can_be_left_out(op, readers, needless):
                 needless.add(op.id)
@@ -420,21 +424,6 @@ def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws random numbers (attention kernels do so only with a dropout probability)."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return True  # a higher-order operator may do anything
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    names = [a.name for a in target._schema.arguments]
-    if "dropout_p" in names:
-        position = names.index("dropout_p")
-        given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-        return bool(given != 0.0)
-    return True
-
-
 def _name(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
@@ -456,7 +445,7 @@ def signature(call: Call) -> str:
             ]
         if isinstance(value, (tuple, list)):
             return [describe(v) for v in value]
-        return str(value)
+        return value.type if isinstance(value, torch.device) else str(value)  # each rank has its own device
 
     described = [str(call.target), describe(call.args), {k: describe(v) for k, v in sorted(call.kwargs.items())}]
     return hashlib.sha256(repr(described).encode()).hexdigest()[:24]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
@@ -20,7 +21,10 @@ from monetrun.capture import JointGraph
 from monetrun.errors import ScheduleError
 from monetrun.graph import FORWARD
 from monetrun.ops import replay
+from monetrun.ops.registry import Call
 from monetrun.plan import Schedule, Step
+
+monet = torch.ops.monet
 
 
 @dataclass
@@ -81,6 +85,9 @@ class _Builder:
 
         saved = [self._output(into, n, self._load_forward) for n in self.saved]
         into.graph.output((*outputs, *saved))
+        for state in into.graph.find_nodes(op="call_function", target=monet.generator_state.default):
+            if not state.users:  # nothing draws from it again
+                into.graph.erase_node(state)
         return self._module(into.graph), self._module(self._with_inputs())
 
     def _module(self, graph: fx.Graph) -> fx.GraphModule:
@@ -150,16 +157,11 @@ class _Builder:
 
     def _run(self, into: _Pass, step: Step, load: Callable[[fx.Node], fx.Node], *, again: bool) -> None:
         node = self.joint.nodes[step.operator]
-        target: Any
-        only: int | None = None
-        if step.implementation:
-            other = self.joint.calls[step.operator, step.implementation]
-            target, args, kwargs, only = other.target, other.args, other.kwargs, other.only
-        else:
-            target, args = replay.second_run(node) if again else (node.target, node.args)
-            kwargs = node.kwargs
-        arguments, keywords = fx.map_arg((args, kwargs), load)
-        new = into.graph.call_function(target, arguments, keywords)
+        call = self.joint.calls[step.operator, step.implementation] if step.implementation else Call.of(node)
+        if again:
+            call = replay.second_run(node, call)
+        arguments, keywords = fx.map_arg((call.args, call.kwargs), load)
+        new = into.graph.call_function(call.target, arguments, keywords)
         new.meta = _metadata(node)
         new.meta["monetrun_again"] = again
         written = self.joint.graph.operators[step.operator].outputs
@@ -175,9 +177,9 @@ class _Builder:
             if user.target is not operator.getitem or self.joint.storage.get(user, None) not in stale:
                 continue
             index: Any = user.args[1]
-            if only is not None:
-                into.values.update({user: new} if index == only else {})
-            elif target is node.target or index < len(target._schema.returns):  # a second run may give less
+            if call.only is not None:
+                into.values.update({user: new} if index == call.only else {})
+            elif replay.gives(node, call, index):
                 into.values[user] = _call(into.graph, user, operator.getitem, (new, user.args[1]), {})
         if node not in self.joint.storage:
             into.values.pop(node)

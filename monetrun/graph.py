@@ -92,7 +92,8 @@ class Operator:
         phase: ``"forward"`` or ``"backward"``. All forward operators come before all backward ones.
         outputs: ids of the tensors it writes. Every non-external tensor has exactly one writer.
         implementations: at least one; the first is the default.
-        replayable: it may run again in the backward pass (not random, mutates nothing).
+        replayable: it may run again in the backward pass: it mutates nothing, and draws no random numbers, or those of
+            its first run from a state that it reads.
         optional: a schedule may leave it out of its pass, where nothing reads its outputs before they are next written.
         plain: the plain step runs it; not so what only other implementations want (a ReLU's bit mask).
         signature: hash of target, shapes, dtypes, layouts and constants: operators of one signature cost the same.

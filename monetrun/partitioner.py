@@ -19,10 +19,13 @@ from torch._guards import detect_fake_mode
 from monetrun.capture import JointGraph, is_tangent
 from monetrun.errors import CaptureFailed
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.ops import random
 from monetrun.plan import Schedule, Step
 from monetrun.solve import tidy
 
-_OPERATOR = "monetrun_operator"  # in a node's meta: which operator of the graph it calls; copies of the node carry it
+monet = torch.ops.monet
+
+_OPERATORS = "monetrun_operators"  # in a node's meta: which of the graph's it stands for; copies of the node carry it
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,7 @@ class Partition:
         graph: the joint graph's tensors, and its operators in the order and the phases of torch's two modules.
         costs: of ``graph``.
         schedule: over ``graph``, default implementations.
-        again: how many operators run again.
-        random_again: how many random ones torch would have run again; the schedule saves their results.
+        again: how many operators run again. Random ones draw the same numbers then; in torch, others.
         deferred: how many forward operators run in the backward only, since nothing else reads them.
     """
 
@@ -42,7 +44,6 @@ class Partition:
     costs: Costs
     schedule: Schedule
     again: int
-    random_again: int
     deferred: int
 
 
@@ -78,21 +79,26 @@ def partition(joint: JointGraph, costs: Costs, budget: float, estimator: str = "
 
 def _as_torch_sees_it(joint: JointGraph) -> fx.GraphModule:
     module = fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph))
-    number = {node.name: i for i, node in enumerate(joint.nodes)}
+    number = {node: i for i, node in enumerate(joint.nodes)}
+    stands_for = {n.name: [number[o] for o in (random.state_of(n), n) if o is not None] for n in joint.nodes}
     for node in reversed(module.graph.nodes):
-        if "monetrun_optional" in node.meta:
+        if "monetrun_optional" in node.meta or node.target is monet.generator_state.default:
             module.graph.erase_node(node)
             continue
-        if node.name in number:
-            node.meta[_OPERATOR] = number[node.name]
-        if node.target is torch.ops.monet.bernoulli_like.default:
-            node.target = torch.ops.aten.bernoulli.p
+        if node.name in stands_for:
+            node.meta[_OPERATORS] = stands_for[node.name]
+        if node.target is monet.bernoulli.default:
+            *form, p = node.args
+            with module.graph.inserting_before(node):
+                like = module.graph.call_function(torch.ops.aten.empty_strided.default, tuple(form), node.kwargs)
+            like.meta = {k: v for k, v in node.meta.items() if k != _OPERATORS}
+            node.target, node.args, node.kwargs = torch.ops.aten.bernoulli.p, (like, p), {}
     return module
 
 
 def _operators(module: fx.GraphModule) -> list[int]:
     """The operators that a module of torch's runs, in order."""
-    return [n.meta[_OPERATOR] for n in module.graph.nodes if n.op == "call_function" and _OPERATOR in n.meta]
+    return [o for n in module.graph.nodes if n.op == "call_function" for o in n.meta.get(_OPERATORS, ())]
 
 
 def _read(joint: JointGraph, costs: Costs, forward: list[int], backward: list[int]) -> Partition:
@@ -129,4 +135,4 @@ def _read(joint: JointGraph, costs: Costs, forward: list[int], backward: list[in
     )
     again = len(schedule.backward) - len(late)
     deferred = sum(operators[o].phase == FORWARD for o in late)
-    return Partition(graph, permuted, schedule, again, len(unsaved), deferred)
+    return Partition(graph, permuted, schedule, again, deferred)

@@ -37,7 +37,7 @@ def cases(dtype: torch.dtype, nbytes: int) -> Iterator[tuple[str, Callable[[], o
     images = max(1, nbytes // (channels * side * side * torch.empty((), dtype=dtype).element_size()))
     x = torch.randn(images, channels, side, side).to(dtype)
     size = x.numel() * x.element_size()
-    mask = kernels.range_mask(x, 0.0, NAN)
+    mask = monet.range_mask(x, 0.0, NAN)
     bits = mask.numel()
     over = x.clone()
     yield "range_mask", lambda: monet.range_mask(x, 0.0, 6.0), size + bits
@@ -47,7 +47,6 @@ def cases(dtype: torch.dtype, nbytes: int) -> Iterator[tuple[str, Callable[[], o
     yield "mask_backward_", lambda: monet.mask_backward_(over, mask, 0.0), 2 * size + bits
     yield "mask_scale", lambda: monet.mask_scale(x, mask, 2.0), 2 * size + bits
     yield "mask_scale_", lambda: monet.mask_scale_(over, mask, 1.0), 2 * size + bits
-    yield "philox_dropout", lambda: monet.philox_dropout(x, 0.1, 1, 0), 2 * size
     weight, bias, mean, invstd = (torch.rand(channels).to(dtype) for _ in range(4))
     saved = weight, bias, mean, invstd
     yield "batch_norm_act", lambda: monet.batch_norm_act(x, *saved, None, 0.0, NAN), 2 * size
@@ -59,12 +58,6 @@ def cases(dtype: torch.dtype, nbytes: int) -> Iterator[tuple[str, Callable[[], o
         lambda: monet.batch_norm_act(last, *saved, last_over, 0.0, NAN),
         3 * size,
     )
-    rows = x.view(-1)[: x.numel() // 768 * 768].view(-1, 768)
-    wide, shift = torch.rand(768).to(dtype), torch.rand(768).to(dtype)
-    moments = torch.rand(len(rows)).to(dtype), torch.rand(len(rows)).to(dtype)
-    yield "layer_norm_apply", lambda: monet.layer_norm_apply(rows, [768], wide, shift, *moments), 2 * size
-    groups = torch.rand(images, 8).to(dtype), torch.rand(images, 8).to(dtype)
-    yield "group_norm_apply", lambda: monet.group_norm_apply(x, weight, bias, *groups, 8), 2 * size
 
 
 def keep_freed_memory() -> None:

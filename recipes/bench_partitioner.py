@@ -7,7 +7,7 @@ The problems are those of recipes/capture_instances.py, under roofline:p100. Tor
 
 * Its own order of operators is judged, in the forward and the backward pass.
 * Its operators run in place wherever that is legal, as the plain step's do.
-* A random operator that it would run again, drawing other numbers, is taken to have its result saved, at no time.
+* A random operator that it would run again, drawing other numbers, is taken to draw the same.
 
 An operator that only the backward pass reads may run there alone, with both.
 
@@ -61,7 +61,6 @@ class Row:
         peak_bytes: torch's, or the share's; our plan's is no higher.
         torch_overhead: over the plain step.
         again: how many operators torch runs again.
-        random_again: how many random ones of these have their result saved instead.
         overhead: our plan's.
         bound: no schedule within the peak has a lower overhead.
         seconds: spent on planning (0 where a plan for a lower peak is no worse than torch's).
@@ -75,7 +74,6 @@ class Row:
     peak_bytes: int
     torch_overhead: float | None
     again: int
-    random_again: int
     overhead: float | None
     bound: float
     seconds: float
@@ -211,7 +209,6 @@ class Bench:
             peak_bytes=peak_bytes,
             torch_overhead=None if point is None else point.overhead,
             again=0 if point is None else point.partition.again,
-            random_again=0 if point is None else point.partition.random_again,
             overhead=best.overhead,
             bound=max((p.bound for p in plans if p.budget_bytes >= peak_bytes), default=0.0),
             seconds=sum(p.seconds for p in plans if p.budget_bytes == peak_bytes),

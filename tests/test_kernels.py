@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from monetrun.ops import cpu_allocator, kernels, normalization_output
+from monetrun.ops import cpu_allocator, definitions, kernels, normalization_output
 
 aten, monet = torch.ops.aten, torch.ops.monet
 NAN, INF = math.nan, math.inf
@@ -33,7 +33,7 @@ def _on_the_device():
 def kernel(request):
     """Name of an operator to what is tested: the operator with its native kernel, or its reference."""
     if request.param == "reference":
-        return kernels.REFERENCES.__getitem__
+        return definitions.REFERENCES.__getitem__
     if not kernels.load(DEVICE):
         pytest.skip(kernels.unavailable_reason(DEVICE))
     return lambda name: getattr(monet, name).default
@@ -214,7 +214,7 @@ def parameter_dtypes(dtype):
 @pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
 @dtypes
 def test_batch_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, layout, dtype):
-    exact = kernel != kernels.REFERENCES.__getitem__ and kernels.batch_norm_act_is_exact(
+    exact = kernel != definitions.REFERENCES.__getitem__ and kernels.batch_norm_act_is_exact(
         dtype, layout != "contiguous", DEVICE
     )
     shapes = [(2, 3, 5, 7), (4, 70, 3, 3), (2, 3, 4, 5, 3), (5, 33, 1, 1), (8, 64, 33, 5), (3, 16), (2, 5, 9)]
@@ -243,58 +243,12 @@ def test_batch_norm_and_relu_treat_nan_infinity_and_zeros_as_torch_does(kernel):
         assert_same(got, activated(x, low, high))
 
 
-@dtypes
-def test_layer_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, dtype):
-    for parameters in parameter_dtypes(dtype):
-        exact = kernel != kernels.REFERENCES.__getitem__ and kernels.layer_norm_apply_is_exact(
-            dtype, parameters, DEVICE
-        )
-        for rows, shape in [((5, 3), [7]), ((9,), [4, 16]), ((2,), [300]), ((0,), [8]), ((1,), [1])]:
-            x = numbers((*rows, *shape), dtype, special=False)
-            weight, bias = (numbers(shape, parameters, special=False, seed=s) for s in (1, 2))
-            for w, b in [(weight, bias), (weight, None), (None, None)]:
-                if w is None and parameters != dtype:
-                    continue
-                y, mean, rstd = aten.native_layer_norm(x, shape, w, b, 1e-5)
-                assert_normal(kernel("layer_norm_apply")(x, shape, w, b, mean, rstd), y, exact)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
-@dtypes
-def test_group_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, layout, dtype):
-    for parameters in parameter_dtypes(dtype):
-        exact = kernel != kernels.REFERENCES.__getitem__ and kernels.group_norm_apply_is_exact(
-            dtype, parameters, layout != "contiguous", DEVICE
-        )
-        for shape, groups in [
-            ((2, 6, 5, 7), 3),
-            ((3, 32, 8, 8), 8),
-            ((2, 48, 9), 4),
-            ((1, 8, 1, 1), 8),
-            ((2, 24, 33, 5), 1),
-        ]:
-            if layout != "contiguous" and len(shape) != 4:
-                continue
-            x = laid_out(numbers(shape, dtype, special=False), layout)
-            weight, bias = (numbers(shape[1], parameters, special=False, seed=s) for s in (1, 2))
-            for w, b in [(weight, bias), (None, None)]:
-                if w is None and parameters != dtype:
-                    continue
-                n, c = shape[:2]
-                y, mean, rstd = aten.native_group_norm(x, w, b, n, c, x.numel() // (n * c), groups, 1e-5)
-                assert_normal(kernel("group_norm_apply")(x, w, b, mean, rstd, groups), y, exact)
-
-
-def test_the_native_normalizations_are_exact_where_torch_uses_fused_multiply_add():
+def test_the_native_batch_norm_is_exact_where_torch_uses_fused_multiply_add():
     if not kernels.load() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("not an x86-64 processor with AVX2")
     for dtype in DTYPES:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
         assert kernels.batch_norm_act_is_exact(dtype, False)
         assert kernels.batch_norm_act_is_exact(dtype, True)
-        assert kernels.layer_norm_apply_is_exact(dtype, wide)
-        assert kernels.group_norm_apply_is_exact(dtype, wide, False)
-    assert not kernels.layer_norm_apply_is_exact(torch.bfloat16, torch.bfloat16)
 
 
 # --- normalization, backward from output
@@ -406,7 +360,7 @@ def test_an_affine_map_can_be_inverted_unless_a_weight_is_small_against_its_bias
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @dtypes
 def test_the_gradient_of_cross_entropy_has_the_bits_of_atens(kernel, reduction, dtype, monkeypatch):
-    monkeypatch.setitem(kernels.CHUNK_BYTES, DEVICE, 1000)
+    monkeypatch.setitem(definitions.CHUNK_BYTES, DEVICE, 1000)
     for rows, classes, weighted in [(7, 33, False), (5, 300, True), (1, 2, True), (64, 10, False)]:
         logits = numbers((rows, classes), dtype, special=False)
         logits[0, 0] = INF if rows == 1 else -INF
@@ -425,49 +379,12 @@ def test_the_gradient_of_cross_entropy_has_the_bits_of_atens(kernel, reduction, 
         assert_same(logs, expected)
 
 
-# --- dropout by counter
-
-
-def test_philox_draws_the_published_words():
-    # the known answers of Salmon et al. for a counter and a key of zeros and of ones
-    words = kernels._philox(0, torch.tensor([0]))
-    assert [f"{w:08x}" for w in words[0].tolist()] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
-
-
-@dtypes
-@layouts
-def test_dropout_by_counter_is_the_reference_to_the_bit(kernel, layout, dtype):
-    for shape in [(2, 3, 5, 7), (1, 1, 1, 1), (0, 3, 4, 4), (3, 70, 6, 5)]:
-        x = numbers(shape, dtype, layout)
-        for p, seed, offset in [(0.3, 17, 0), (0.5, -1, (1 << 32) - 3), (0.0, 5, 9), (1.0, 5, 9)]:
-            assert_same(kernel("philox_dropout")(x, p, seed, offset), kernels.philox_dropout(x, p, seed, offset))
-
-
-def test_dropout_by_counter_drops_what_is_below_p_and_nothing_else(kernel):
-    word = kernels._philox(17, torch.tensor([3]))[0, 0].item()
-    x = torch.ones(1)
-    assert kernel("philox_dropout")(x, word / 2**32, 17, 3).item() > 0
-    assert kernel("philox_dropout")(x, (word + 1) / 2**32, 17, 3).item() == 0
-
-
-def test_dropout_by_counter_drops_its_share_scales_the_rest_and_replays(kernel):
-    x = torch.ones(200_001)
-    y = kernel("philox_dropout")(x, 0.3, 11, 5)
-    assert y.unique().tolist() == [0.0, torch.tensor(1 / (1 - 0.3)).item()]
-    assert abs((y == 0).double().mean().item() - 0.3) < 0.005
-    assert torch.equal(kernel("philox_dropout")(x, 0.3, 11, 5), y)
-    assert torch.equal(kernel("philox_dropout")(x[: 100_000 - 8], 0.3, 11, 7), y[8:100_000])
-    assert not torch.equal(kernel("philox_dropout")(x, 0.3, 12, 5), y)
-    assert torch.equal(kernel("philox_dropout")(x, 0.0, 11, 5), x)
-    assert not kernel("philox_dropout")(x, 1.0, 11, 5).any()
-
-
 # --- the operators as torch sees them
 
 
 def samples():
     x = torch.randn(2, 3, 6, 6)
-    mask, logs = kernels.range_mask(x, 0.0, NAN), torch.log_softmax(torch.randn(5, 7), 1)
+    mask, logs = definitions.range_mask(x, 0.0, NAN), torch.log_softmax(torch.randn(5, 7), 1)
     window = [3, 3], [2, 2], [1, 1], [1, 1]
     c = torch.randn(3)
     nll = torch.randint(7, (5,)), None, 1, -100, torch.tensor(5.0), 1
@@ -482,7 +399,7 @@ def samples():
         "max_pool2d_index": (images, *window, False),
         "max_pool2d_index_backward": (
             torch.randn(2, 3, 3, 3),
-            kernels.max_pool2d_index(x, *window, False),
+            definitions.max_pool2d_index(x, *window, False),
             [2, 3, 6, 6],
             *window,
         ),
@@ -490,19 +407,16 @@ def samples():
         "batch_norm_act": (images, c, None, c, c, images, 0.0, NAN),
         "layer_norm_output_backward": (x, x, [6], torch.ones(2, 3, 6, 1), torch.ones(6), None, [True, True, False]),
         "affine_invertible": (torch.ones(6), None, 8.0),
-        "layer_norm_apply": (x, [6], None, None, torch.randn(2, 3, 6, 1), torch.randn(2, 3, 6, 1)),
-        "group_norm_apply": (x, c, c, torch.randn(2, 3), torch.randn(2, 3), 3),
         "log_softmax_nll_backward": (torch.tensor(1.0), logs, *nll),
         "log_softmax_nll_backward_": (torch.tensor(1.0), logs.clone(), *nll),
-        "philox_dropout": (x, 0.5, 1, 2),
     }
 
 
 def test_every_operator_has_a_sample():
-    assert set(samples()) == set(kernels.REFERENCES)
+    assert set(samples()) == set(definitions.REFERENCES)
 
 
-@pytest.mark.parametrize("name", kernels.REFERENCES)
+@pytest.mark.parametrize("name", definitions.REFERENCES)
 def test_opcheck(name):
     kernels.load(DEVICE)
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -522,9 +436,9 @@ def test_without_a_compiler_the_references_serve_and_the_reason_is_told(tmp_path
     assert done.stdout.strip() == "[1]"
 
 
-def test_an_index_that_no_pooling_gave_is_no_write_outside_of_the_plane():
+def test_an_index_that_no_pooling_gave_is_no_write_outside_of_the_plane(kernel):
     """Costs are measured on made-up indices: place 0 of the first windows is in the padding."""
     grad, index = torch.ones(4, 1, 5, 5), torch.zeros(4, 1, 5, 5, dtype=torch.uint8)
-    given = torch.ops.monet.max_pool2d_index_backward(grad, index, [4, 1, 9, 9], [3, 3], [2, 2], [1, 1], [1, 1])
+    given = kernel("max_pool2d_index_backward")(grad, index, [4, 1, 9, 9], [3, 3], [2, 2], [1, 1], [1, 1])
     # the first row of windows and the corner's neighbour fall outside, and not into the plane before
     assert given.sum((1, 2, 3)).tolist() == [20.0] * 4

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from monetrun.ops import random as _random  # noqa: F401  (defines monet::bernoulli)
 from monetrun.ops.in_place import may_overwrite
 from monetrun.ops.registry import Alternative, Call, Joint, alike, implementation, real_tensors, value_of
 
@@ -23,12 +24,12 @@ def _scale(noise: Any) -> float | None:
     """What the elements of a scaled noise are that are not zero; None for anything else."""
     if not isinstance(noise, fx.Node):
         return None
-    if noise.target is monet.bernoulli_like.default:
+    if noise.target is monet.bernoulli.default:
         return 1.0
     divided: Any = noise.args[0] if noise.args else None
     if noise.target not in (aten.div.Scalar, aten.div.Tensor) or not isinstance(divided, fx.Node):
         return None
-    if divided.target is not monet.bernoulli_like.default or not isinstance(noise.args[1], int | float):
+    if divided.target is not monet.bernoulli.default or not isinstance(noise.args[1], int | float):
         return None
     value = value_of(noise)
     assert value is not None

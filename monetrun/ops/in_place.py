@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetrun.ops import random as _random  # noqa: F401  (defines monet::bernoulli_like)
 from monetrun.ops.registry import Alternative, Call, Joint, alike, implementation, value_of
 
 aten = torch.ops.aten
@@ -44,8 +43,6 @@ _OVERWRITE_ARGUMENT: dict[Any, Any] = {
     ]
     if hasattr(aten, name + "_") and overload in getattr(aten, name + "_").overloads()
 }
-# drawn into the operand, as eager does
-_OVERWRITE_ARGUMENT[torch.ops.monet.bernoulli_like.default] = aten.bernoulli_.float
 
 # a + b and b + a, a * b and b * a have the same bits, so these may also overwrite their second operand
 _COMMUTATIVE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
@@ -90,17 +87,15 @@ def _no_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         yield Alternative("in-place", Call(aten.alias.default, (node.args[0],)), node.args[0])  # type: ignore[arg-type]
 
 
-@implementation(*(t for t in _OVERWRITE_ARGUMENT if t is not torch.ops.monet.bernoulli_like.default))
+@implementation(*_OVERWRITE_ARGUMENT)
 def _of_the_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     """Eager copies what an activation overwrites and its backward reads; read from the copy, that need not be one."""
-    default = Call.of(node)
     x = node.args[0]
     for copy in x.users if isinstance(x, fx.Node) else ():
         if copy.target is aten.clone.default and alike(copy, x, node):
             call = Call(node.target, (copy, *node.args[1:]), dict(node.kwargs))
-            yield Alternative("output:copy", call, costs_as=default)
-            over = Call(_OVERWRITE_ARGUMENT[node.target], call.args, call.kwargs)
-            yield Alternative("output:copy", over, copy)
+            yield Alternative("output:copy", call, costs_as=Call.of(node))
+            yield Alternative("output:copy", Call(_OVERWRITE_ARGUMENT[node.target], call.args, call.kwargs), copy)
 
 
 @implementation(*_OVERWRITE_GRADIENT)

@@ -20,6 +20,8 @@ from monetrun.ops.registry import (
     Joint,
     alike,
     argument,
+    call_of,
+    element,
     implementation,
     real_tensors,
     source,
@@ -32,19 +34,8 @@ monet = torch.ops.monet
 
 def _batch_norm(node: Any) -> fx.Node | None:
     """The training BatchNorm whose output ``node`` is."""
-    node = source(node)
-    if not isinstance(node, fx.Node) or len(node.args) != 2 or node.args[1] != 0:
-        return None
-    norm = node.args[0]
-    known = aten._native_batch_norm_legit_functional.default
-    return norm if isinstance(norm, fx.Node) and norm.target is known and norm.args[5] is True else None
-
-
-def _part(norm: fx.Node, index: int) -> fx.Node | None:
-    for user in norm.users:
-        if len(user.args) == 2 and user.args[1] == index:
-            return user
-    return None
+    norm = call_of(node, aten._native_batch_norm_legit_functional.default, 0)
+    return norm if norm is not None and norm.args[5] is True else None
 
 
 @implementation(aten.relu.default, aten.hardtanh.default)
@@ -75,7 +66,7 @@ def _sum(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
 
 def _fused(node: fx.Node, norm: fx.Node, residual: Any, low: float, high: float) -> Iterator[Alternative]:
     x, weight, bias = norm.args[:3]
-    mean, invstd = _part(norm, 1), _part(norm, 2)
+    mean, invstd = element(norm, 1), element(norm, 2)
     value = value_of(x)
     if mean is None or invstd is None or value is None or not alike(node, x):
         return

@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetrun.ops.registry import Alternative, Call, Joint, argument, implementation, source, value_of
+from monetrun.ops.registry import (
+    Alternative,
+    Call,
+    Joint,
+    argument,
+    call_of,
+    element,
+    implementation,
+    source,
+    value_of,
+)
 
 aten = torch.ops.aten
 monet = torch.ops.monet
@@ -22,17 +32,6 @@ monet = torch.ops.monet
 # At a ratio of abs(bias / weight) of 8 the gradients' error against float64 is up to 1.5 times eager's own, at 16 up
 # to twice that, at 64 six times (CPU, float32, rows of 7 to 768): the weights may drift to 16 before anyone looks.
 LIMIT = 8.0
-
-
-def _results_of(statistic: Any, forward: Any, index: int) -> tuple[fx.Node, fx.Node] | None:
-    """The normalization of which ``statistic`` is result ``index``, and its output."""
-    node = source(statistic)
-    if not isinstance(node, fx.Node) or len(node.args) != 2 or node.args[1] != index:
-        return None
-    norm = node.args[0]
-    if not isinstance(norm, fx.Node) or norm.target is not forward:
-        return None
-    return next(((norm, user) for user in norm.users if len(user.args) == 2 and user.args[1] == 0), None)
 
 
 def _guard(weight: Any, bias: Any) -> Call | None:
@@ -45,10 +44,10 @@ def _guard(weight: Any, bias: Any) -> Call | None:
 def _layer_norm(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     names = ("grad_out", "input", "normalized_shape", "rstd", "weight", "bias", "output_mask")
     grad, x, shape, rstd, weight, bias, mask = (argument(node, name) for name in names)
-    found = _results_of(rstd, aten.native_layer_norm.default, 2)
-    if found is None:
+    norm = call_of(rstd, aten.native_layer_norm.default, 2)
+    if norm is None:
         return
-    norm, result = found
+    result = element(norm, 0)
     same = source(norm.args[0]) is source(x) and norm.args[1:4] == (shape, weight, bias)
     values = [value_of(n) for n in (grad, result, x)]
     if not same or any(v is None or not v.is_contiguous() for v in values):

@@ -1,31 +1,168 @@
-"""Random numbers in the order in which eager draws them."""
+"""Random numbers: drawn in the order in which eager draws them, and drawn again when an operator runs a second time.
+
+What an operator draws is told by the state that its device's generator was in: a few bytes, however much it drew. So a
+random operator may run again (dropout's noise need not be kept, nor a mask of it): ``generator_state`` notes the state
+right before the first run, and the second run draws from there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from monetrun.ops.registry import Call, argument
 
 aten = torch.ops.aten
 
+# bytes of a generator's state: of the Mersenne twister, and of Philox's seed and offset
+STATE_BYTES = {"cpu": 5056, "cuda": 16}
+
+# in a random operator's meta: the node of its generator's state
+_STATE = "monetrun_generator_state"
+
 _library = torch.library.Library("monet", "FRAGMENT")
-_library.define("bernoulli_like(Tensor like, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_RANDOM = (torch.Tag.nondeterministic_seeded,)
+_library.define(
+    "bernoulli(int[] size, int[] stride, float p, *, ScalarType dtype, Device device) -> Tensor", tags=_RANDOM
+)
+_library.define("generator_state(Device device) -> Tensor", tags=_RANDOM)
 
 
-def _bernoulli_like(like: torch.Tensor, p: float) -> torch.Tensor:
-    return torch.empty_like(like).bernoulli_(p)
+@torch.library.impl(_library, "bernoulli", "CompositeExplicitAutograd")
+def _bernoulli(
+    size: Sequence[int], stride: Sequence[int], p: float, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device).bernoulli_(p)
 
 
-_library.impl("bernoulli_like", _bernoulli_like, "CompositeExplicitAutograd")
-_library.impl("bernoulli_like", lambda like, p: torch.empty_like(like), "Meta")
+@torch.library.register_fake("monet::bernoulli", lib=_library)
+def _fake_bernoulli(
+    size: Sequence[int], stride: Sequence[int], p: float, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _bernoulli(like: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
+def _into(like: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
     if generator is not None:
         return NotImplemented
-    return torch.ops.monet.bernoulli_like(like, p)  # type: ignore[no-any-return]
+    form = torch.empty_like(like)  # dense, as what eager draws into
+    drawn = torch.ops.monet.bernoulli(form.shape, form.stride(), p, dtype=form.dtype, device=form.device)
+    return drawn  # type: ignore[no-any-return]
 
 
 # x.bernoulli_(p) is traced as bernoulli.p(x, p), which fills a *contiguous* tensor: for a transposed x (dropout after
-# attention) that deals the same random numbers to other elements than eager's call in place.
-DECOMPOSITIONS = {aten.bernoulli.p: _bernoulli}
+# attention) that deals the same random numbers to other elements than eager's call in place. And of x it needs the
+# form alone, which the second run should not have to keep.
+DECOMPOSITIONS = {aten.bernoulli.p: _into}
+
+
+# ---- a second run
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def _state_of(generator: torch.Generator) -> torch.Tensor:
+    """A copy of the state in memory that is not torch's.
+
+    A second run takes one more for a moment, which a budget does not know of: by this it is one in all that torch has,
+    and that is the one that the graph counts.
+    """
+    return torch.from_numpy(generator.get_state().numpy().copy())
+
+
+@torch.library.impl(_library, "generator_state", "CompositeExplicitAutograd")
+def _generator_state(device: torch.device) -> torch.Tensor:
+    return _state_of(_generator(device))
+
+
+@torch.library.register_fake("monet::generator_state", lib=_library)
+def _fake_generator_state(device: torch.device) -> torch.Tensor:
+    return torch.empty(STATE_BYTES[device.type], dtype=torch.uint8, device="cpu")
+
+
+def draw_again(
+    state: torch.Tensor, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``target`` with the numbers that it drew when the generator of ``device`` was in ``state``.
+
+    The generator is left as it was.
+    """
+    generator = _generator(device)
+    before = _state_of(generator)
+    generator.set_state(state)
+    try:
+        return target(*args, **kwargs)
+    finally:
+        generator.set_state(before)
+
+
+def again(state: fx.Node, call: Call) -> Call:
+    """``call``, drawing what it drew when the generator was in ``state``."""
+    (device,) = state.args
+    return Call(draw_again, (state, device, call.target, *call.args), call.kwargs, call.only)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the operator draws random numbers (attention kernels do so only with a dropout probability)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # a higher-order operator may do anything
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return "dropout_p" not in _arguments(target) or bool(argument(node, "dropout_p") != 0.0)
+
+
+def _arguments(target: torch._ops.OpOverload) -> list[str]:
+    return [a.name for a in target._schema.arguments]
+
+
+def note_states(module: fx.GraphModule) -> None:
+    """Let a ``generator_state`` stand before each random forward operator of a joint module that can draw again.
+
+    That is, each of torch's own which draws from the generator that its device has by default. Where no second run
+    reads a state, ``execute`` leaves it out.
+    """
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.meta.get("partitioner_tag") != "is_forward":
+            continue
+        device = _draws_on(node)
+        if device is None:
+            continue
+        with module.graph.inserting_before(node):
+            state = module.graph.call_function(torch.ops.monet.generator_state.default, (device,))
+        with _fake_mode(node):
+            state.meta["val"] = _fake_generator_state(device)
+        state.meta.update({k: node.meta[k] for k in ("nn_module_stack", "partitioner_tag") if k in node.meta})
+        node.meta[_STATE] = state
+
+
+def _draws_on(node: fx.Node) -> torch.device | None:
+    """The device by whose default generator the node draws; None where it draws otherwise, or not at all."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "monet"):
+        return None
+    if not is_random(node) or target._schema.is_mutable or target is torch.ops.monet.generator_state.default:
+        return None
+    if "generator" in _arguments(target) and argument(node, "generator") is not None:
+        return None
+    devices = {v.device for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)}
+    devices = {d for d in devices if d.type != "cpu"} or devices  # beside its results, attention gives a seed
+    return devices.pop() if len(devices) == 1 and next(iter(devices)).type in STATE_BYTES else None
+
+
+def _fake_mode(node: fx.Node) -> Any:
+    modes = [getattr(v, "fake_mode", None) for v in tree_leaves(node.meta.get("val"))]
+    return next((m for m in modes if m is not None), None) or torch._subclasses.FakeTensorMode()
+
+
+def state_of(node: fx.Node) -> fx.Node | None:
+    """The state of its generator before the first run of a random operator that may run again."""
+    return node.meta.get(_STATE)  # type: ignore[no-any-return]

@@ -77,8 +77,7 @@ def _from_other_end(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         if end is not read and alike(node, end):
             name = "output" if end.target in _FORWARD[node.target] else "output:input"
             call = Call(node.target, (node.args[0], end, *node.args[2:]), dict(node.kwargs))
-            default = Call.of(node)
-            yield Alternative(name, call, costs_as=default)
+            yield Alternative(name, call, costs_as=Call.of(node))
             yield from over_gradient(node, call, name)
 
 
@@ -93,5 +92,4 @@ def _from_mask(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     call = Call(monet.mask_backward.default, (grad, mask, _leaky(node)))
     yield Alternative("intermediate:mask", call)
     if may_overwrite(node, grad):
-        over = Call(monet.mask_backward_.default, call.args)
-        yield Alternative("intermediate:mask", over, grad)
+        yield Alternative("intermediate:mask", Call(monet.mask_backward_.default, call.args), grad)

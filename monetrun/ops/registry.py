@@ -247,3 +247,17 @@ def argument(node: fx.Node, name: str) -> Any:
                 return node.args[position]
             return node.kwargs.get(name, declared.default_value if declared.has_default_value() else None)
     raise KeyError(name)
+
+
+def element(call: fx.Node, index: int) -> fx.Node | None:
+    """The node of a call's result ``index``, if anything reads that."""
+    return next((user for user in call.users if len(user.args) == 2 and user.args[1] == index), None)
+
+
+def call_of(node: Any, target: Any, index: int) -> fx.Node | None:
+    """The call of ``target`` whose result ``index`` a node is, through aliases; None where it is none."""
+    node = source(node)
+    if not isinstance(node, fx.Node) or len(node.args) != 2 or node.args[1] != index:
+        return None
+    call = node.args[0]
+    return call if isinstance(call, fx.Node) and call.target is target else None

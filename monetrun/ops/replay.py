@@ -1,7 +1,8 @@
 """How an operator runs a second time, where that differs from the first.
 
 BatchNorm run again must leave the running statistics alone, and must not read them (the first run has changed them):
-its second run is the same kernel without them, which computes the same output bits in training mode.
+its second run is the same kernel without them, which computes the same output bits in training mode. A random operator
+draws the numbers of its first run again (see ``random``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+
+from monetrun.ops import random
+from monetrun.ops.registry import Call
 
 aten = torch.ops.aten
 
@@ -32,9 +36,16 @@ def reads_no_mutated_input(node: Node) -> bool:
     return entry is not None and entry[0](node.args)
 
 
-def second_run(node: Node) -> tuple[Any, tuple[Any, ...]]:
-    """Target and arguments (nodes of the joint graph among them) for running ``node`` again."""
-    entry = _SECOND_RUN.get(node.target)
-    if entry is None or not entry[0](node.args):
-        return node.target, node.args
-    return entry[1](node.args)
+def second_run(node: Node, call: Call) -> Call:
+    """What runs where ``call``, of an implementation of ``node``, runs again."""
+    entry = _SECOND_RUN.get(call.target)
+    if entry is not None and entry[0](call.args):
+        target, arguments = entry[1](call.args)
+        call = Call(target, arguments, only=call.only)
+    state = random.state_of(node)
+    return call if state is None else random.again(state, call)
+
+
+def gives(node: Node, call: Call, index: int) -> bool:
+    """Whether ``call``, which stands for ``node``, gives the element ``index`` of its results."""
+    return call.target in (node.target, random.draw_again) or index < len(call.target._schema.returns)

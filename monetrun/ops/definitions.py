@@ -1,0 +1,430 @@
+"""``torch.ops.monet``: operators that read, or keep, less than ATen's.
+
+Each is defined here by a reference in plain ATen, which runs wherever there is no native kernel (see ``kernels``).
+
+Masks hold one bit for each element in the order of *storage*: element i is bit ``i % 8`` of byte ``i // 8``. Tensors
+are dense, in any order of their dimensions, and those that belong together (gradient and input, input and residual)
+have the same strides; the operators refuse others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+# rows of the cross entropy are worked on together, as many as fill this
+CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}
+
+REFERENCES: dict[str, Callable[..., Any]] = {}
+_library = torch.library.Library("monet", "FRAGMENT")
+
+
+def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define ``schema``; the function below it is its meaning, ``fake`` its shape, strides and dtype."""
+    name = schema.partition("(")[0]
+
+    def define(reference: Callable[..., Any]) -> Callable[..., Any]:
+        _library.define(schema)
+        _library.impl(name, reference, "CompositeExplicitAutograd")
+        _library.impl(name, fake, "Meta")
+        REFERENCES[name] = reference
+        return reference
+
+    return define
+
+
+def _like_first(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _first(x: Tensor, *_: Any) -> Tensor:
+    return x
+
+
+def _storage(x: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of storage."""
+    if not aten.is_non_overlapping_and_dense.default(x):
+        raise RuntimeError("the tensor is not dense; make it contiguous (in any memory format) before")
+    return x.as_strided((x.numel(),), (1,))
+
+
+def _same_layout(x: Tensor, y: Tensor) -> None:
+    if x.dtype != y.dtype or x.shape != y.shape or (x.numel() and x.stride() != y.stride()):
+        raise RuntimeError("the tensors differ in shape, strides or dtype")
+
+
+def _arithmetic(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+def _fake_mask(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(((x.numel() + 7) // 8,), dtype=torch.uint8)
+
+
+def _pack(keep: Tensor) -> Tensor:
+    bits = torch.nn.functional.pad(keep.to(torch.uint8), (0, -keep.numel() % 8)).view(-1, 8)
+    places = torch.arange(8, dtype=torch.uint8, device=keep.device)
+    return (bits << places).sum(1, dtype=torch.uint8)
+
+
+def _unpack(mask: Tensor, elements: int) -> Tensor:
+    if mask.dtype != torch.uint8 or mask.numel() != (elements + 7) // 8:
+        raise RuntimeError(f"the mask must be {(elements + 7) // 8} bytes for {elements} elements, got {mask.numel()}")
+    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return ((mask.unsqueeze(1) >> places) & 1).view(-1)[:elements].bool()
+
+
+@_operator("range_mask(Tensor x, float low, float high) -> Tensor", _fake_mask)
+def range_mask(x: Tensor, low: float, high: float) -> Tensor:
+    """Which elements are strictly between ``low`` and ``high`` (NaN: no bound): not (x <= low) and not (x >= high).
+
+    NaN is within, as in torch's threshold_backward and hardtanh_backward.
+    """
+    values = _storage(x).to(_arithmetic(x.dtype))
+    return _pack(~(values <= low) & ~(values >= high))
+
+
+@_operator("nonzero_mask(Tensor x) -> Tensor", _fake_mask)
+def nonzero_mask(x: Tensor) -> Tensor:
+    """Which elements are not zero; NaN is not."""
+    return _pack(_storage(x) != 0)
+
+
+def _mask_backward(out: Tensor, grad: Tensor, mask: Tensor, slope: float) -> Tensor:
+    values = _storage(grad)
+    other = (values.to(_arithmetic(grad.dtype)) * slope).to(grad.dtype) if slope else torch.zeros_like(values)
+    _storage(out).copy_(torch.where(_unpack(mask, grad.numel()), values, other))
+    return out
+
+
+@_operator("mask_backward(Tensor grad, Tensor mask, float slope) -> Tensor", _like_first)
+def mask_backward(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
+    """``grad`` where the bit is set, elsewhere ``grad * slope`` (0 where ``slope`` is 0, also of NaN).
+
+    The bits of threshold_backward, hardtanh_backward and, unless its input is NaN, leaky_relu_backward.
+    """
+    return _mask_backward(torch.empty_like(grad), grad, mask, slope)
+
+
+@_operator("mask_backward_(Tensor(a!) grad, Tensor mask, float slope) -> Tensor(a!)", _first)
+def mask_backward_(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
+    """``mask_backward`` in place."""
+    return _mask_backward(grad, grad, mask, slope)
+
+
+def _mask_scale(out: Tensor, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    noise = _unpack(mask, x.numel()).to(x.dtype) * scale
+    _storage(out).copy_(_storage(x) * noise)
+    return out
+
+
+@_operator("mask_scale(Tensor x, Tensor mask, float scale) -> Tensor", _like_first)
+def mask_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """``x * (bit ? scale : 0)``, the factor rounded to the dtype of ``x``: dropout by a packed mask."""
+    return _mask_scale(torch.empty_like(x), x, mask, scale)
+
+
+@_operator("mask_scale_(Tensor(a!) x, Tensor mask, float scale) -> Tensor(a!)", _first)
+def mask_scale_(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """``mask_scale`` in place."""
+    return _mask_scale(x, x, mask, scale)
+
+
+# --- max pooling -----------------------------------------------------------------------------------------------------
+
+
+def _images_format(x: Tensor) -> torch.memory_format:
+    return torch.contiguous_format if x.is_contiguous() else torch.channels_last
+
+
+def _fake_index(x: Tensor, *window: Any) -> Tensor:
+    out = aten.max_pool2d_with_indices.default(x, *window)[0]
+    return torch.empty(out.shape, dtype=torch.uint8, device=x.device, memory_format=_images_format(x))
+
+
+def _fake_index_backward(grad: Tensor, index: Tensor, input_size: Sequence[int], *_: Any) -> Tensor:
+    return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=_images_format(grad))
+
+
+def _window_start(count: int, dim: int, like: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """Where the window of each output begins along ``dim`` (0: rows, 1: columns), shaped to broadcast over them."""
+    start = torch.arange(count, device=like.device) * stride[dim] - padding[dim]
+    return start.view(-1, 1) if dim == 0 else start
+
+
+def _check_window(kernel_size: Sequence[int]) -> None:
+    if kernel_size[0] * kernel_size[1] > 255:
+        raise RuntimeError(f"a window of {list(kernel_size)} has more places than one byte can name (255)")
+
+
+@_operator(
+    "max_pool2d_index(Tensor x, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, bool ceil_mode)"
+    " -> Tensor",
+    _fake_index,
+)
+def max_pool2d_index(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Tensor:
+    """The place of each window's largest element within it, row by row, as one byte: the one ATen picks."""
+    _check_window(kernel_size)
+    stride = stride or kernel_size
+    flat = aten.max_pool2d_with_indices.default(x, kernel_size, stride, padding, dilation, ceil_mode)[1]
+    rows = flat // x.shape[-1] - _window_start(flat.shape[-2], 0, x, stride, padding)
+    columns = flat % x.shape[-1] - _window_start(flat.shape[-1], 1, x, stride, padding)
+    place = rows // dilation[0] * kernel_size[1] + columns // dilation[1]
+    return place.to(torch.uint8).contiguous(memory_format=_images_format(x))
+
+
+@_operator(
+    "max_pool2d_index_backward(Tensor grad, Tensor index, int[] input_size, int[2] kernel_size, int[2] stride,"
+    " int[2] padding, int[2] dilation) -> Tensor",
+    _fake_index_backward,
+)
+def max_pool2d_index_backward(
+    grad: Tensor,
+    index: Tensor,
+    input_size: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """The gradient of max_pool2d's input from ``max_pool2d_index``: the bits of max_pool2d_with_indices_backward."""
+    _check_window(kernel_size)
+    stride = stride or kernel_size
+    place = index.long()
+    rows = place // kernel_size[1] * dilation[0] + _window_start(grad.shape[-2], 0, grad, stride, padding)
+    columns = place % kernel_size[1] * dilation[1] + _window_start(grad.shape[-1], 1, grad, stride, padding)
+    flat = rows * input_size[-1] + columns
+    # an index that no pooling gave may point outside of the plane: nothing is added for it
+    outside = (flat < 0) | (flat >= input_size[-2] * input_size[-1])
+    flat, grad = flat.masked_fill(outside, 0), grad.clone().masked_fill_(outside, 0)
+    x = _fake_index_backward(grad, index, input_size)
+    # the rounding mode changes nothing but the shape of an output, which is given
+    backward = aten.max_pool2d_with_indices_backward.default
+    window = (kernel_size, stride, padding, dilation)
+    for ceil_mode in (False, True):
+        if _pooled(input_size[-2:], *window, ceil_mode) == list(grad.shape[-2:]):
+            return backward(grad, x, *window, ceil_mode, flat)  # type: ignore[no-any-return]
+    raise RuntimeError(f"grad of {list(grad.shape)} is not what pooling {list(input_size)} gives")
+
+
+def _pooled(
+    size: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> list[int]:
+    x = torch.empty((1, *size), device="meta")
+    return list(aten.max_pool2d_with_indices.default(x, kernel_size, stride, padding, dilation, ceil_mode)[0].shape[1:])
+
+
+@_operator(
+    "max_pool2d_input_backward(Tensor grad, Tensor x, int[2] kernel_size, int[2] stride, int[2] padding,"
+    " int[2] dilation, bool ceil_mode) -> Tensor",
+    lambda grad, x, *_: torch.empty_like(x),
+)
+def max_pool2d_input_backward(
+    grad: Tensor,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Tensor:
+    """The gradient of max_pool2d's input from the input: the bits of max_pool2d_with_indices_backward."""
+    window = (kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
+    flat = aten.max_pool2d_with_indices.default(x, *window)[1]
+    return aten.max_pool2d_with_indices_backward.default(grad, x, *window, flat)  # type: ignore[no-any-return]
+
+
+# --- normalization from saved statistics -----------------------------------------------------------------------------
+
+
+def _bound(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+@_operator(
+    "batch_norm_act(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? residual, float low,"
+    " float high) -> Tensor",
+    _like_first,
+)
+def batch_norm_act(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    residual: Tensor | None,
+    low: float,
+    high: float,
+) -> Tensor:
+    """clamp(batch_norm(x) + residual, low, high) in one pass, from the statistics that training saved.
+
+    ``x`` is [N, C, ...]; a bound of NaN is none (relu: 0 and NaN). Rounded to the dtype of ``x`` after the
+    normalization and after the addition, as the separate operators do. See ``batch_norm_act_is_exact``.
+    """
+    dtype = _arithmetic(x.dtype)
+    scale = invstd.to(dtype) if weight is None else invstd.to(dtype) * weight.to(dtype)
+    shift = -mean.to(dtype) * scale if bias is None else bias.to(dtype) - mean.to(dtype) * scale
+    by_channel = (-1,) + (1,) * (x.dim() - 2)
+    y = (x.to(dtype) * scale.view(by_channel) + shift.view(by_channel)).to(x.dtype)
+    if residual is not None:
+        _same_layout(x, residual)
+        y = y + residual
+    if not (math.isnan(low) and math.isnan(high)):
+        y = torch.clamp(y, _bound(low), _bound(high))
+    return y
+
+
+# --- normalization, backward from output -----------------------------------------------------------------------------
+
+
+def _fake_gradients(
+    grad: Tensor, result: Tensor, normalized_shape: Sequence[int], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    output_mask = rest[-1]
+    of_input = torch.empty_like(result) if output_mask[0] else result.new_empty((0,))
+    of_weight, of_bias = (result.new_empty(normalized_shape if wanted else (0,)) for wanted in output_mask[1:])
+    return of_input, of_weight, of_bias
+
+
+@_operator(
+    "layer_norm_output_backward(Tensor grad, Tensor result, int[] normalized_shape, Tensor rstd, Tensor? weight,"
+    " Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+    _fake_gradients,
+)
+def layer_norm_output_backward(
+    grad: Tensor,
+    result: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """native_layer_norm_backward from the layer's output, by ``normal = (result - bias) / weight``.
+
+    ``grad`` and ``result`` are contiguous; of the gradients of input, weight and bias those that ``output_mask`` leaves
+    out are empty. Within rounding of ATen's where ``affine_invertible`` holds, wrong without bound where it does not.
+    """
+    if not (grad.is_contiguous() and result.is_contiguous()):
+        raise RuntimeError("grad and result must be contiguous")
+    _same_layout(grad, result)
+    dtype = _arithmetic(result.dtype)
+    last = len(normalized_shape)
+    leading = tuple(range(result.dim() - last))
+    inner = tuple(range(result.dim() - last, result.dim()))
+    normal = result.to(dtype) if bias is None else result.to(dtype) - bias.to(dtype)
+    scaled = grad.to(dtype)
+    if weight is not None:
+        normal, scaled = normal / weight.to(dtype), scaled * weight.to(dtype)
+    of_input, of_weight, of_bias = _fake_gradients(grad, result, normalized_shape, output_mask)
+    if output_mask[0] and result.numel():
+        scale = rstd.to(dtype).view(result.shape[: result.dim() - last] + (1,) * last)
+        slope = (scaled * normal).mean(inner, keepdim=True)
+        of_input.copy_(scale * (scaled - scaled.mean(inner, keepdim=True) - normal * slope))
+    for out, of_rows in ((of_weight, grad.to(dtype) * normal), (of_bias, grad.to(dtype))):
+        if out.numel():
+            out.copy_(of_rows.sum(leading) if leading else of_rows)
+    return of_input, of_weight, of_bias
+
+
+@_operator(
+    "affine_invertible(Tensor? weight, Tensor? bias, float limit) -> Tensor",
+    lambda weight, bias, _: (bias if weight is None else weight).new_empty((), dtype=torch.bool),
+)
+def affine_invertible(weight: Tensor | None, bias: Tensor | None, limit: float) -> Tensor:
+    """Whether ``x * weight + bias`` tells ``x``: each ``abs(bias) <= limit * abs(weight)``, no weight 0 or not finite.
+
+    The rounding of the output, relative to it, is larger by up to ``1 + limit`` relative to what is recovered.
+    """
+    given = bias if weight is None else weight
+    if given is None:
+        raise RuntimeError("there is neither weight nor bias")
+    dtype = _arithmetic(given.dtype)
+    size = torch.ones_like(given, dtype=dtype) if weight is None else weight.to(dtype).abs()
+    offset = torch.zeros_like(size) if bias is None else bias.to(dtype).abs()
+    # room for the digits of what is multiplied by it, on both sides
+    least = torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+    return ((size >= least) & (size <= 1 / least) & (offset <= limit * size)).all()
+
+
+# --- cross entropy ---------------------------------------------------------------------------------------------------
+
+
+def _log_softmax_nll_backward(
+    out: Tensor,
+    grad_loss: Tensor,
+    log_probabilities: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+    dim: int,
+) -> Tensor:
+    if log_probabilities.dim() != 2 or dim not in (1, -1):
+        raise RuntimeError(f"expected [N, C] and dim 1, got {list(log_probabilities.shape)} and dim {dim}")
+    rows, classes = log_probabilities.shape
+    room = CHUNK_BYTES.get(log_probabilities.device.type, CHUNK_BYTES["cuda"])
+    step = max(1, room // max(1, classes * log_probabilities.element_size()))
+    grad = log_probabilities.new_empty((min(step, rows), classes))
+    for first in range(0, rows, step):
+        chunk = slice(first, min(first + step, rows))
+        part = grad[: chunk.stop - first]
+        aten.nll_loss_backward.grad_input(
+            grad_loss[chunk] if grad_loss.dim() else grad_loss,
+            log_probabilities[chunk],
+            target[chunk],
+            weight,
+            reduction,
+            ignore_index,
+            total_weight,
+            grad_input=part,
+        )
+        # element by element once the row's gradient is summed, so that it may write over what it reads
+        aten._log_softmax_backward_data.out(part, log_probabilities[chunk], 1, out.dtype, out=out[chunk])
+    return out
+
+
+@_operator(
+    "log_softmax_nll_backward(Tensor grad_loss, Tensor log_probabilities, Tensor target, Tensor? weight, int reduction,"
+    " int ignore_index, Tensor total_weight, int dim) -> Tensor",
+    lambda grad_loss, log_probabilities, *_: torch.empty_like(log_probabilities),
+)
+def log_softmax_nll_backward(grad_loss: Tensor, log_probabilities: Tensor, *rest: Any) -> Tensor:
+    """The gradient of cross entropy's logits ([N, C], dim 1), without a full-size gradient of the log-probabilities.
+
+    The bits of nll_loss_backward and _log_softmax_backward_data, which it runs on ``CHUNK_BYTES`` of rows at a time:
+    that is its workspace. This serves every device.
+    """
+    return _log_softmax_nll_backward(torch.empty_like(log_probabilities), grad_loss, log_probabilities, *rest)
+
+
+@_operator(
+    "log_softmax_nll_backward_(Tensor grad_loss, Tensor(a!) log_probabilities, Tensor target, Tensor? weight,"
+    " int reduction, int ignore_index, Tensor total_weight, int dim) -> Tensor(a!)",
+    lambda grad_loss, log_probabilities, *_: log_probabilities,
+)
+def log_softmax_nll_backward_(grad_loss: Tensor, log_probabilities: Tensor, *rest: Any) -> Tensor:
+    """``log_softmax_nll_backward`` over the log-probabilities."""
+    return _log_softmax_nll_backward(log_probabilities, grad_loss, log_probabilities, *rest)
