@@ -1,6 +1,7 @@
 """The default solver: whole-network programs over blocks, then exact windows, from a greedy schedule on.
 
-1. *Greedy* (``monetrun.solve.greedy``) gives a schedule at once.
+1. *Greedy* (``monetrun.solve.greedy``) gives a schedule at once. With the implementations that it chose, *minimum cuts*
+   (``monetrun.solve.cut``) give others, from which the search of greedy's file goes on.
 2. *Blocks.* The backward pass is cut at points into blocks. Within a block runs have no order and memory is looked at
    only at its ends (``monetrun.solve.relaxation``): a program of a whole network is then solved in seconds. Its optimum
    bounds every schedule. Written down as a schedule and replayed, it tells where memory was looked at too
@@ -59,11 +60,12 @@ def solve(
             search.offer(schedule)
         search.raise_bound(math.inf if greedy.least_step_bytes(graph, costs) > budget_bytes else bound_seconds)
         _search_greedily(search, min(0.5, 0.1 * options.seconds))
+        _search_from_cuts(search, min(0.5, 0.1 * options.seconds))
         if search.best is None:
             _search_frugally(search, min(15.0, 0.3 * options.seconds))
         relaxed = _search_blocks(search)
         _bound_everywhere(search, 0.2 * options.seconds)
-        _search_greedily(search, min(15.0, 0.2 * options.seconds))
+        _search_from_cuts(search, min(15.0, 0.2 * options.seconds))
         if search.best is None and relaxed is not None:
             windows.repair(search, relaxed, 0.2 * search.left())
         windows.improve(search)
@@ -84,6 +86,12 @@ def _search_greedily(search: Incumbent, seconds: float, start: Schedule | None =
     schedule = greedy.improve(search.graph, search.costs, search.budget_bytes, start, options, patience).schedule
     if schedule is not None:
         search.offer(schedule)
+
+
+def _search_from_cuts(search: Incumbent, seconds: float) -> None:
+    """Offer minimum cuts with the best schedule's implementations, and what the greedy solver makes of the nearest."""
+    start = None if search.done() else search.cut()
+    _search_greedily(search, seconds, start)
 
 
 def _search_frugally(search: Incumbent, seconds: float) -> None:
@@ -125,7 +133,7 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
             search.raise_bound(relaxation.bound_of(program, result))
             if not bounded:  # easy budgets end with the first bound; the others are worth more draws
                 bounded = True
-                _search_greedily(search, min(7.0, 0.1 * options.seconds))
+                _search_from_cuts(search, min(7.0, 0.1 * options.seconds))
         before = search.seconds
         said = None if result is None else _offer_relaxed(search, program, result)
         relaxed = said or relaxed
