@@ -36,7 +36,7 @@ from monetrun.solve.slot import necessary
 
 # annealing iterations per second = this / (steps + 100): about half of what an idle 2.6 GHz Zen 4 core does (2026-11)
 _ITERATIONS_TIMES_STEPS_PER_SECOND = 2.0e8
-_LEAST_TRIES = 2**14  # of greedy, half a second for thousands of operators
+_TRIES = 2**16  # of greedy, a second or two for thousands of operators, of which half of them should do
 _RUIN = 200  # iterations of annealing in the time of one ruin and recreation
 # what is run, its share of the iterations, and its first and last temperature in mean seconds of a recomputation
 _RUNS = (
@@ -194,11 +194,10 @@ class _View:
         total = self.iterations(self.options.seconds)
         cuts: list[Schedule] = []
         with _Search(self, budget_bytes, schedule or plain_schedule(self.graph)) as search:
-            tries = max(_LEAST_TRIES, total // 2)
-            fits = search.greedy(tries)
+            fits = search.greedy()
             if not fits and schedule is None and (cuts := self.cuts(budget_bytes)):
                 search.load(nearest(self.graph, self.costs, budget_bytes, cuts))
-                fits = search.greedy(tries)
+                fits = search.greedy()
             for hot, cold in _REACH_RUNS:
                 left = deadline - time.perf_counter()
                 if fits or left <= 0:
@@ -221,7 +220,7 @@ class _View:
         if self.library is None:
             return next(iter(self.cuts_within(budget_bytes)), None)
         with _Search(self, budget_bytes, schedule) as search:
-            if not search.greedy(self.iterations(self.options.seconds)):
+            if not search.greedy():
                 left = deadline - time.perf_counter()
                 search.anneal(self.iterations(seconds), 10.0, 0.1, max(left, 1e-3), until_it_fits=True)
             best = search.best()
@@ -321,7 +320,7 @@ class _Search:
             implementations.buffer_info()[0],
         )
 
-    def greedy(self, tries: int = 2**62) -> bool:
+    def greedy(self, tries: int = _TRIES) -> bool:
         """Whether it fits, after at most so many evictions tried."""
         return bool(self._library.monet_search_greedy(self._handle, tries))
 

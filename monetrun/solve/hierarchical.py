@@ -59,8 +59,8 @@ def solve(
         for schedule in (plain_schedule(graph), *known):
             search.offer(schedule)
         search.raise_bound(math.inf if greedy.least_step_bytes(graph, costs) > budget_bytes else bound_seconds)
-        _search_greedily(search, min(0.5, 0.1 * options.seconds))
-        _search_from_cuts(search, min(0.5, 0.1 * options.seconds))
+        _search_greedily(search, min(0.25, 0.05 * options.seconds))
+        _search_from_cuts(search, min(0.25, 0.05 * options.seconds))
         if search.best is None:
             _search_frugally(search, min(15.0, 0.3 * options.seconds))
         relaxed = _search_blocks(search)
