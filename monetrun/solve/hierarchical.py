@@ -118,7 +118,7 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
     """
     relaxed: Schedule | None = None
     graph, costs, options, budget_bytes = search.graph, search.costs, search.options, search.budget_bytes
-    points = bound.first_points(graph, 8)
+    points = bound.first_points(graph, costs, search.best or plain_schedule(graph))
     local: set[int] = set()
     margins: dict[int, int] | None = None
     slice_seconds = max(1.0, 0.15 * options.seconds)

@@ -53,7 +53,7 @@ def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> 
     native, patience = search.native(0.3 * options.seconds)
     schedule = greedy.most_frugal(graph, costs, native, patience=patience)
     peak_bytes = simulate(graph, costs, schedule).peak_bytes
-    bound_bytes, schedules = _bound_bytes(search, peak_bytes)
+    bound_bytes, schedules = _bound_bytes(search, schedule, peak_bytes)
     for candidate in schedules:
         candidate_bytes = simulate(graph, costs, candidate).peak_bytes
         if candidate_bytes < peak_bytes:
@@ -74,12 +74,12 @@ def _over(search: Incumbent) -> bool:
     return search.interrupted or search.left() <= 0 or search.elapsed() >= search.options.seconds
 
 
-def _bound_bytes(search: Incumbent, peak_bytes: int) -> tuple[int, list[Schedule]]:
+def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[int, list[Schedule]]:
     """A bound on every peak, and the schedules that the relaxed programs said."""
     graph, costs, options = search.graph, search.costs, search.options
     bound_bytes = greedy.least_step_bytes(graph, costs)
     schedules: list[Schedule] = []
-    points, local = bound.first_points(graph, 8), set[int]()
+    points, local = bound.first_points(graph, costs, frugal), set[int]()
     work_seconds = options.seconds / 2 / _PROGRAMS
     if everywhere := bound.all_points(graph, options.seconds / 3):
         points, local, work_seconds = everywhere, set(range(graph.forward_count)), options.seconds / 3
