@@ -165,7 +165,7 @@ class Bench:
         if torch_overhead is None or settle_seconds <= 0 or _settled(plan, torch_overhead):
             return plan
         known = () if solution.schedule is None else (solution.schedule,)
-        longer = dataclasses.replace(self.options, seconds=settle_seconds)
+        longer = dataclasses.replace(self.options, seconds=settle_seconds, gap=0.0)
         solution = solve(
             self.joint.graph, self.costs, budget_bytes, longer, known=known, bound_seconds=solution.bound_seconds
         )

@@ -145,7 +145,7 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
         local |= {e.run for e in over if e.run >= 0}
         if margins is None:
             if result is None or result.status != "optimal" or seen:
-                margins = {}
+                margins = {e.point: e.nbytes for e in over} if seen else {}
         elif result is None or result.value is None:
             margins = {point: margin // 2 for point, margin in margins.items()}
             fruitless += 1
@@ -156,7 +156,9 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
                     margins[e.point] = margins.get(e.point, 0) + e.nbytes
             if not over:
                 return relaxed
-        if over and relaxed is not None and margins is not None:
+        if over:
+            _search_greedily(search, min(1.0, 0.05 * options.seconds), relaxed)
+        if over and relaxed is not None and margins is not None and search.best is None:
             windows.repair(search, relaxed, slice_seconds / 2)
     return relaxed
 
