@@ -191,6 +191,9 @@ class Bench:
             for p in points
             if p.overhead > 0 and not _beaten(p, points)
         ]
+        for p in points:  # those of torch's that another of torch's beats: where no plan for that one is enough
+            if self._row(p.settings, p.peak_bytes, p, plans).verdict == "worse":
+                plans.append(self.plan(p.peak_bytes, p.overhead, settle_seconds))
         for p in points:
             yield self._row(p.settings, p.peak_bytes, p, plans)
         least = min((p.peak_bytes for p in points), default=self.plain.peak_bytes)

@@ -112,19 +112,19 @@ def most_frugal(
     """
     view = _View(graph, costs, options)
     deadline = time.perf_counter() + patience * options.seconds
-    best = plain_schedule(graph)
-    peak_bytes = simulate(graph, costs, best).peak_bytes
+    best = plain = plain_schedule(graph)
+    peak_bytes = simulate(graph, costs, plain).peak_bytes
     floor_bytes = max(least_step_bytes(graph, costs), enough_bytes)
-    for schedule in view.cuts(floor_bytes) if peak_bytes > floor_bytes else ():
-        cut_bytes = simulate(graph, costs, schedule).peak_bytes
-        if cut_bytes < peak_bytes:
-            best, peak_bytes = schedule, cut_bytes
+    if peak_bytes > floor_bytes:
+        best = min([plain, *view.cuts(floor_bytes)], key=lambda s: simulate(graph, costs, s).peak_bytes)
+        peak_bytes = simulate(graph, costs, best).peak_bytes
     share, attempts = 0.5, 0
     while peak_bytes > floor_bytes and share > 0.002 and attempts < 24 and time.perf_counter() < deadline:
         target_bytes = peak_bytes - max(1, int(share * (peak_bytes - floor_bytes)))
         attempts += 1
-        found = view.fit(target_bytes, best, options.seconds / 40, deadline)
-        timeline = _replayed(graph, costs, found)
+        timeline = _replayed(graph, costs, found := view.fit(target_bytes, best, options.seconds / 40, deadline))
+        if share > 0.1 and (timeline is None or timeline.peak_bytes >= peak_bytes):
+            timeline = _replayed(graph, costs, found := view.fit(target_bytes, plain, options.seconds / 40, deadline))
         if found is not None and timeline is not None and timeline.peak_bytes < peak_bytes:
             best, peak_bytes = found, timeline.peak_bytes
         else:
