@@ -32,7 +32,7 @@ void monet_search_load(Search* search, const FlatGraph* graph, int64_t forward_s
 
 void monet_search_budget(Search* search, int64_t bytes) { search->set_budget(bytes); }
 
-int32_t monet_search_greedy(Search* search) { return search->greedy(); }
+int32_t monet_search_greedy(Search* search, int64_t tries) { return search->greedy(tries); }
 
 int32_t monet_search_anneal(Search* search, int64_t iterations, double hot, double cold, double time_limit,
                             int32_t until_it_fits) {

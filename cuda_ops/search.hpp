@@ -38,14 +38,16 @@ class Search : private Moves {
 
   // Put in, one after another, the recomputation that takes off the most excess per second; true when it fits.
   // A tensor's score mostly falls as others are dropped, so only those that still look best are scored anew.
-  bool greedy() {
+  // Gives up after so many tries.
+  bool greedy(int64_t tries) {
+    tried_ = 0;
     const double unknown = std::numeric_limits<double>::infinity();
     std::vector<Eviction> scores(targets_.size(), Eviction{unknown, 0, 0, -1});
     std::vector<uint8_t> fresh(targets_.size(), 0);
     std::vector<int32_t> index(g_.tensors, -1);
     for (size_t i = 0; i < targets_.size(); ++i) index[targets_[i]] = static_cast<int32_t>(i);
     bool all_anew = true;
-    while (state_.excess() > 0) {
+    while (state_.excess() > 0 && tried_ < tries) {
       std::fill(fresh.begin(), fresh.end(), 0);
       crowded_ = false;
       size_t best = 0;
@@ -196,6 +198,7 @@ class Search : private Moves {
   };
 
   bool evict(int32_t t, const Eviction& e) {
+    ++tried_;
     if (e.impl >= 0) return choose(e.before, e.impl);
     return insert_before(e.before, state_.writer(t), 1.0, e.depth, state_.units(t) / 32);
   }
@@ -291,6 +294,7 @@ class Search : private Moves {
     }
   }
 
+  int64_t tried_ = 0;
   double price_ = 0.0;  // seconds that a unit of excess is worth
   double best_seconds_ = std::numeric_limits<double>::infinity();
   std::vector<Step> best_;

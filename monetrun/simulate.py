@@ -330,7 +330,7 @@ def core() -> tuple[ctypes.CDLL | None, str]:
             ("monet_search_free", None, [pointer]),
             ("monet_search_load", None, [pointer, pointer, int64, int64, pointer, pointer]),
             ("monet_search_budget", None, [pointer, int64]),
-            ("monet_search_greedy", int32, [pointer]),
+            ("monet_search_greedy", int32, [pointer, int64]),
             ("monet_search_anneal", int32, [pointer, int64, double, double, double, int32]),
             ("monet_search_ruin", int32, [pointer, int64, double, double, double]),
             ("monet_search_return_to_best", None, [pointer]),

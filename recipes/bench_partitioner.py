@@ -163,7 +163,7 @@ class Bench:
         if torch_overhead is None or settle_seconds <= 0 or _settled(plan, torch_overhead):
             return plan
         known = () if solution.schedule is None else (solution.schedule,)
-        longer = dataclasses.replace(self.options, seconds=settle_seconds)
+        longer = dataclasses.replace(self.options, seconds=settle_seconds, gap=0.0)
         solution = solve(
             self.joint.graph, self.costs, budget_bytes, longer, known=known, bound_seconds=solution.bound_seconds
         )
@@ -189,6 +189,9 @@ class Bench:
             for p in points
             if p.overhead > 0 and not _beaten(p, points)
         ]
+        for p in points:  # those of torch's that another of torch's beats: where no plan for that one is enough
+            if self._row(p.settings, p.peak_bytes, p, plans).verdict == "worse":
+                plans.append(self.plan(p.peak_bytes, p.overhead, settle_seconds))
         for p in points:
             yield self._row(p.settings, p.peak_bytes, p, plans)
         least = min((p.peak_bytes for p in points), default=self.plain.peak_bytes)

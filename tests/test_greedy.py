@@ -12,7 +12,7 @@ from monetrun import simulate as simulate_module
 from monetrun.graph import Costs, Graph
 from monetrun.plan import Options, Schedule, plain_schedule
 from monetrun.simulate import core, simulate
-from monetrun.solve import evict, greedy
+from monetrun.solve import cut, greedy
 
 needs_native = pytest.mark.skipif(core()[0] is None, reason=core()[1])
 QUICK = Options(seconds=0.02)
@@ -178,7 +178,7 @@ def test_options_forbid_implementations_and_recomputation():
 @needs_native
 def test_improving_a_schedule_never_makes_it_worse():
     graph, costs = long_chain()
-    start = evict.dropping(graph, set(range(1, 12, 2)))
+    start = cut.dropping(graph, plain_schedule(graph), range(1, 12, 2))
     peak_bytes = simulate(graph, costs, start).peak_bytes
     solution = greedy.improve(graph, costs, peak_bytes, start, QUICK)
     assert solution.schedule is not None

@@ -2,7 +2,9 @@
 
 They come from a relaxed program (``monetrun.solve.relaxation``). Its points are found as cutting planes are: solve,
 write the solution down as a schedule (``relaxed_schedule``), replay it, and add a point where it is over the budget. If
-it is not over anywhere, it is a cheapest schedule.
+it is not over anywhere, it is a cheapest schedule. The first point is where a good schedule has its peak: a program
+with that one alone is solved in a second, and bounds better than one with eight anywhere does in half a minute (swin_t
+at 0.27 of its activations: 10.7 against 9.7% overhead).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
-from monetrun.plan import Options, Schedule
+from monetrun.plan import Options, Schedule, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import mip
 from monetrun.solve.relaxation import bound_of, floor_seconds, relax, relaxed_schedule
@@ -49,12 +51,10 @@ def lower_bound(graph: Graph, costs: Costs, budget_bytes: int, options: Options)
     return improve(graph, costs, budget_bytes, options).seconds
 
 
-def first_points(graph: Graph, count: int) -> tuple[int, ...]:
-    """``count`` points spread evenly over the backward pass, the first operator's included."""
-    backward = [op.id for op in graph.operators[graph.forward_count :] if not op.optional]
-    if not backward:
-        return ()
-    return tuple(sorted({backward[len(backward) * k // count] for k in range(count)}))
+def first_points(graph: Graph, costs: Costs, schedule: Schedule) -> tuple[int, ...]:
+    """The place where ``schedule`` has its peak, which is where memory has to be looked at first."""
+    peak_bytes = simulate(graph, costs, schedule).peak_bytes
+    return tuple(sorted(e.point for e in find_excess(graph, costs, peak_bytes - 1, schedule, ())))
 
 
 def all_points(graph: Graph, seconds: float) -> tuple[int, ...]:
@@ -83,12 +83,12 @@ def improve(
         costs: of the graph.
         budget_bytes: as for a solver.
         options: ``seconds``, ``mip_solver``, ``seed``, and which implementations and recomputations are allowed.
-        points: to begin with; eight even ones otherwise.
+        points: to begin with; the plain schedule's peak otherwise.
         rounds: how many relaxations at most.
         enough_seconds: stop when the bound is at least this.
     """
     end = time.monotonic() + options.seconds
-    chosen = tuple(points) if points is not None else first_points(graph, 8)
+    chosen = tuple(points) if points is not None else first_points(graph, costs, plain_schedule(graph))
     best = floor_seconds(graph, costs, options)
     schedule: Schedule | None = None
     interrupted = False

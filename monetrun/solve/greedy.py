@@ -15,7 +15,9 @@ annealing does not. In-place variants are no choice: they are used wherever they
 
 The number of iterations follows from ``options.seconds`` and the graph's size alone, so the same inputs give the same
 schedule, unless the machine is so busy that the time limit itself ends the search (about half of what the limit
-allows is used on an idle core). Without a compiler, ``solve.evict`` stands in.
+allows is used on an idle core). Where greedy takes too long (a dense network at a fifth of its activations: 5 s), or
+ends above the budget, annealing starts from the nearest minimum cut (``solve.cut``); without a compiler, minimum cuts
+are all there is.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ import ctypes
 import dataclasses
 import time
 from array import array
+from collections.abc import Sequence
 
 from monetrun.graph import Costs, Graph, Implementation
 from monetrun.plan import Options, Schedule, Solution, Step, plain_schedule
 from monetrun.simulate import Timeline, core, flatten, simulate
-from monetrun.solve import evict, tidy
+from monetrun.solve import tidy
 from monetrun.solve.slot import necessary
 
 # annealing iterations per second = this / (steps + 100): about half of what an idle 2.6 GHz Zen 4 core does (2026-11)
 _ITERATIONS_TIMES_STEPS_PER_SECOND = 2.0e8
+_TRIES = 2**16  # of greedy, a second or two for thousands of operators, of which half of them should do
 _RUIN = 200  # iterations of annealing in the time of one ruin and recreation
 # what is run, its share of the iterations, and its first and last temperature in mean seconds of a recomputation
 _RUNS = (
@@ -86,7 +90,7 @@ def improve(
         return _solution(best[1], bound_seconds, "optimal", start)
     if least_step_bytes(graph, costs) > budget_bytes:
         return _solution(None, bound_seconds, "infeasible", start)
-    for found in view.search(budget_bytes, candidates[0], start + patience * options.seconds):
+    for found in view.search(budget_bytes, schedule, start + patience * options.seconds):
         timeline = simulate(graph, costs, found)
         if timeline.peak_bytes <= budget_bytes and (best is None or timeline.seconds < best[0]):
             best = timeline.seconds, found
@@ -108,15 +112,19 @@ def most_frugal(
     """
     view = _View(graph, costs, options)
     deadline = time.perf_counter() + patience * options.seconds
-    best = plain_schedule(graph)
-    peak_bytes = simulate(graph, costs, best).peak_bytes
+    best = plain = plain_schedule(graph)
+    peak_bytes = simulate(graph, costs, plain).peak_bytes
     floor_bytes = max(least_step_bytes(graph, costs), enough_bytes)
+    if peak_bytes > floor_bytes:
+        best = min([plain, *view.cuts(floor_bytes)], key=lambda s: simulate(graph, costs, s).peak_bytes)
+        peak_bytes = simulate(graph, costs, best).peak_bytes
     share, attempts = 0.5, 0
     while peak_bytes > floor_bytes and share > 0.002 and attempts < 24 and time.perf_counter() < deadline:
         target_bytes = peak_bytes - max(1, int(share * (peak_bytes - floor_bytes)))
         attempts += 1
-        found = view.fit(target_bytes, best, options.seconds / 40, deadline)
-        timeline = _replayed(graph, costs, found)
+        timeline = _replayed(graph, costs, found := view.fit(target_bytes, best, options.seconds / 40, deadline))
+        if share > 0.1 and (timeline is None or timeline.peak_bytes >= peak_bytes):
+            timeline = _replayed(graph, costs, found := view.fit(target_bytes, plain, options.seconds / 40, deadline))
         if found is not None and timeline is not None and timeline.peak_bytes < peak_bytes:
             best, peak_bytes = found, timeline.peak_bytes
         else:
@@ -151,6 +159,14 @@ def least_step_bytes(graph: Graph, costs: Costs) -> int:
     return largest
 
 
+def nearest(graph: Graph, costs: Costs, budget_bytes: int, candidates: Sequence[Schedule]) -> Schedule:
+    """Of ``candidates`` the one with the least peak above the budget, or, where all fit, the cheapest."""
+    replayed = [(simulate(graph, costs, s), i) for i, s in enumerate(candidates)]
+    over = [(t.peak_bytes, t.seconds, i) for t, i in replayed if t.peak_bytes > budget_bytes]
+    fitting = [(t.seconds, t.peak_bytes, i) for t, i in replayed]
+    return candidates[min(over or fitting)[2]]
+
+
 def _solution(schedule: Schedule | None, bound_seconds: float, status: str, start: float) -> Solution:
     return Solution(schedule, bound_seconds, status, "greedy", time.perf_counter() - start)
 
@@ -171,14 +187,17 @@ class _View:
         steps = len(self.graph.operators) + 100
         return max(1000, int(seconds * _ITERATIONS_TIMES_STEPS_PER_SECOND / steps))
 
-    def search(self, budget_bytes: int, schedule: Schedule, deadline: float) -> list[Schedule]:
+    def search(self, budget_bytes: int, schedule: Schedule | None, deadline: float) -> list[Schedule]:
         """What greedy and every annealing run found; all within the budget, if the native core is right."""
         if self.library is None:
-            found = evict.solve(self.allowed, self.allowed_costs, budget_bytes)
-            return [] if found is None else [self._outer(found)]
+            return self.cuts_within(budget_bytes)
         total = self.iterations(self.options.seconds)
-        with _Search(self, budget_bytes, schedule) as search:
+        cuts: list[Schedule] = []
+        with _Search(self, budget_bytes, schedule or plain_schedule(self.graph)) as search:
             fits = search.greedy()
+            if not fits and schedule is None and (cuts := self.cuts(budget_bytes)):
+                search.load(nearest(self.graph, self.costs, budget_bytes, cuts))
+                fits = search.greedy()
             for hot, cold in _REACH_RUNS:
                 left = deadline - time.perf_counter()
                 if fits or left <= 0:
@@ -194,19 +213,32 @@ class _View:
                     search.anneal(int(share * total), hot, cold, left, until_it_fits=False)
                 search.return_to_best()
             best = search.best()
-        return [] if best is None else [self._outer(best)]
+        return cuts if best is None else [*cuts, self._outer(best)]
 
     def fit(self, budget_bytes: int, schedule: Schedule, seconds: float, deadline: float) -> Schedule | None:
         """Any schedule within the budget."""
         if self.library is None:
-            found = evict.solve(self.allowed, self.allowed_costs, budget_bytes)
-            return None if found is None else self._outer(found)
+            return next(iter(self.cuts_within(budget_bytes)), None)
         with _Search(self, budget_bytes, schedule) as search:
             if not search.greedy():
                 left = deadline - time.perf_counter()
                 search.anneal(self.iterations(seconds), 10.0, 0.1, max(left, 1e-3), until_it_fits=True)
             best = search.best()
         return None if best is None else self._outer(best)
+
+    def cuts(self, budget_bytes: int) -> list[Schedule]:
+        """Schedules from minimum cuts, around the budget."""
+        from monetrun.solve import cut  # scipy takes long to import
+
+        return cut.schedules(self.graph, self.costs, budget_bytes, self.options)
+
+    def cuts_within(self, budget_bytes: int) -> list[Schedule]:
+        """Of minimum cuts those within the budget, aimed at less where none is."""
+        for share in (1.0, 0.9, 0.8, 0.6, 0.4):
+            cuts = self.cuts(int(share * budget_bytes))
+            if found := [s for s in cuts if simulate(self.graph, self.costs, s).peak_bytes <= budget_bytes]:
+                return found
+        return []
 
     def _outer(self, schedule: Schedule) -> Schedule:
         schedule = tidy.without_dead_runs(self.allowed, schedule)
@@ -220,38 +252,12 @@ class _View:
 
     def inner(self, schedule: Schedule) -> list[tuple[int, int]]:
         """Operators and implementations of ``schedule`` as allowed, in-place variants as what they are variants of."""
+        schedule = tidy.out_of_place(self.graph, schedule)
         steps = []
         for step in schedule.forward + schedule.backward:
-            op = self.graph.operators[step.operator]
-            chosen = step.implementation
-            if op.implementations[chosen].in_place_of is not None:
-                inputs = sorted(op.implementations[chosen].inputs)
-                bases = [
-                    k
-                    for k, impl in enumerate(op.implementations)
-                    if impl.in_place_of is None and sorted(impl.inputs) == inputs
-                ]
-                chosen = bases[0] if bases else 0
             index = self.index[step.operator]
-            steps.append((step.operator, index.index(chosen) if chosen in index else 0))
+            steps.append((step.operator, index.index(step.implementation) if step.implementation in index else 0))
         return steps
-
-
-def _with_first_runs(graph: Graph, schedule: Schedule) -> Schedule:
-    """``schedule`` with what runs in its backward part alone run in the forward part too, as the native search has it.
-
-    That run is dead: it takes no bytes that matter, and is left out when the schedule that was found is tidied.
-    """
-    first = {s.operator: s for s in schedule.forward}
-    again = {s.operator for s in schedule.backward if s.operator < graph.forward_count}
-    if again <= first.keys():
-        return schedule
-    wanted = set(again)
-    for op in reversed(graph.operators[: graph.forward_count]):
-        if op.id in wanted and op.id not in first:
-            first[op.id] = Step(op.id)
-            wanted.update(graph.writer[t] for t in op.inputs)
-    return Schedule(tuple(first[i] for i in sorted(first)), schedule.backward)
 
 
 def _restricted(graph: Graph, costs: Costs, options: Options) -> tuple[Graph, Costs, tuple[tuple[int, ...], ...]]:
@@ -289,17 +295,8 @@ class _Search:
         self._flat = flatten(view.allowed, view.allowed_costs)
         self._graph = ctypes.byref(self._flat.struct)
         self._handle: int | None = self._library.monet_search_new(self._graph, view.options.seed)
-        schedule = _with_first_runs(view.graph, schedule)
-        steps = view.inner(schedule)
-        operators, implementations = array("i", [o for o, _ in steps]), array("i", [k for _, k in steps])
-        self._library.monet_search_load(
-            self._handle,
-            self._graph,
-            len(schedule.forward),
-            len(steps),
-            operators.buffer_info()[0],
-            implementations.buffer_info()[0],
-        )
+        self._view = view
+        self.load(schedule)
         self._library.monet_search_budget(self._handle, max(0, budget_bytes))
 
     def __enter__(self) -> _Search:
@@ -309,8 +306,23 @@ class _Search:
         self._library.monet_search_free(self._handle)
         self._handle = None
 
-    def greedy(self) -> bool:
-        return bool(self._library.monet_search_greedy(self._handle))
+    def load(self, schedule: Schedule) -> None:
+        """Go on from ``schedule``."""
+        schedule = tidy.with_first_runs(self._view.graph, schedule)
+        steps = self._view.inner(schedule)
+        operators, implementations = array("i", [o for o, _ in steps]), array("i", [k for _, k in steps])
+        self._library.monet_search_load(
+            self._handle,
+            self._graph,
+            len(schedule.forward),
+            len(steps),
+            operators.buffer_info()[0],
+            implementations.buffer_info()[0],
+        )
+
+    def greedy(self, tries: int = _TRIES) -> bool:
+        """Whether it fits, after at most so many evictions tried."""
+        return bool(self._library.monet_search_greedy(self._handle, tries))
 
     def anneal(self, iterations: int, hot: float, cold: float, time_limit: float, *, until_it_fits: bool) -> bool:
         """Whether there is a schedule that fits."""

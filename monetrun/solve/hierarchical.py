@@ -1,6 +1,7 @@
 """The default solver: whole-network programs over blocks, then exact windows, from a greedy schedule on.
 
-1. *Greedy* (``monetrun.solve.greedy``) gives a schedule at once.
+1. *Greedy* (``monetrun.solve.greedy``) gives a schedule at once. With the implementations that it chose, *minimum cuts*
+   (``monetrun.solve.cut``) give others, from which the search of greedy's file goes on.
 2. *Blocks.* The backward pass is cut at points into blocks. Within a block runs have no order and memory is looked at
    only at its ends (``monetrun.solve.relaxation``): a program of a whole network is then solved in seconds. Its optimum
    bounds every schedule. Written down as a schedule and replayed, it tells where memory was looked at too
@@ -58,12 +59,13 @@ def solve(
         for schedule in (plain_schedule(graph), *known):
             search.offer(schedule)
         search.raise_bound(math.inf if greedy.least_step_bytes(graph, costs) > budget_bytes else bound_seconds)
-        _search_greedily(search, min(0.5, 0.1 * options.seconds))
+        _search_greedily(search, min(0.25, 0.05 * options.seconds))
+        _search_from_cuts(search, min(0.25, 0.05 * options.seconds))
         if search.best is None:
             _search_frugally(search, min(15.0, 0.3 * options.seconds))
         relaxed = _search_blocks(search)
         _bound_everywhere(search, 0.2 * options.seconds)
-        _search_greedily(search, min(15.0, 0.2 * options.seconds))
+        _search_from_cuts(search, min(15.0, 0.2 * options.seconds))
         if search.best is None and relaxed is not None:
             windows.repair(search, relaxed, 0.2 * search.left())
         windows.improve(search)
@@ -84,6 +86,12 @@ def _search_greedily(search: Incumbent, seconds: float, start: Schedule | None =
     schedule = greedy.improve(search.graph, search.costs, search.budget_bytes, start, options, patience).schedule
     if schedule is not None:
         search.offer(schedule)
+
+
+def _search_from_cuts(search: Incumbent, seconds: float) -> None:
+    """Offer minimum cuts with the best schedule's implementations, and what the greedy solver makes of the nearest."""
+    start = None if search.done() else search.cut()
+    _search_greedily(search, seconds, start)
 
 
 def _search_frugally(search: Incumbent, seconds: float) -> None:
@@ -110,7 +118,7 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
     """
     relaxed: Schedule | None = None
     graph, costs, options, budget_bytes = search.graph, search.costs, search.options, search.budget_bytes
-    points = bound.first_points(graph, 8)
+    points = bound.first_points(graph, costs, search.best or plain_schedule(graph))
     local: set[int] = set()
     margins: dict[int, int] | None = None
     slice_seconds = max(1.0, 0.15 * options.seconds)
@@ -125,7 +133,7 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
             search.raise_bound(relaxation.bound_of(program, result))
             if not bounded:  # easy budgets end with the first bound; the others are worth more draws
                 bounded = True
-                _search_greedily(search, min(7.0, 0.1 * options.seconds))
+                _search_from_cuts(search, min(7.0, 0.1 * options.seconds))
         before = search.seconds
         said = None if result is None else _offer_relaxed(search, program, result)
         relaxed = said or relaxed
@@ -137,7 +145,7 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
         local |= {e.run for e in over if e.run >= 0}
         if margins is None:
             if result is None or result.status != "optimal" or seen:
-                margins = {}
+                margins = {e.point: e.nbytes for e in over} if seen else {}
         elif result is None or result.value is None:
             margins = {point: margin // 2 for point, margin in margins.items()}
             fruitless += 1
@@ -148,7 +156,9 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
                     margins[e.point] = margins.get(e.point, 0) + e.nbytes
             if not over:
                 return relaxed
-        if over and relaxed is not None and margins is not None:
+        if over:
+            _search_greedily(search, min(1.0, 0.05 * options.seconds), relaxed)
+        if over and relaxed is not None and margins is not None and search.best is None:
             windows.repair(search, relaxed, slice_seconds / 2)
     return relaxed
 

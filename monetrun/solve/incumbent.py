@@ -11,7 +11,7 @@ import cvxpy as cp
 from monetrun.graph import Costs, Graph
 from monetrun.plan import Options, Schedule
 from monetrun.simulate import Timeline, simulate
-from monetrun.solve import mip, relaxation, tidy
+from monetrun.solve import cut, greedy, mip, relaxation, tidy
 
 PATIENCE = 4.0  # so many times as long as its work should take may a part of the search take on the clock
 _TOLERANCE = 2e-6  # of a bound (``relaxation.bound_of``)
@@ -89,6 +89,14 @@ class Incumbent:
         patience = min(PATIENCE, max(0.0, self.options.seconds - self.elapsed()) / seconds)
         self._draws += 1
         return dataclasses.replace(self.options, seconds=seconds, seed=self.options.seed + self._draws - 1), patience
+
+    def cut(self) -> Schedule | None:
+        """Offer minimum cuts, with the implementations of the best schedule; of them the nearest to the budget."""
+        found = cut.schedules(self.graph, self.costs, self.budget_bytes, self.options, self.best)
+        self.work_seconds += cut.work_seconds(self.graph) if found else 0.0
+        for schedule in found:
+            self.offer(schedule)
+        return greedy.nearest(self.graph, self.costs, self.budget_bytes, found) if found else None
 
     def mip_gap(self) -> float:
         """The gap, relative to a program's own objective, that is a quarter of the gap asked for."""

@@ -18,6 +18,7 @@ from monetrun.solve import bound, greedy, relaxation, windows
 from monetrun.solve.incumbent import Incumbent
 
 _PROGRAMS = 6  # relaxed programs, each with more points
+_DRAWS = 3  # of the native search: how far down it gets is a matter of luck
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,17 @@ def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> 
     """
     options = options or Options()
     search = Incumbent(graph, costs, 0, options, None)
-    native, patience = search.native(0.3 * options.seconds)
-    schedule = greedy.most_frugal(graph, costs, native, patience=patience)
+    schedule = _descend(search)
     peak_bytes = simulate(graph, costs, schedule).peak_bytes
-    bound_bytes, schedules = _bound_bytes(search, peak_bytes)
-    for candidate in schedules:
-        candidate_bytes = simulate(graph, costs, candidate).peak_bytes
-        if candidate_bytes < peak_bytes:
-            schedule, peak_bytes = candidate, candidate_bytes
+    bound_bytes, schedules = _bound_bytes(search, schedule, peak_bytes)
+    for draw in range(_DRAWS):
+        candidates = schedules if draw == 0 else [_descend(search)]
+        for candidate in candidates:
+            candidate_bytes = simulate(graph, costs, candidate).peak_bytes
+            if candidate_bytes < peak_bytes:
+                schedule, peak_bytes = candidate, candidate_bytes
+        if peak_bytes <= bound_bytes * (1 + options.gap) or _over(search):
+            break
     share = 0.5
     while peak_bytes > bound_bytes * (1 + options.gap) and share > 0.01 and not _over(search):
         target_bytes = peak_bytes - max(1, int(share * (peak_bytes - bound_bytes)))
@@ -70,16 +74,21 @@ def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> 
     return LeastBudget(peak_bytes, min(bound_bytes, peak_bytes), schedule)
 
 
+def _descend(search: Incumbent) -> Schedule:
+    native, patience = search.native(0.2 * search.options.seconds)
+    return greedy.most_frugal(search.graph, search.costs, native, patience=patience)
+
+
 def _over(search: Incumbent) -> bool:
     return search.interrupted or search.left() <= 0 or search.elapsed() >= search.options.seconds
 
 
-def _bound_bytes(search: Incumbent, peak_bytes: int) -> tuple[int, list[Schedule]]:
+def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[int, list[Schedule]]:
     """A bound on every peak, and the schedules that the relaxed programs said."""
     graph, costs, options = search.graph, search.costs, search.options
     bound_bytes = greedy.least_step_bytes(graph, costs)
     schedules: list[Schedule] = []
-    points, local = bound.first_points(graph, 8), set[int]()
+    points, local = bound.first_points(graph, costs, frugal), set[int]()
     work_seconds = options.seconds / 2 / _PROGRAMS
     if everywhere := bound.all_points(graph, options.seconds / 3):
         points, local, work_seconds = everywhere, set(range(graph.forward_count)), options.seconds / 3

@@ -58,3 +58,34 @@ def in_place_where_legal(graph: Graph, costs: Costs, schedule: Schedule, options
         wanted.update(op.implementations[steps[i].implementation].inputs)
     cut = len(schedule.forward)
     return Schedule(tuple(steps[:cut]), tuple(steps[cut:]))
+
+
+def out_of_place(graph: Graph, schedule: Schedule) -> Schedule:
+    """In-place implementations as those that they are variants of, which are legal in any other order too."""
+
+    def outer(step: Step) -> Step:
+        implementations = graph.operators[step.operator].implementations
+        if implementations[step.implementation].in_place_of is None:
+            return step
+        inputs = sorted(implementations[step.implementation].inputs)
+        bases = (k for k, i in enumerate(implementations) if i.in_place_of is None and sorted(i.inputs) == inputs)
+        return Step(step.operator, next(bases, 0))
+
+    return Schedule(tuple(map(outer, schedule.forward)), tuple(map(outer, schedule.backward)))
+
+
+def with_first_runs(graph: Graph, schedule: Schedule) -> Schedule:
+    """``schedule`` with what runs in its backward part alone run in the forward part too, as the native search has it.
+
+    That run is dead: it takes no bytes that matter, and is left out when the schedule that was found is tidied.
+    """
+    first = {s.operator: s for s in schedule.forward}
+    again = {s.operator for s in schedule.backward if s.operator < graph.forward_count}
+    if again <= first.keys():
+        return schedule
+    wanted = set(again)
+    for op in reversed(graph.operators[: graph.forward_count]):
+        if op.id in wanted and op.id not in first:
+            first[op.id] = Step(op.id)
+            wanted.update(graph.writer[t] for t in op.inputs)
+    return Schedule(tuple(first[i] for i in sorted(first)), schedule.backward)
