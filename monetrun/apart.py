@@ -186,9 +186,10 @@ class ApartRound:
                 if not found or self._seconds(parts) < self._seconds(found):
                     found, best = parts, share
 
-        cheapest(i / (_SHARES - 1) for i in range(_SHARES))
+        between = self._largest_share(budget_bytes) / (_SHARES - 1)
+        cheapest(i * between for i in range(_SHARES))
         for i in range(_HALVINGS):
-            beside = 0.5 ** (i + 1) / (_SHARES - 1)
+            beside = 0.5 ** (i + 1) * between
             cheapest([best + beside, best - beside])
         if not found:
             return {}
@@ -222,6 +223,18 @@ class ApartRound:
     def _shared(self, share: float) -> dict[int, int]:
         """What each graph may save at that share of the way from the least to the most."""
         return {k: self._least[k] + int(share * (self._most[k] - self._least[k])) for k in self._calls}
+
+    def _largest_share(self, budget_bytes: int) -> float:
+        """The share at which what is saved is all that may be allocated, about."""
+        low, high = 0.0, 1.0
+        for _ in range(20):
+            share = (low + high) / 2
+            limits = self._limits(budget_bytes, self._shared(share)).values()
+            if all(of.saved_bytes <= min(of.forward_bytes, of.backward_bytes) for of in limits):
+                low = share
+            else:
+                high = share
+        return low
 
     def _limits(self, budget_bytes: int, saved: Mapping[int, int]) -> dict[int, Limits]:
         """The limits under which the step keeps to the budget, where every graph saves up to its own."""

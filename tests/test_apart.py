@@ -15,7 +15,7 @@ from monetrun.errors import InfeasibleBudget, ScheduleError
 from monetrun.graph import BACKWARD, FORWARD
 from monetrun.plan import Options, plain_schedule
 from monetrun.simulate import simulate
-from monetrun.solve.evict import dropping
+from monetrun.solve.cut import dropping
 from monetrun.step import call, replay, round_graph
 
 OPTIONS = Options(seconds=2.0, implementations=())
@@ -35,7 +35,7 @@ def of_every_subset(record):
     inner = [t for op in graph.operators[: graph.forward_count] for t in op.outputs if not graph.tensors[t].kept]
     for count in range(len(inner) + 1):
         for dropped in itertools.combinations(inner, count):
-            timeline = replay(record, [dropping(graph, set(dropped))])
+            timeline = replay(record, [dropping(graph, plain_schedule(graph), set(dropped))])
             yield timeline.peak_bytes, timeline.seconds
 
 

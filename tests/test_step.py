@@ -10,7 +10,7 @@ from monetrun import planner
 from monetrun.graph import BACKWARD, FORWARD
 from monetrun.plan import Options, Schedule, Step, plain_schedule
 from monetrun.simulate import simulate
-from monetrun.solve.evict import dropping
+from monetrun.solve.cut import dropping
 from monetrun.step import OUTSIDE, Event, StepRecord, call, replay, round_graph
 
 BATCH = 100
@@ -44,9 +44,12 @@ def in_a_row():
 
 
 def frugal(graph):
-    return dropping(
-        graph, {t for op in graph.operators[: graph.forward_count] for t in op.outputs} - {output_of(graph)}
-    )
+    return without(graph, {t for op in graph.operators[: graph.forward_count] for t in op.outputs} - {output_of(graph)})
+
+
+def without(graph, dropped):
+    """The plain schedule with these tensors recomputed."""
+    return dropping(graph, plain_schedule(graph), dropped)
 
 
 def test_an_output_that_goes_with_the_backward_is_freed_after_its_last_reader_there():
@@ -108,7 +111,7 @@ def test_a_plan_of_both_is_no_dearer_than_what_any_choice_of_saved_tensors_gives
     for dropped in itertools.product(
         *(_subsets(set(i) - {output_of(g)}) for i, g in zip(inner, record.graphs, strict=True))
     ):
-        timeline = replay(record, [dropping(g, set(d)) for g, d in zip(record.graphs, dropped, strict=True)])
+        timeline = replay(record, [without(g, d) for g, d in zip(record.graphs, dropped, strict=True)])
         points.append((timeline.peak_bytes, timeline.seconds))
     least, most = min(p for p, _ in points), max(p for p, _ in points)
     budget_bytes = int(least + share * (most - least))
