@@ -78,6 +78,7 @@ def test_two_ranks_train_as_under_torchrun():
     done = monetrun(
         "--nproc-per-node=2", "--budget", "0.75x", "--solver-seconds", "3", "--json", TINY, "planned", "--ddp"
     )
+    assert "trial run failed" not in done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["measured_peak_bytes"] <= found["budget_bytes"]
     assert found["planned_peak_bytes"] < found["plain_peak_bytes"]
