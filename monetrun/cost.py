@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_flatten
 
 from monetrun import roofline
 from monetrun.capture import JointGraph
-from monetrun.graph import Costs
+from monetrun.graph import Costs, Operator
 from monetrun.meter import Meter
+from monetrun.ops import random
 from monetrun.ops.registry import Call
 
 ROUNDS = 3
@@ -54,8 +55,18 @@ def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) 
                 alike += (j for j, o in enumerate(op.implementations) if set(o.inputs) == set(impl.inputs))
             limits.append(alike)
         seconds.append(tuple(min(costs[j].seconds for j in alike) for alike in limits))
-        workspaces.append(tuple(min(costs[j].workspace_bytes for j in alike) for alike in limits))
+        least = _to_draw_again(joint, op)
+        workspaces.append(tuple(max(least, min(costs[j].workspace_bytes for j in alike)) for alike in limits))
     return Costs(device, tuple(seconds), tuple(workspaces))
+
+
+def _to_draw_again(joint: JointGraph, op: Operator) -> int:
+    """The bytes that noting the generator's state once more takes beyond what the operator writes after that."""
+    state = random.state_of(joint.nodes[op.id])
+    if state is None:
+        return 0
+    tensors = joint.graph.tensors
+    return max(0, tensors[joint.storage[state]].nbytes - sum(tensors[t].nbytes for t in op.outputs))
 
 
 def modelled(joint: JointGraph, model: roofline.Device) -> Costs:

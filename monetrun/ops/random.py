@@ -69,18 +69,9 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
-def _state_of(generator: torch.Generator) -> torch.Tensor:
-    """A copy of the state in memory that is not torch's.
-
-    A second run takes one more for a moment, which a budget does not know of: by this it is one in all that torch has,
-    and that is the one that the graph counts.
-    """
-    return torch.from_numpy(generator.get_state().numpy().copy())
-
-
 @torch.library.impl(_library, "generator_state", "CompositeExplicitAutograd")
 def _generator_state(device: torch.device) -> torch.Tensor:
-    return _state_of(_generator(device))
+    return _generator(device).get_state()
 
 
 @torch.library.register_fake("monet::generator_state", lib=_library)
@@ -93,10 +84,10 @@ def draw_again(
 ) -> Any:
     """Call ``target`` with the numbers that it drew when the generator of ``device`` was in ``state``.
 
-    The generator is left as it was.
+    The generator is left as it was. Before it draws, that takes as many bytes as ``state`` for a moment.
     """
     generator = _generator(device)
-    before = _state_of(generator)
+    before = torch.from_numpy(generator.get_state().numpy().copy())  # in memory that is not torch's
     generator.set_state(state)
     try:
         return target(*args, **kwargs)
