@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from random_graphs import joint_graphs
 from test_ilp import chain
 
-from monetrun.plan import Options, plain_schedule
+from monetrun.plan import Options, Step, plain_schedule
 from monetrun.simulate import simulate
-from monetrun.solve import bound, ilp, mip, relaxation
+from monetrun.solve import bound, cut, ilp, mip, relaxation
 
 quick = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -68,3 +68,18 @@ def test_a_schedule_within_the_budget_satisfies_the_relaxed_program(problem, ten
         variable.value = start[variable.name()]
     assert not program.infeasible
     assert all(c.violation().max() <= 1e-9 for c in program.problem.constraints)
+
+
+def test_memory_is_looked_at_first_where_the_schedule_has_its_peak():
+    graph, costs = chain(6)
+    plain = plain_schedule(graph)
+    for schedule in (plain, cut.dropping(graph, plain, {0, 1, 2, 3, 4})):
+        (point,) = bound.first_points(graph, costs, schedule)
+        timeline = simulate(graph, costs, schedule)
+        steps = schedule.forward + schedule.backward
+        at = steps.index(Step(point))
+        # a run again has its place before the compulsory operator that follows it
+        before = at
+        while before > len(schedule.forward) and steps[before - 1].operator < graph.forward_count:
+            before -= 1
+        assert max(timeline.during_bytes[before : at + 1]) == timeline.peak_bytes

@@ -192,3 +192,25 @@ def test_without_a_compiler_a_schedule_is_found_all_the_same(monkeypatch):
     solution = greedy.solve(graph, costs, 100, QUICK)
     assert isinstance(solution.schedule, Schedule)
     assert simulate(graph, costs, solution.schedule).peak_bytes <= 100
+
+
+@needs_native
+def test_where_greedy_gives_up_the_search_starts_from_a_cut(monkeypatch):
+    graph, costs = conv_norm_relu(12)
+    budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes * 6 // 10
+    options = Options(seconds=0.05, implementations=())
+    cuts = cut.schedules(graph, costs, budget_bytes, options)
+    loaded: list[Schedule] = []
+    load = greedy._Search.load
+    monkeypatch.setattr(greedy._Search, "greedy", lambda self: False)
+    monkeypatch.setattr(greedy._Search, "load", lambda self, schedule: (loaded.append(schedule), load(self, schedule)))
+    greedy.solve(graph, costs, budget_bytes, options)
+    assert loaded == [plain_schedule(graph), greedy.nearest(graph, costs, budget_bytes, cuts)]
+
+
+@needs_native
+def test_greedy_gives_up_after_so_many_tries():
+    graph, costs = long_chain()
+    with greedy._Search(greedy._View(graph, costs, QUICK), 60, plain_schedule(graph)) as search:
+        assert not search.greedy(1)
+        assert search.greedy()

@@ -114,8 +114,8 @@ def test_scip_and_highs_agree(problem, tenths):
 
 
 def test_the_same_inputs_give_the_same_plan_when_the_work_ends_the_search(monkeypatch):
-    graph, costs = conv_norm_relu(60, (16, 8, 24, 12, 20))
-    budget_bytes = share_of_plain_peak(graph, costs, 3)
+    graph, costs = conv_norm_relu(90, (16, 8, 24, 12, 20, 7, 13))
+    budget_bytes = share_of_plain_peak(graph, costs, 2)
     # however slow the machine is: the clock is only there for machines that are too busy
     monkeypatch.setattr(incumbent.Incumbent, "elapsed", lambda self: -1e6)
     monkeypatch.setattr(incumbent, "PATIENCE", 1e6)
