@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,9 @@ def surroundings(monkeypatch, tmp_path):
         if name.startswith(("PET_", "MONETRUN_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    with socket.socket() as free:  # torchrun's own is one for all that runs on this machine
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("PET_MASTER_PORT", str(free.getsockname()[1]))
     monkeypatch.chdir(tmp_path)
 
 

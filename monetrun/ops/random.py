@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from monetrun.ops.registry import Call, argument
@@ -86,6 +87,8 @@ def draw_again(
 
     The generator is left as it was. Before it draws, that takes as many bytes as ``state`` for a moment.
     """
+    if isinstance(state, FakeTensor):
+        return target(*args, **kwargs)
     generator = _generator(device)
     before = torch.from_numpy(generator.get_state().numpy().copy())  # in memory that is not torch's
     generator.set_state(state)
