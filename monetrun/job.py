@@ -25,10 +25,10 @@ from typing import Any
 from monetrun import __version__, codec, errors, planner, report
 from monetrun.budget import Budget, format_bytes, parse, resolve
 from monetrun.device import default_kind, query, smallest
-from monetrun.errors import MonetrunError, NeverTrained, PlanMismatch, ScriptFailed, UsageError
+from monetrun.errors import InfeasibleBudget, MonetrunError, NeverTrained, PlanMismatch, ScriptFailed, UsageError
 from monetrun.frontier import Frontier, frontier, spread
 from monetrun.launch import local_world_size
-from monetrun.plan import Options, Plan, parse_kinds
+from monetrun.plan import Options, Plan, StepSchedules, parse_kinds
 from monetrun.settings import PROBE, PROBED, RUN, Settings
 from monetrun.step import StepRecord
 from monetrun.store import Store, default_root, key
@@ -205,12 +205,20 @@ class Job:
         self.plan = self.store.get("plan", plan_key, Plan) if self.store else None
         if self.plan is None:
             self.cached = False
-            base = planner.baseline(self.record)
+            frugal_key = key("frugal", self._probe_key(), *(g.fingerprint for g in self.record.graphs))
+            # a budget that was named as the smallest one must do, however short this search is
+            frugal = self.store.get("plan", frugal_key, StepSchedules) if self.store else None
+            base = planner.baseline(self.record, frugal.schedules if frugal else None)
             if budget_bytes is None:
                 budget_bytes = resolve(self.budget, None, base.plain.peak_bytes)
-            with report.SolverProgress(self.console, base.plain.seconds, shown=not self.args.quiet) as progress:
-                options = replace(self.options(), on_progress=progress)
-                self.plan = planner.plan_step(self.record, budget_bytes, self.args.algorithm, options, base)
+            try:
+                with report.SolverProgress(self.console, base.plain.seconds, shown=not self.args.quiet) as progress:
+                    options = replace(self.options(), on_progress=progress)
+                    self.plan = planner.plan_step(self.record, budget_bytes, self.args.algorithm, options, base)
+            except InfeasibleBudget as refused:
+                if self.store is not None:
+                    self.store.put("plan", frugal_key, StepSchedules(refused.schedules))
+                raise
             if self.store is not None:
                 self.store.put("plan", plan_key, self.plan)
 

@@ -106,6 +106,13 @@ def parse_kinds(text: str) -> tuple[str, ...] | None:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSchedules:
+    """One schedule for each graph of a training step."""
+
+    schedules: tuple[Schedule, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GraphPlan:
     """One captured graph's share of the plan."""
 

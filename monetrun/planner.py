@@ -180,6 +180,7 @@ def infeasible(record: StepRecord, budget_bytes: int, base: Baseline) -> Infeasi
         smallest_bytes=smallest,
         plain_bytes=base.plain.peak_bytes,
         operator=base.frugal.peak_name,
+        schedules=base.frugal_schedules,
     )
 
 
