@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor
+from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, Operator, Tensor
 from monetrun.plan import Options, Schedule, Solution, Step
 from monetrun.simulate import simulate
 from monetrun.solve import greedy
-from monetrun.step import OUTSIDE, StepRecord, call, gone_with_backward, replay, without_idle_runs
+from monetrun.step import OUTSIDE, StepRecord, call, gone_with_backward, outside_operator, replay, without_idle_runs
 
 _SHARES = 16  # that are tried of what is between the least and the most that can be saved
 _HALVINGS = 5  # of the distance between shares around the cheapest; of budgets when the least is looked for
@@ -61,20 +61,15 @@ class Limited:
         own = [replace(t, external=False, kept=False) if t.id in gone else t for t in graph.tensors]
         tensors = (*own, Tensor(size, more), Tensor(size + 1, less, kept=True))
 
-        def pseudo(operator: int, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Operator:
-            return Operator(
-                operator, name, OUTSIDE, FORWARD, outputs, (Implementation("default", inputs),), replayable=False
-            )
-
         def moved(op: Operator, by: int) -> Operator:
             ways = (replace(i, usable=i.usable and i.in_place_of not in gone) for i in op.implementations)
             again = op.replayable and outputs.isdisjoint(op.outputs)
             return replace(op, id=op.id + by, implementations=tuple(ways), replayable=again)
 
         operators = (
-            pseudo(0, "first", (), (size, *given)),
+            outside_operator(0, "first", FORWARD, (), (size, *given)),
             *(moved(op, 1) for op in graph.operators[:cut]),
-            pseudo(cut + 1, "saved", (size, *gone), (size + 1,)),
+            outside_operator(cut + 1, "saved", FORWARD, (size, *gone), (size + 1,)),
             *(moved(op, 2) for op in graph.operators[cut:]),
         )
         given_bytes = sum(graph.tensors[t].nbytes for t in given)
@@ -130,6 +125,7 @@ class ApartRound:
             for k in self._calls
             if (calls := [e for e in self._events if e.kind == BACKWARD and e.graph == k])
         }
+        self._kept = {k: sum(t.nbytes for t in record.graphs[k].tensors if t.kept) for k in self._calls}
         self._most = {k: self._saved(k, plain[k]) for k in self._calls}
 
     @cached_property
@@ -250,8 +246,7 @@ class ApartRound:
                 now += saved[k]
             else:
                 tensors = self._record.graphs[k].tensors
-                kept = sum(t.nbytes for t in tensors if t.kept)
-                now += kept - saved[k] - sum(tensors[t].nbytes for t in event.released)
+                now += self._kept[k] - saved[k] - sum(tensors[t].nbytes for t in event.released)
         return {
             k: Limits(saved[k], budget_bytes - highest[FORWARD, k], budget_bytes - highest[BACKWARD, k])
             for k in self._calls

@@ -201,11 +201,12 @@ class Job:
         self._find_record()
         if self.record is None:
             return
-        plan_key, budget_bytes = self._plan_key(self._probe_key())
+        probe_key = self._probe_key()
+        plan_key, budget_bytes = self._plan_key(probe_key)
         self.plan = self.store.get("plan", plan_key, Plan) if self.store else None
         if self.plan is None:
             self.cached = False
-            frugal_key = key("frugal", self._probe_key(), *(g.fingerprint for g in self.record.graphs))
+            frugal_key = key("frugal", probe_key, *(g.fingerprint for g in self.record.graphs))
             # a budget that was named as the smallest one must do, however short this search is
             frugal = self.store.get("plan", frugal_key, StepSchedules) if self.store else None
             base = planner.baseline(self.record, frugal.schedules if frugal else None)

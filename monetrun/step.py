@@ -247,6 +247,14 @@ class RoundGraph:
         return Schedule(*passes)
 
 
+def outside_operator(
+    operator: int, name: str, phase: str, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> Operator:
+    """An operator that stands for what happens outside of a graph: it must run once."""
+    ways = (Implementation("default", inputs),)
+    return Operator(operator, name, OUTSIDE, phase, outputs, ways, replayable=False)
+
+
 def gone_with_backward(graph: Graph, released: Collection[int]) -> set[int]:
     """Those of ``released`` that are outputs and may be written as tensors that are freed after their last reader.
 
@@ -379,8 +387,7 @@ class _Joiner:
     def _pseudo(
         self, name: str, phase: str, inputs: tuple[int, ...], outputs: tuple[int, ...], workspace_bytes: int
     ) -> None:
-        ways = (Implementation("default", inputs),)
-        self.operators.append(Operator(len(self.operators), name, OUTSIDE, phase, outputs, ways, replayable=False))
+        self.operators.append(outside_operator(len(self.operators), name, phase, inputs, outputs))
         self.seconds.append((0.0,))
         self.workspace.append((workspace_bytes,))
         self.members.append(None)
