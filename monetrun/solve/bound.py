@@ -27,18 +27,47 @@ _PLACES_PER_SECOND = 2000.0
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where a relaxed program looks at memory.
+
+    Attributes:
+        points: compulsory operators, ascending.
+        runs: forward operators, at whose runs again memory is looked at as well.
+    """
+
+    points: tuple[int, ...]
+    runs: frozenset[int] = frozenset()
+
+    def also(self, graph: Graph, over: Sequence[Excess]) -> Places:
+        """Also where a schedule is over the budget.
+
+        Runs between two points have no order. So where a run again is over, its segment is cut down to what runs
+        between two compulsory operators: on a U-Net at a third of its activations that takes the bound from 7.2 to 8.5%
+        overhead where 9.1% is known.
+        """
+        again = [e for e in over if e.run >= 0]
+        points = {*self.points, *(e.point for e in over), *(_before(graph, e.point) for e in again)}
+        return Places(tuple(sorted(points - {-1})), self.runs.union(e.run for e in again))
+
+
+def _before(graph: Graph, operator: int) -> int:
+    """The compulsory operator before another, or -1."""
+    return next((i for i in range(operator - 1, -1, -1) if not graph.operators[i].optional), -1)
+
+
+@dataclass(frozen=True)
 class Bound:
     """What ``improve`` found.
 
     Attributes:
         seconds: no schedule within the budget costs less; infinite where there is none.
-        points: the points of the last relaxation.
+        places: of the last relaxation.
         schedule: the last relaxation's solution as a schedule; it may be over the budget. None without one.
         interrupted: Ctrl-C was pressed.
     """
 
     seconds: float
-    points: tuple[int, ...]
+    places: Places
     schedule: Schedule | None
     interrupted: bool = False
 
@@ -51,20 +80,22 @@ def lower_bound(graph: Graph, costs: Costs, budget_bytes: int, options: Options)
     return improve(graph, costs, budget_bytes, options).seconds
 
 
-def first_points(graph: Graph, costs: Costs, schedule: Schedule) -> tuple[int, ...]:
+def first_places(graph: Graph, costs: Costs, schedule: Schedule) -> Places:
     """The place where ``schedule`` has its peak, which is where memory has to be looked at first."""
     peak_bytes = simulate(graph, costs, schedule).peak_bytes
-    return tuple(sorted(e.point for e in find_excess(graph, costs, peak_bytes - 1, schedule, ())))
+    return Places(tuple(sorted(e.point for e in find_excess(graph, costs, peak_bytes - 1, schedule, ()))))
 
 
-def all_points(graph: Graph, seconds: float) -> tuple[int, ...]:
-    """Every operator of the backward pass, or nothing where a program with memory looked at everywhere is too large.
+def all_places(graph: Graph, seconds: float) -> Places | None:
+    """Every operator of the backward pass and every run again; None where such a program is too large.
 
-    With ``local`` all forward operators as well it bounds best: on a U-Net at a third of its activations 38% where
-    eight points that grow to where its schedules are over the budget give 20%. ``seconds`` is the time there is.
+    It bounds best: on a U-Net at a third of its activations 38% where eight points that grow to where its schedules are
+    over the budget give 20%. ``seconds`` is the time there is.
     """
     points = tuple(op.id for op in graph.operators[graph.forward_count :] if not op.optional)
-    return points if len(points) * graph.forward_count <= _PLACES_PER_SECOND * seconds else ()
+    if len(points) * graph.forward_count > _PLACES_PER_SECOND * seconds:
+        return None
+    return Places(points, frozenset(range(graph.forward_count)))
 
 
 def improve(
@@ -72,7 +103,7 @@ def improve(
     costs: Costs,
     budget_bytes: int,
     options: Options,
-    points: Sequence[int] | None = None,
+    places: Places | None = None,
     rounds: int = 1000,
     enough_seconds: float = math.inf,
 ) -> Bound:
@@ -83,20 +114,19 @@ def improve(
         costs: of the graph.
         budget_bytes: as for a solver.
         options: ``seconds``, ``mip_solver``, ``seed``, and which implementations and recomputations are allowed.
-        points: to begin with; the plain schedule's peak otherwise.
+        places: to begin with; the plain schedule's peak otherwise.
         rounds: how many relaxations at most.
         enough_seconds: stop when the bound is at least this.
     """
     end = time.monotonic() + options.seconds
-    chosen = tuple(points) if points is not None else first_points(graph, costs, plain_schedule(graph))
+    places = places or first_places(graph, costs, plain_schedule(graph))
     best = floor_seconds(graph, costs, options)
     schedule: Schedule | None = None
     interrupted = False
-    local: set[int] = set()
     for _ in range(rounds):
-        relaxation = relax(graph, costs, budget_bytes, chosen, options, local)
+        relaxation = relax(graph, costs, budget_bytes, places.points, options, places.runs)
         if relaxation.infeasible:
-            return Bound(math.inf, chosen, None)
+            return Bound(math.inf, places, None)
         left = end - time.monotonic()
         if left <= 0:
             break
@@ -104,19 +134,17 @@ def improve(
         result = mip.minimize(relaxation.problem, options.mip_solver, limits)
         interrupted = result.interrupted
         if result.status == "infeasible":
-            return Bound(math.inf, chosen, None, interrupted)
+            return Bound(math.inf, places, None, interrupted)
         best = max(best, bound_of(relaxation, result))
         if result.value is None:
             break
         schedule = relaxed_schedule(graph, relaxation, result.value)
-        over = [] if schedule is None else find_excess(graph, costs, budget_bytes, schedule, chosen)
-        new_points = {*chosen, *(e.point for e in over)}
-        new_local = local | {e.run for e in over if e.run >= 0}
-        same = len(new_points) == len(chosen) and new_local == local
-        if same or result.status != "optimal" or interrupted or best >= enough_seconds:
+        over = [] if schedule is None else find_excess(graph, costs, budget_bytes, schedule, places.points)
+        finer = places.also(graph, over)
+        if finer == places or result.status != "optimal" or interrupted or best >= enough_seconds:
             break
-        chosen, local = tuple(sorted(new_points)), new_local
-    return Bound(best, chosen, schedule, interrupted)
+        places = finer
+    return Bound(best, places, schedule, interrupted)
 
 
 @dataclass(frozen=True, slots=True)

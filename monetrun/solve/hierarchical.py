@@ -118,13 +118,12 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
     """
     relaxed: Schedule | None = None
     graph, costs, options, budget_bytes = search.graph, search.costs, search.options, search.budget_bytes
-    points = bound.first_points(graph, costs, search.best or plain_schedule(graph))
-    local: set[int] = set()
+    places = bound.first_places(graph, costs, search.best or plain_schedule(graph))
     margins: dict[int, int] | None = None
     slice_seconds = max(1.0, 0.15 * options.seconds)
     fruitless, bounded = 0, False
     while not search.done() and fruitless < 4 and search.left() > 0.5 * options.seconds:
-        program = relaxation.relax(graph, costs, budget_bytes, points, options, local, margins)
+        program = relaxation.relax(graph, costs, budget_bytes, places.points, options, places.runs, margins)
         result = _minimize(search, program, slice_seconds)
         if margins is None:
             if result is None:
@@ -140,9 +139,8 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
         over = [] if said is None else bound.find_excess(graph, costs, budget_bytes, said, program.points)
         if not over and margins is None and result is not None and result.status == "optimal":
             return relaxed
-        seen = {e.run for e in over if e.run >= 0} <= local and {e.point for e in over} <= set(points)
-        points = tuple(sorted({*points, *(e.point for e in over)}))
-        local |= {e.run for e in over if e.run >= 0}
+        finer = places.also(graph, over)
+        places, seen = finer, finer == places
         if margins is None:
             if result is None or result.status != "optimal" or seen:
                 margins = {e.point: e.nbytes for e in over} if seen else {}
@@ -166,11 +164,11 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
 def _bound_everywhere(search: Incumbent, seconds: float) -> None:
     """Raise the bound by a program that looks at memory in every place, where the graph is small enough for it."""
     graph = search.graph
-    points = bound.all_points(graph, seconds)
-    if search.done() or not points:
+    places = bound.all_places(graph, seconds)
+    if search.done() or places is None:
         return
-    local = range(graph.forward_count)
-    program = relaxation.relax(graph, search.costs, search.budget_bytes, points, search.options, local)
+    budget_bytes, options = search.budget_bytes, search.options
+    program = relaxation.relax(graph, search.costs, budget_bytes, places.points, options, places.runs)
     result = _minimize(search, program, seconds)
     search.raise_bound(math.inf if result is None else relaxation.bound_of(program, result))
     if result is not None:

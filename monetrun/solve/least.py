@@ -88,14 +88,13 @@ def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[
     graph, costs, options = search.graph, search.costs, search.options
     bound_bytes = greedy.least_step_bytes(graph, costs)
     schedules: list[Schedule] = []
-    points, local = bound.first_points(graph, costs, frugal), set[int]()
-    work_seconds = options.seconds / 2 / _PROGRAMS
-    if everywhere := bound.all_points(graph, options.seconds / 3):
-        points, local, work_seconds = everywhere, set(range(graph.forward_count)), options.seconds / 3
+    places, work_seconds = bound.first_places(graph, costs, frugal), options.seconds / 2 / _PROGRAMS
+    if everywhere := bound.all_places(graph, options.seconds / 3):
+        places, work_seconds = everywhere, options.seconds / 3
     for _ in range(_PROGRAMS):
         if bound_bytes * (1 + options.gap) >= peak_bytes or _over(search):
             break
-        program = relaxation.relax(graph, costs, peak_bytes, points, options, local, least_bytes=True)
+        program = relaxation.relax(graph, costs, peak_bytes, places.points, options, places.runs, least_bytes=True)
         result = search.minimize(program.problem, work_seconds, 0.5 * options.gap, None)
         bound_bytes = max(bound_bytes, math.ceil(result.bound * program.unit_bytes * (1 - 1e-6)))
         if result.value is None:
@@ -104,11 +103,10 @@ def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[
         if said is None:
             break
         schedules.append(said)
-        over = bound.find_excess(graph, costs, bound_bytes, said, points)
-        more = {e.run for e in over if e.run >= 0} - local
-        if not more and {e.point for e in over} <= set(points):
+        finer = places.also(graph, bound.find_excess(graph, costs, bound_bytes, said, places.points))
+        if finer == places:
             break
-        points, local = tuple(sorted({*points, *(e.point for e in over)})), local | more
+        places = finer
     return bound_bytes, schedules
 
 
