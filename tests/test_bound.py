@@ -17,8 +17,10 @@ quick = settings(max_examples=200, deadline=None, suppress_health_check=list(Hea
 
 
 @quick
-@given(joint_graphs(max_forward=5, max_backward=4), st.integers(1, 10), st.sampled_from(["scip", "highs"]))
-def test_bound_is_never_above_the_cheapest_of_all_schedules(problem, tenths, solver):
+@given(
+    joint_graphs(max_forward=5, max_backward=4), st.integers(1, 10), st.sampled_from(["scip", "highs"]), st.booleans()
+)
+def test_bound_is_never_above_the_cheapest_of_all_schedules(problem, tenths, solver, ordered):
     graph, costs = problem
     budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes * tenths // 10
     cheapest = cheapest_seconds(graph, costs, budget_bytes, any_order=True, max_states=60_000)
@@ -27,7 +29,8 @@ def test_bound_is_never_above_the_cheapest_of_all_schedules(problem, tenths, sol
     assert bound.lower_bound(graph, costs, budget_bytes, options) <= cheapest + 1e-9
     # with memory looked at in every place that there is, not only where it was found to be over
     points = [op.id for op in graph.operators if not op.optional]
-    everywhere = relaxation.relax(graph, costs, budget_bytes, points, options, local=range(graph.forward_count))
+    runs = range(graph.forward_count)
+    everywhere = relaxation.relax(graph, costs, budget_bytes, points, options, runs, ordered=ordered)
     result = mip.minimize(everywhere.problem, solver)
     seconds = (
         math.inf if everywhere.infeasible or result.status == "infeasible" else relaxation.bound_of(everywhere, result)
@@ -55,14 +58,15 @@ def test_a_relaxed_schedule_within_the_budget_everywhere_is_a_cheapest_one():
 
 
 @quick
-@given(joint_graphs(max_forward=6, max_backward=6), st.integers(3, 10))
-def test_a_schedule_within_the_budget_satisfies_the_relaxed_program(problem, tenths):
+@given(joint_graphs(max_forward=6, max_backward=6), st.integers(3, 10), st.booleans())
+def test_a_schedule_within_the_budget_satisfies_the_relaxed_program(problem, tenths, ordered):
     graph, costs = problem
     budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes * tenths // 10
     schedule = ilp.solve(graph, costs, budget_bytes, Options(gap=0.0, mip_solver="highs")).schedule
     assume(schedule is not None)
     points = [op.id for op in graph.operators if not op.optional]
-    program = relaxation.relax(graph, costs, budget_bytes, points, Options(), local=range(graph.forward_count))
+    runs = range(graph.forward_count)
+    program = relaxation.relax(graph, costs, budget_bytes, points, Options(), runs, ordered=ordered)
     start = relaxation.start_from(graph, program, schedule)
     for variable in program.problem.variables():
         variable.value = start[variable.name()]
@@ -74,7 +78,7 @@ def test_memory_is_looked_at_first_where_the_schedule_has_its_peak():
     graph, costs = chain(6)
     plain = plain_schedule(graph)
     for schedule in (plain, cut.dropping(graph, plain, {0, 1, 2, 3, 4})):
-        (point,) = bound.first_points(graph, costs, schedule)
+        (point,) = bound.first_places(graph, costs, schedule).points
         timeline = simulate(graph, costs, schedule)
         steps = schedule.forward + schedule.backward
         at = steps.index(Step(point))

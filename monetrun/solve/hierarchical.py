@@ -63,8 +63,8 @@ def solve(
         _search_from_cuts(search, min(0.25, 0.05 * options.seconds))
         if search.best is None:
             _search_frugally(search, min(15.0, 0.3 * options.seconds))
-        relaxed = _search_blocks(search)
-        _bound_everywhere(search, 0.2 * options.seconds)
+        relaxed, places = _search_blocks(search)
+        _raise_bound(search, places, 0.2 * options.seconds)
         _search_from_cuts(search, min(15.0, 0.2 * options.seconds))
         if search.best is None and relaxed is not None:
             windows.repair(search, relaxed, 0.2 * search.left())
@@ -110,25 +110,28 @@ def _search_frugally(search: Incumbent, seconds: float) -> None:
             return
 
 
-def _search_blocks(search: Incumbent) -> Schedule | None:
+def _search_blocks(search: Incumbent) -> tuple[Schedule | None, bound.Places]:
     """Solve programs over blocks, first for the bound, then, with room for what they do not see, for schedules.
 
     Returns:
-        What the last program said, which may be over the budget.
+        What the last program said, which may be over the budget, and where the last bound looked at memory.
     """
     relaxed: Schedule | None = None
     graph, costs, options, budget_bytes = search.graph, search.costs, search.options, search.budget_bytes
-    places = bound.first_places(graph, costs, search.best or plain_schedule(graph))
+    places = bounded_at = bound.first_places(graph, costs, search.best or plain_schedule(graph))
     margins: dict[int, int] | None = None
     slice_seconds = max(1.0, 0.15 * options.seconds)
     fruitless, bounded = 0, False
     while not search.done() and fruitless < 4 and search.left() > 0.5 * options.seconds:
-        program = relaxation.relax(graph, costs, budget_bytes, places.points, options, places.runs, margins)
+        program = relaxation.relax(
+            graph, costs, budget_bytes, places.points, options, places.runs, margins, ordered=margins is None
+        )
         result = _minimize(search, program, slice_seconds)
         if margins is None:
+            bounded_at = places
             if result is None:
                 search.raise_bound(math.inf)
-                return None
+                return None, places
             search.raise_bound(relaxation.bound_of(program, result))
             if not bounded:  # easy budgets end with the first bound; the others are worth more draws
                 bounded = True
@@ -138,7 +141,7 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
         relaxed = said or relaxed
         over = [] if said is None else bound.find_excess(graph, costs, budget_bytes, said, program.points)
         if not over and margins is None and result is not None and result.status == "optimal":
-            return relaxed
+            return relaxed, bounded_at
         finer = places.also(graph, over)
         places, seen = finer, finer == places
         if margins is None:
@@ -153,26 +156,31 @@ def _search_blocks(search: Incumbent) -> Schedule | None:
                 if seen:
                     margins[e.point] = margins.get(e.point, 0) + e.nbytes
             if not over:
-                return relaxed
+                return relaxed, bounded_at
         if over:
             _search_greedily(search, min(1.0, 0.05 * options.seconds), relaxed)
         if over and relaxed is not None and margins is not None and search.best is None:
             windows.repair(search, relaxed, slice_seconds / 2)
-    return relaxed
+    return relaxed, bounded_at
 
 
-def _bound_everywhere(search: Incumbent, seconds: float) -> None:
-    """Raise the bound by a program that looks at memory in every place, where the graph is small enough for it."""
-    graph = search.graph
-    places = bound.all_places(graph, seconds)
-    if search.done() or places is None:
-        return
-    budget_bytes, options = search.budget_bytes, search.options
-    program = relaxation.relax(graph, search.costs, budget_bytes, places.points, options, places.runs)
-    result = _minimize(search, program, seconds)
-    search.raise_bound(math.inf if result is None else relaxation.bound_of(program, result))
-    if result is not None:
-        _offer_relaxed(search, program, result)
+def _raise_bound(search: Incumbent, places: bound.Places, seconds: float) -> None:
+    """Solve programs that look at memory in more and more places, from those at ``places`` on."""
+    graph, costs, options, budget_bytes = search.graph, search.costs, search.options, search.budget_bytes
+    until = search.left() - seconds
+    while not search.done() and search.left() > until:
+        program = relaxation.relax(
+            graph, costs, budget_bytes, places.points, options, places.runs, ordered=True
+        )
+        result = _minimize(search, program, search.left() - until)
+        search.raise_bound(math.inf if result is None else relaxation.bound_of(program, result))
+        said = None if result is None else _offer_relaxed(search, program, result)
+        if result is None or result.status != "optimal" or said is None:
+            return
+        finer = places.also(graph, bound.find_excess(graph, costs, budget_bytes, said, places.points))
+        if finer == places:
+            return
+        places = finer
 
 
 def _minimize(search: Incumbent, program: relaxation.Relaxation, work_seconds: float) -> mip.Result | None:

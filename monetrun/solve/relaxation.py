@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,10 +27,12 @@ import numpy as np
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.plan import Options, Schedule, Step
 from monetrun.solve import mip, tidy
+from monetrun.solve.order import Order
 from monetrun.solve.slot import allowed_choices, necessary
 
 _NEGLIGIBLE = 2e-5  # tensors smaller than this share of the budget are taken to be always alive, at no bytes
 _SCALE = 1000.0
+_HELD = 0.01  # the order of runs is told of tensors that take more than this share of the budget
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Relaxation:
         runs: column in R of (operator, segment).
         alive: column in S of (tensor, segment): alive before the point at which the segment begins.
         through: column in Z of (tensor, segment): alive throughout the segment.
+        order: the variables that tell what ran before a run again.
         unit_bytes: bytes per unit of memory.
         picks: columns in M of a compulsory operator, one per read set.
         picks_again: the same of (operator, segment), for the runs that have a column in R.
@@ -57,6 +61,7 @@ class Relaxation:
     runs: dict[tuple[int, int], int]
     alive: dict[tuple[int, int], int]
     through: dict[tuple[int, int], int]
+    order: Order
     unit_bytes: float
     picks: dict[int, tuple[int, ...]]
     picks_again: dict[tuple[int, int], tuple[int, ...]]
@@ -99,11 +104,13 @@ def relax(
     local: Iterable[int] = (),
     margins: Mapping[int, int] | None = None,
     least_bytes: bool = False,
+    ordered: bool = False,
 ) -> Relaxation:
     """Write the relaxed program that looks at memory at ``points`` (ids of compulsory operators).
 
     ``local`` are forward operators at whose runs memory is looked at as well: what such a run reads and writes, and
-    what is alive throughout the segment in which it is, must fit.
+    what is alive throughout the segment in which it is, must fit. If ``ordered``, what has run just before it is looked
+    at, too (``monetrun.solve.order``).
     ``margins`` are bytes to leave free at a point, for what recomputation needs around it; with margins (even empty)
     runs are taken to be in the graph's order, and the program is no relaxation any more, but finds schedules.
     With ``least_bytes`` the budget is no limit: the program minimizes the bytes B that a budget would have to have.
@@ -240,11 +247,19 @@ def relax(
     # Where a run of the segment that ends at a point needs room: what it reads and writes, and what is alive
     # throughout. Z[t, s] >= S[t, s + 1] - R[writer of t, s] says that t is alive throughout segment s.
     through: dict[tuple[int, int], int] = {}
+
+    def again(t: int, s: int) -> int | None:
+        """Whose run again in segment s may write t."""
+        w = writer[t]
+        return w if (w, s) in runs and segment[w] < s and not operators[w].optional else None
+
+    order = Order(rows, runs, alive, again, lambda i: all_reads[i])
     for i, s in itertools.product(sorted(set(local)), range(count)):
         if (i, s) not in runs:
             continue
         point = points[s]
         own = {*all_reads[i], *operators[i].outputs}
+        before = order.before(i, s) if ordered and not operators[i].optional else {}
         terms = []
         for t in sorted(wanted_at[s + 1] | any_reads[point]):
             w = writer[t]
@@ -252,6 +267,9 @@ def relax(
                 continue
             if (w, s) not in runs or (margins is not None and w < i):
                 terms.append(("S", alive[t, s + 1], tensors[t].nbytes / unit_bytes))
+                continue
+            if w in before and tensors[t].nbytes > _HELD * budget_bytes:
+                terms.append(("W", order.held(t, s, w, before[w]), tensors[t].nbytes / unit_bytes))
                 continue
             if (t, s) not in through:
                 through[t, s] = len(through)
@@ -261,7 +279,7 @@ def relax(
         certain = _kept_bytes(graph, points[s - 1] + 1 if s else 0)
         rows.add([*terms, *limit, ("R", runs[i, s], room / unit_bytes)], (limit_bytes - certain) / unit_bytes)
 
-    variables: dict[str, cp.Variable] = {}
+    variables = order.variables()
     if through:
         variables["Z"] = cp.Variable(len(through), name="Z", bounds=[0, 1])
     for name, size in (("R", len(runs)), ("S", len(alive)), ("M", len(pick_seconds))):
@@ -282,6 +300,9 @@ def relax(
         objective = cp.sum(variables["B"])
     elif runs:
         objective += np.array(run_seconds) @ variables["R"]
+    if (twice := order.twice()) and not least_bytes:
+        once_more = np.array([min(costs.seconds[i][k] for _, k in sets[i]) for i, _ in twice])
+        objective += once_more / unit_seconds @ variables["D"]
     if pick_seconds and not least_bytes:
         objective += np.array(pick_seconds) @ variables["M"]
     return Relaxation(
@@ -290,6 +311,7 @@ def relax(
         runs,
         alive,
         through,
+        order,
         unit_bytes,
         picks,
         picks_again,
@@ -395,12 +417,14 @@ def start_from(graph: Graph, relaxation: Relaxation, schedule: Schedule) -> dict
     value["M"] = np.zeros(sum(len(columns) for columns in all_picks))
     steps = schedule.forward + schedule.backward
     forward_points = {point: s for s, point in enumerate(points)}
+    counts: Counter[tuple[int, int]] = Counter()
     place = 0
     segments = []
     for i, step in enumerate(steps):
         segments.append(place)
         op = graph.operators[step.operator]
         if op.optional or (i >= len(schedule.forward) and op.phase == FORWARD):
+            counts[op.id, place] += 1
             if (column := relaxation.runs.get((op.id, place))) is not None:
                 value["R"][column] = 1.0
         elif op.id in forward_points:
@@ -429,4 +453,5 @@ def start_from(graph: Graph, relaxation: Relaxation, schedule: Schedule) -> dict
     for (t, s), column in relaxation.through.items():
         ends = value["S"][relaxation.alive[t, s + 1]]
         value["Z"][column] = max(0.0, ends - value["R"][relaxation.runs[graph.writer[t], s]])
+    relaxation.order.start(value, counts)
     return value
