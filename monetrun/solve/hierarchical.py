@@ -169,9 +169,7 @@ def _raise_bound(search: Incumbent, places: bound.Places, seconds: float) -> Non
     graph, costs, options, budget_bytes = search.graph, search.costs, search.options, search.budget_bytes
     until = search.left() - seconds
     while not search.done() and search.left() > until:
-        program = relaxation.relax(
-            graph, costs, budget_bytes, places.points, options, places.runs, ordered=True
-        )
+        program = relaxation.relax(graph, costs, budget_bytes, places.points, options, places.runs, ordered=True)
         result = _minimize(search, program, search.left() - until)
         search.raise_bound(math.inf if result is None else relaxation.bound_of(program, result))
         said = None if result is None else _offer_relaxed(search, program, result)

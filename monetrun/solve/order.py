@@ -1,8 +1,8 @@
 """What a run again finds in memory because it has just run: the order that a relaxed program's segments lack.
 
-A segment of ``monetrun.solve.relaxation`` is a set of runs. But a run again of i reads what other operators wrote. Where
-that was not alive at the segment's beginning they have run before i, and so have those whose outputs they read. What
-they wrote and is alive at the segment's end is then held while i runs, or one of them runs once more, which costs:
+A segment of ``monetrun.solve.relaxation`` is a set of runs. But a run again of i reads what other operators wrote.
+Where that was not alive at the segment's beginning, they have run before i, and so have those whose outputs they read.
+What they wrote and is alive at the segment's end is then held while i runs, or one of them runs once more, which costs:
 
 * ``F[w, i, s]``: w has run in segment s before the last run of i in it: ``F[w] >= F[v] - S[t, s]`` where v reads t,
   which w writes, and ``F[i] = R[i, s]``;
