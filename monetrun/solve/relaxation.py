@@ -248,12 +248,12 @@ def relax(
     # throughout. Z[t, s] >= S[t, s + 1] - R[writer of t, s] says that t is alive throughout segment s.
     through: dict[tuple[int, int], int] = {}
 
-    def again(t: int, s: int) -> int | None:
+    def written_again(t: int, s: int) -> int | None:
         """Whose run again in segment s may write t."""
         w = writer[t]
         return w if (w, s) in runs and segment[w] < s and not operators[w].optional else None
 
-    order = Order(rows, runs, alive, again, lambda i: all_reads[i])
+    order = Order(rows, runs, alive, written_again, lambda i: all_reads[i])
     for i, s in itertools.product(sorted(set(local)), range(count)):
         if (i, s) not in runs:
             continue
