@@ -130,6 +130,15 @@ def test_a_value_that_torchrun_refuses_is_one_message_and_exit_code_2(words, sai
     assert "Traceback" not in printed
 
 
+@pytest.mark.parametrize("budget", ["12Gbit", "0", "-3GiB", "150%", "x", "12 GiB of it"])
+def test_a_malformed_budget_is_quoted_with_the_grammar(budget, capsys):
+    assert cli.main([f"--budget={budget}", BEHAVE]) == 2
+    printed = capsys.readouterr().err
+    assert repr(budget) in printed
+    assert "12GiB" in printed
+    assert printed.count("monetrun: error") == 1
+
+
 # ---- the script
 
 

@@ -107,7 +107,7 @@ def ask(libraries: Path, tmp_path: Path) -> Ask:
         if order is not None:
             environ["CUDA_DEVICE_ORDER"] = order
         command = [sys.executable, "-c", RUN % ranks]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         answer = json.loads(done.stdout)
         assert answer["torch"] is False
