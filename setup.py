@@ -31,7 +31,7 @@ setup(
     extras_require={
         "test": [
             "pytest>=8",
-            "pytest-xdist>=3.6",
+            "pytest-xdist>=3.8",
             "hypothesis>=6.100",
             "scikit-learn>=1.4",
             "ruff>=0.11",

@@ -112,10 +112,9 @@ class Moves {
     int64_t held = 0;
     for (int32_t t : state_.reads_of(impl)) {
       const auto& e = state_.events(t);
-      size_t i = 0;
-      while (i < e.size() && SearchState::slot_of(e[i]) < s) ++i;
+      const size_t i = SearchState::find(e, s);
       if (i == 0) return -1;
-      if (i == e.size() || !SearchState::is_read(e[i])) held += state_.units(t);
+      if (!SearchState::is_read(e, i)) held += state_.units(t);
     }
     return held;
   }
@@ -128,15 +127,18 @@ class Moves {
     return false;
   }
 
+  int32_t room_before(int32_t r) {  // notes where there is none
+    const int32_t s = state_.room_before(r);
+    crowded_ = crowded_ || s < 0;
+    return s;
+  }
+
   // Put op directly before the step at slot r; with chance `chain` also what it reads, where that had to be held
   // for it. False when there was no room, or nothing to read.
   bool insert_before(int32_t r, int32_t op, double chain, int32_t depth, int32_t least) {
     if (state_.main_slot(op) < 0) return false;  // what has been left out runs only where it is chosen again
-    const int32_t s = state_.room_before(r);
-    if (s < 0) {
-      crowded_ = true;
-      return false;
-    }
+    const int32_t s = room_before(r);
+    if (s < 0) return false;
     const int32_t impl = way_at(op, s);
     for (int32_t t : state_.reads_of(impl))
       if (!state_.written_before(t, s)) return false;  // an optional operator that has been left out
@@ -145,9 +147,8 @@ class Moves {
       for (int32_t t : state_.reads_of(impl)) {
         if (!state_.recomputable(t) || count == 8) continue;
         const auto& e = state_.events(t);
-        size_t i = 0;
-        while (i < e.size() && SearchState::slot_of(e[i]) < s) ++i;
-        if (i < e.size() && SearchState::is_read(e[i])) continue;  // alive here anyway
+        const size_t i = SearchState::find(e, s);
+        if (SearchState::is_read(e, i)) continue;  // alive here anyway
         if (i > 0 && s - SearchState::slot_of(e[i - 1]) > 8 && state_.units(t) >= least) held[count++] = t;
       }
     state_.insert(s, op, impl);
@@ -159,23 +160,24 @@ class Moves {
     return true;
   }
 
+  // The first slot from s on where t is written, or INT32_MAX.
+  int32_t next_write(int32_t t, int32_t s) const {
+    for (int32_t e : state_.events(t))
+      if (SearchState::slot_of(e) >= s && !SearchState::is_read(e)) return SearchState::slot_of(e);
+    return INT32_MAX;
+  }
+
   // Take out the next recomputation of op behind slot s: what the one at s writes is held in its place.
   void remove_next(int32_t op, int32_t s) {
     int32_t next = INT32_MAX;
-    for (int32_t t : state_.writes_of(op))
-      for (int32_t e : state_.events(t))
-        if (SearchState::slot_of(e) > s && !SearchState::is_read(e)) {
-          next = std::min(next, SearchState::slot_of(e));
-          break;
-        }
+    for (int32_t t : state_.writes_of(op)) next = std::min(next, next_write(t, s + 1));
     if (next != INT32_MAX) remove_with_feeders(next);
   }
 
   // Take out the recomputation of t before slot s if nothing reads what it writes.
   void drop_useless_before(int32_t t, int32_t s) {
     const auto& e = state_.events(t);
-    size_t i = 0;
-    while (i < e.size() && SearchState::slot_of(e[i]) < s) ++i;
+    const size_t i = SearchState::find(e, s);
     if (i == 0 || SearchState::is_read(e[i - 1])) return;
     const int32_t w = SearchState::slot_of(e[i - 1]);
     if (w >= g_.forward && state_.op_at(w) == state_.writer(t) && state_.useless(w) &&
@@ -199,15 +201,7 @@ class Moves {
     const auto writes = state_.writes_of(op);
     if (writes.begin() == writes.end()) return;
     const int32_t t = *writes.begin();
-    for (bool found = true; found;) {
-      found = false;
-      for (int32_t e : state_.events(t))
-        if (!SearchState::is_read(e) && SearchState::slot_of(e) >= g_.forward) {
-          remove_with_feeders(SearchState::slot_of(e));
-          found = true;
-          break;
-        }
-    }
+    for (int32_t s; (s = next_write(t, g_.forward)) != INT32_MAX;) remove_with_feeders(s);
   }
 
   bool move() {
@@ -335,11 +329,8 @@ class Moves {
     if (r >= state_.size() || r == s) return false;
     const int32_t impl = state_.impl_at(s);
     state_.remove(s);
-    const int32_t to = state_.room_before(r);
-    if (to < 0) {
-      crowded_ = true;
-      return false;
-    }
+    const int32_t to = room_before(r);
+    if (to < 0) return false;
     state_.insert(to, op, impl);
     for (int32_t t : state_.writes_of(op)) drop_useless_before(t, to);
     return true;

@@ -262,9 +262,8 @@ class Search : private Moves {
       for (int32_t draw = 0; draw < 200 && seen < 12; ++draw) {
         const int32_t t = draw_target();
         const auto& e = state_.events(t);
-        size_t i = 0;
-        while (i < e.size() && SearchState::slot_of(e[i]) < high) ++i;
-        if (i == 0 || i == e.size() || !SearchState::is_read(e[i])) continue;
+        const size_t i = SearchState::find(e, high);
+        if (i == 0 || !SearchState::is_read(e, i)) continue;
         const int32_t r = SearchState::slot_of(e[i]);
         if (r < g_.forward || r == high) continue;
         ++seen;

@@ -98,6 +98,12 @@ class SearchState {
   const std::vector<int32_t>& events(int32_t t) const { return events_[t]; }      // slot * 2 + is_read, sorted
   static int32_t slot_of(int32_t event) { return event >> 1; }
   static bool is_read(int32_t event) { return event & 1; }
+  static bool is_read(const std::vector<int32_t>& events, size_t i) { return i < events.size() && is_read(events[i]); }
+  static size_t find(const std::vector<int32_t>& events, int32_t s) {  // the first event at slot s or behind it
+    size_t i = 0;
+    while (i < events.size() && slot_of(events[i]) < s) ++i;
+    return i;
+  }
   bool is_recomputation(int32_t op) const { return !(g_.operator_flags[op] & kBackward); }
   bool recomputable(int32_t t) const { return recomputable_[t]; }
   int32_t writer(int32_t t) const { return writer_[t]; }
@@ -124,7 +130,7 @@ class SearchState {
     for (int32_t t : writes_of(op_at_[s])) {
       const auto& e = events_[t];
       size_t i = find(e, s);
-      if (i + 1 < e.size() && is_read(e[i + 1])) return false;
+      if (is_read(e, i + 1)) return false;
     }
     return true;
   }
@@ -150,7 +156,7 @@ class SearchState {
     if (t < 0) return -1;
     const auto& e = events_[t];
     size_t i = find(e, s);
-    return i + 1 == e.size() || !is_read(e[i + 1]) ? t : -1;
+    return is_read(e, i + 1) ? -1 : t;
   }
 
   // The implementation to name for the step at s: the in-place variant where that is legal.
@@ -293,12 +299,6 @@ class SearchState {
     for (int32_t s = 0; s < size_; ++s) excess_ += over(alive_at(s) - budget_);
   }
 
-  static size_t find(const std::vector<int32_t>& events, int32_t s) {
-    size_t i = 0;
-    while (i < events.size() && slot_of(events[i]) < s) ++i;
-    return i;
-  }
-
   // Add d to the bytes of slots a..b. Whole blocks that stay under the budget are done at once.
   void add(int32_t a, int32_t b, int32_t d) {
     if (a > b || d == 0) return;
@@ -346,15 +346,15 @@ class SearchState {
   // A read at s starts or stops counting: events[i-1] is before it, events[i] (if any) behind it.
   void count_read(int32_t t, int32_t s, size_t i, int32_t sign) {
     const auto& e = events_[t];
-    if (i < e.size() && is_read(e[i])) return;
+    if (is_read(e, i)) return;
     add(end_after(t, e[i - 1]), in_place_at_[s] == t ? s - 1 : s, sign * units_[t]);
   }
 
   void count_write(int32_t t, int32_t s, size_t i, int32_t sign) {
     const auto& e = events_[t];
-    if (i > 0 && i < e.size() && is_read(e[i]))
+    if (i > 0 && is_read(e, i))
       add(end_after(t, e[i - 1]), s - 1, -sign * units_[t]);
-    else if (i < e.size() && is_read(e[i]))
+    else if (is_read(e, i))
       return;  // can not be: a read before any write
     else
       add(s, s, sign * units_[t]);
@@ -378,9 +378,9 @@ class SearchState {
   // Whether what reads t in event i takes over its storage depends on the event behind it, which has changed.
   void settle_in_place(int32_t t, size_t i) {
     const auto& e = events_[t];
-    if (i >= e.size() || !is_read(e[i])) return;
+    if (!is_read(e, i)) return;
     const int32_t s = slot_of(e[i]);
-    const bool last = i + 1 == e.size() || !is_read(e[i + 1]);
+    const bool last = !is_read(e, i + 1);
     if (in_place_at_[s] != t || taken_[s] == last) return;
     seconds_ -= cost_at(s);
     taken_[s] = last;
@@ -402,7 +402,7 @@ class SearchState {
     for (int32_t t : reads_of(impl)) {
       auto& e = events_[t];
       const size_t i = find(e, from);
-      const bool last = i + 1 == e.size() || !is_read(e[i + 1]), taken = in_place_at_[from] == t;
+      const bool last = !is_read(e, i + 1), taken = in_place_at_[from] == t;
       if (to < from && last && !taken) beside -= units_[t];
       if (to > from && last && taken) beside += units_[t];
       e[i] = 2 * to + 1;
@@ -410,7 +410,7 @@ class SearchState {
     for (int32_t t : writes_of(op)) {
       auto& e = events_[t];
       const size_t i = find(e, from);
-      const bool dead = i + 1 == e.size() || !is_read(e[i + 1]);
+      const bool dead = !is_read(e, i + 1);
       if (to > from || dead) beside -= units_[t];
       e[i] = 2 * to;
     }

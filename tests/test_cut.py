@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import conv_norm_relu, joint_graphs
-from test_simulate import make
+from random_graphs import joint_graphs
+from small_graphs import conv_norm_relu, make
 
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.plan import Options, Schedule, Step, plain_schedule

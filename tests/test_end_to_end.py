@@ -31,7 +31,7 @@ def surroundings(monkeypatch, tmp_path):
 
 def monetrun(*words, expect=0):
     done = subprocess.run(
-        [sys.executable, "-m", "monetrun", *words], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "monetrun", *words], capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == expect, done.stderr
     return done
@@ -41,7 +41,7 @@ def torchrun(*words):
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
         check=True,
-        timeout=300,
+        timeout=1200,
         capture_output=True,
     )
 
@@ -119,14 +119,6 @@ def test_plan_writes_a_plan_that_a_launch_runs_and_another_model_refuses(tmp_pat
     refused = monetrun("--plan", "p.json", TINY, "refused", expect=83)
     assert "p.json is not a plan" in refused.stderr
     assert not Path("refused.steps").exists()
-
-
-@pytest.mark.parametrize("budget", ["12Gbit", "0", "-3GiB", "150%", "x", "12 GiB of it"])
-def test_a_malformed_budget_is_quoted_with_the_grammar(budget):
-    done = monetrun(f"--budget={budget}", TINY, "out", expect=2)
-    assert repr(budget) in done.stderr
-    assert "12GiB" in done.stderr
-    assert done.stderr.count("monetrun: error") == 1
 
 
 def test_a_budget_under_the_smallest_feasible_names_that_and_the_operator(tmp_path):

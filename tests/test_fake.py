@@ -159,7 +159,7 @@ def plan(tmp_path, *words):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "monetrun", *words[:1], "--no-cache", "--solver-seconds", "1", *words[1:]]
-    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1200, check=False)
 
 
 def test_an_unmodified_script_is_planned_for_a_device_that_is_not_here(tmp_path):

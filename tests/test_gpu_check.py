@@ -43,7 +43,7 @@ def _one_thread():
 
 def run(check, *argv):
     common = (
-        "--device cpu --scale small --networks tiny --pairs 2 --solver-seconds 0.5 --algorithm greedy --seconds 200"
+        "--device cpu --scale small --networks tiny --pairs 2 --solver-seconds 0.5 --algorithm greedy --seconds 2000"
     )
     kinds = "in-place,output,intermediate,fused"
     return check.main([*common.split(), "--implementations", kinds, "--skip", "conformance", "kernels", *argv])
@@ -102,15 +102,15 @@ def test_a_cell_that_fails_or_takes_too_long_is_noted_and_the_next_one_runs(chec
 
     measured = {"allocated_bytes": 1, "measured_share": 1.0, "seconds": 1.0, "ratio": 1.0}
     key = {"network": "n", "precision": "fp32", "share": None}
-    later = time.monotonic() + 0.2
+    later = time.monotonic() + 600
     results.cell({**key, "method": "broken"}, broken, later)
-    results.cell({**key, "method": "slow"}, lambda share: time.sleep(5), later)
-    results.cell({**key, "method": "good"}, lambda share: measured, time.monotonic() + 9)
-    results.cell({**key, "method": "planned"}, infeasible, time.monotonic() + 9)
+    results.cell({**key, "method": "slow"}, lambda share: time.sleep(600), time.monotonic() + 1)
+    results.cell({**key, "method": "good"}, lambda share: measured, later)
+    results.cell({**key, "method": "planned"}, infeasible, later)
     found = json.loads((tmp_path / "gpu.json").read_text())["cells"]
     assert [c["status"] for c in found] == ["failed", "skipped", "ok", "infeasible"]
     assert found[0]["reason"] == "RuntimeError: no such kernel"
-    assert found[1]["reason"].startswith("stopped after 0 s")
+    assert found[1]["reason"].startswith("stopped after ")
     assert found[2].items() >= measured.items()
     assert found[3]["smallest_bytes"] == 7
 

@@ -5,25 +5,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import conv_norm_relu, joint_graphs
-from test_simulate import make
+from random_graphs import joint_graphs
+from small_graphs import chain, conv_norm_relu, make
 
 from monetrun import simulate as simulate_module
-from monetrun.graph import Costs, Graph
+from monetrun.graph import Costs
 from monetrun.plan import Options, Schedule, plain_schedule
 from monetrun.simulate import core, simulate
 from monetrun.solve import cut, greedy
 
 needs_native = pytest.mark.skipif(core()[0] is None, reason=core()[1])
 QUICK = Options(seconds=0.02)
-
-
-def long_chain(n: int = 12) -> tuple[Graph, Costs]:
-    """n forward operators of equal size and cost in a row; the backward of each reads its output."""
-    forward = [f"f: {i - 1 if i else ''} > {i}" for i in range(n)]
-    backward = [f"b: {n + i - 1 if i else ''} {n - 1 - i} > {n + i}" for i in range(n)]
-    graph, costs = make(" ".join(["10"] * (2 * n)), *forward, *backward)
-    return graph, Costs("test", ((1.0,),) * (2 * n), costs.workspace_bytes)
 
 
 def idle(graph, schedule):
@@ -40,7 +32,7 @@ def idle(graph, schedule):
 
 
 @needs_native
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_the_search_counts_the_bytes_and_seconds_that_simulate_counts(data):
     graph, costs = data.draw(joint_graphs())
@@ -85,7 +77,7 @@ def test_a_solution_fits_and_costs_between_its_bound_and_what_is_plain(data):
 
 @needs_native
 def test_the_same_inputs_give_the_same_schedule():
-    graph, costs = long_chain()
+    graph, costs = chain(12, 10)
     first, second = (greedy.solve(graph, costs, 60, Options(seconds=0.05)) for _ in range(2))
     assert first.schedule is not None
     assert first.schedule == second.schedule
@@ -93,7 +85,7 @@ def test_the_same_inputs_give_the_same_schedule():
 
 @needs_native
 def test_a_chain_in_half_of_its_memory_recomputes_each_dropped_operator_once():
-    graph, costs = long_chain()
+    graph, costs = chain(12, 10)
     assert simulate(graph, costs, plain_schedule(graph)).peak_bytes == 130
     solution = greedy.solve(graph, costs, 80, Options(seconds=0.2))
     assert solution.schedule is not None
@@ -104,7 +96,7 @@ def test_a_chain_in_half_of_its_memory_recomputes_each_dropped_operator_once():
 
 @needs_native
 def test_tight_budgets_recompute_an_operator_more_than_once():
-    graph, costs = long_chain()
+    graph, costs = chain(12, 10)
     frugal = simulate(graph, costs, greedy.most_frugal(graph, costs, Options(seconds=2.0)))
     assert frugal.peak_bytes == 30
     assert frugal.seconds > 24 + 12
@@ -160,7 +152,7 @@ def test_an_implementation_that_reads_less_at_no_cost_is_used_from_the_start():
 def test_recomputation_and_other_implementations_are_found_together_at_once(blocks, tenths, overhead):
     graph, costs = conv_norm_relu(blocks)
     plain = simulate(graph, costs, plain_schedule(graph))
-    solution = greedy.improve(graph, costs, plain.peak_bytes * tenths // 10, None, QUICK, patience=100.0)
+    solution = greedy.improve(graph, costs, plain.peak_bytes * tenths // 10, None, QUICK)
     assert solution.schedule is not None
     # the optimum's overhead; without a view of what is alive anyway recomputation costs 0.078 and 0.142
     assert simulate(graph, costs, solution.schedule).seconds / plain.seconds - 1 < 1.1 * overhead
@@ -170,14 +162,14 @@ def test_recomputation_and_other_implementations_are_found_together_at_once(bloc
 def test_options_forbid_implementations_and_recomputation():
     graph, costs = make("8 8 8 1", "f: > 0", "f: 0 > 1 i0", "b: 1 > 2 i1", "b: 2 > 3")
     assert greedy.solve(graph, costs, 9, Options(seconds=0.02, implementations=())).schedule is None
-    chain, chain_costs = long_chain()
-    assert greedy.solve(chain, chain_costs, 100, Options(seconds=0.02, recompute=False)).schedule is None
-    assert greedy.solve(chain, chain_costs, 100, Options(seconds=0.02)).schedule is not None
+    graph, costs = chain(12, 10)
+    assert greedy.solve(graph, costs, 100, Options(seconds=0.02, recompute=False)).schedule is None
+    assert greedy.solve(graph, costs, 100, Options(seconds=0.02)).schedule is not None
 
 
 @needs_native
 def test_improving_a_schedule_never_makes_it_worse():
-    graph, costs = long_chain()
+    graph, costs = chain(12, 10)
     start = cut.dropping(graph, plain_schedule(graph), range(1, 12, 2))
     peak_bytes = simulate(graph, costs, start).peak_bytes
     solution = greedy.improve(graph, costs, peak_bytes, start, QUICK)
@@ -188,7 +180,7 @@ def test_improving_a_schedule_never_makes_it_worse():
 def test_without_a_compiler_a_schedule_is_found_all_the_same(monkeypatch):
     monkeypatch.setattr(simulate_module, "core", lambda: (None, "no compiler"))
     monkeypatch.setattr(greedy, "core", lambda: (None, "no compiler"))
-    graph, costs = long_chain()
+    graph, costs = chain(12, 10)
     solution = greedy.solve(graph, costs, 100, QUICK)
     assert isinstance(solution.schedule, Schedule)
     assert simulate(graph, costs, solution.schedule).peak_bytes <= 100
@@ -210,7 +202,7 @@ def test_where_greedy_gives_up_the_search_starts_from_a_cut(monkeypatch):
 
 @needs_native
 def test_greedy_gives_up_after_so_many_tries():
-    graph, costs = long_chain()
+    graph, costs = chain(12, 10)
     with greedy._Search(greedy._View(graph, costs, QUICK), 60, plain_schedule(graph)) as search:
         assert not search.greedy(1)
         assert search.greedy()

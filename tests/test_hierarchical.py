@@ -5,7 +5,7 @@ from exhaustive import cheapest_seconds
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from random_graphs import joint_graphs
-from test_ilp import chain
+from small_graphs import chain
 
 from monetrun.plan import Options, Schedule, Step, plain_schedule
 from monetrun.simulate import simulate

@@ -5,6 +5,7 @@ from exhaustive import cheapest_seconds
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from random_graphs import joint_graphs
+from small_graphs import chain
 
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor
 from monetrun.plan import Options, Step, plain_schedule
@@ -12,25 +13,7 @@ from monetrun.simulate import simulate
 from monetrun.solve import ilp
 from monetrun.solve.slot import all_slots, without_useless
 
-quick = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def chain(length: int) -> tuple[Graph, Costs]:
-    """A chain of ``length`` operators of one second and one byte each, and its backward chain."""
-    tensors = [Tensor(i, 1, name=f"x{i}") for i in range(length)]
-    operators = [
-        Operator(i, f"f{i}", "t", FORWARD, (i,), (Implementation("default", (i - 1,) if i else ()),))
-        for i in range(length)
-    ]
-    gradient: tuple[int, ...] = ()
-    for i in reversed(range(length)):
-        n = len(tensors)
-        tensors.append(Tensor(n, 1, name=f"g{i}"))
-        default = Implementation("default", (*gradient, i))
-        operators.append(Operator(len(operators), f"b{i}", "t", BACKWARD, (n,), (default,)))
-        gradient = (n,)
-    costs = Costs("unit", ((1.0,),) * len(operators), ((0,),) * len(operators))
-    return Graph("chain", tuple(tensors), tuple(operators)), costs
+quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @quick

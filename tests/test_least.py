@@ -3,8 +3,7 @@ from __future__ import annotations
 from exhaustive import cheapest_seconds
 from hypothesis import HealthCheck, assume, given, settings
 from random_graphs import joint_graphs
-from test_ilp import chain
-from test_simulate import make
+from small_graphs import chain, make
 
 from monetrun.plan import Options, plain_schedule
 from monetrun.simulate import simulate

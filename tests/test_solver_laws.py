@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_graphs import conv_norm_relu, joint_graphs, schedules
+from random_graphs import joint_graphs, schedules
+from small_graphs import chain, conv_norm_relu
 from step_records import graph_record
-from test_ilp import chain
 
 from monetrun import codec, planner
 from monetrun.frontier import frontier

@@ -1,0 +1,64 @@
+"""The order of the files, and fixtures that several of them use."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Files with long tests, in about the order of their time: a file runs in one process, and none of these should be left
+# over when the others are done.
+LONGEST = (
+    "test_training",
+    "test_end_to_end",
+    "test_implementations",
+    "test_solver_laws",
+    "test_worker",
+    "test_launch",
+    "test_guards",
+    "test_kernels",
+    "test_commands",
+    "test_fake",
+    "test_gpu_check",
+    "test_random",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unhurried():
+    """Searches look at this process's own time: what they find does not depend on how busy the machine is."""
+    if importlib.util.find_spec("cvxpy") is None:  # recipes/gpu_check.py runs some of these tests without the solvers
+        yield
+        return
+    from monetrun.solve import greedy, incumbent
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(incumbent, "time", SimpleNamespace(monotonic=time.process_time))
+        patch.setattr(incumbent, "PATIENCE", 100.0)
+        for search in (greedy.improve, greedy.most_frugal):
+            *defaults, _ = search.__defaults__
+            patch.setattr(search, "__defaults__", (*defaults, 100.0))  # the last one is the patience
+        yield
+
+
+@pytest.fixture
+def plain_surroundings(monkeypatch, tmp_path):
+    """Workers find monetrun in a checkout; folders that are left behind show in tmp_path; no PET_ from outside."""
+    for name in list(os.environ):
+        if name.startswith(("PET_", "TORCHELASTIC_", "MONETRUN_", "OMP_NUM_THREADS", "LOGLEVEL")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
