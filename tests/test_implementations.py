@@ -169,6 +169,16 @@ CASES = {
     "layer norm, neither": (Normalized(Plain([19], False, False)), (9, 19)),
     "layer norm, frozen": (Normalized(Plain([19], True, True, False)), (9, 19)),
     "layer norm, images": (Normalized(nn.LayerNorm((4, 5, 6))), (3, 4, 5, 6)),
+    "group norm": (Normalized(nn.GroupNorm(2, 6)), (4, 6, 5, 7)),
+    "group norm, odd": (Normalized(nn.GroupNorm(3, 9)), (1, 9, 3, 11)),
+    "group norm, one group": (Normalized(nn.GroupNorm(1, 7)), (5, 7, 9)),
+    "group norm, empty": (Normalized(nn.GroupNorm(4, 8)), (0, 8, 3, 3)),
+    "group norm, neither": (Normalized(nn.GroupNorm(2, 6, affine=False)), (3, 6, 4, 5)),
+    "batch norm alone": (Normalized(nn.BatchNorm2d(6)), (4, 6, 5, 7)),
+    "batch norm, one image": (Normalized(nn.BatchNorm2d(17)), (1, 17, 3, 5)),
+    "batch norm, vectors": (Normalized(nn.BatchNorm1d(9)), (7, 9)),
+    "batch norm, neither": (Normalized(nn.BatchNorm2d(6, affine=False, track_running_stats=False)), (3, 6, 4, 5)),
+    "instance norm": (Normalized(nn.InstanceNorm2d(6)), (3, 6, 4, 5)),
     "cross entropy": (Loss(5), (6, 11)),
     "cross entropy, weighted": (Loss(7, weight=True, reduction="sum", label=2), (9, 7)),
     "elementwise": (
@@ -192,7 +202,7 @@ def computed(joint: JointGraph, dtype: torch.dtype) -> dict[fx.Node, object]:
         random = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(DEVICE, value.dtype)
         if value.dim() > 1:
             random = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE).copy_(random)
-        return random.abs() + 0.5 if place in guarded else random
+        return 1 + random.sigmoid() if place in guarded else random
 
     interpreter = fx.Interpreter(joint.module, garbage_collect_values=False)
     placeholders = joint.module.graph.find_nodes(op="placeholder")
