@@ -270,6 +270,15 @@ def test_every_registered_operator_is_in_a_case():
     assert {str(t) for t in registry.registered()} - {str(t) for t in seen} == set()
 
 
+def test_a_batch_norm_that_fused_kernels_run_again_stays_exact():
+    offered = {}
+    for name, activation in (("relu", nn.ReLU()), ("silu", nn.SiLU())):
+        joint = captured(normalized_conv(nn.BatchNorm2d(16), activation), torch.randn(2, 16, 5, 5))
+        offered[name] = {i.name for op in joint.graph.operators for i in op.implementations}
+    assert "fused:batch-norm" in offered["relu"] - offered["silu"]
+    assert "output:batch-norm" in offered["silu"] - offered["relu"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_mask_takes_a_bit_and_an_index_a_byte_per_element(dtype):
     joint = captured(pool(kernel_size=2).to(dtype), torch.randn((3, 5, 7, 6), dtype=dtype).to(DEVICE))
@@ -304,6 +313,10 @@ class Forcing(Chooser):
         return 0, self.schedule
 
 
+def normalized_conv(norm, activation=None):
+    return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, bias=False), norm, activation or nn.SiLU())
+
+
 NETWORKS = {
     "convolutions": (
         lambda: nn.Sequential(Residual(4, F.relu), pool(kernel_size=2), nn.Dropout(0.3), nn.Conv2d(4, 2, 3)),
@@ -314,6 +327,11 @@ NETWORKS = {
         lambda: torchvision.models.mobilenet_v2(num_classes=10),
         lambda: torch.randn(4, 3, 64, 64),
         {"intermediate:mask", "conv:apart", "fused:batch-norm"},
+    ),
+    "norms": (
+        lambda: nn.Sequential(normalized_conv(nn.GroupNorm(4, 16), nn.ReLU()), normalized_conv(nn.BatchNorm2d(16))),
+        lambda: torch.randn(8, 16, 12, 12),
+        {"output:group-norm", "output:batch-norm", "intermediate:mask", "conv:apart"},
     ),
     "gpt": (
         lambda: zoo.GPT(layers=2, width=32, length=32),
@@ -364,9 +382,9 @@ def gradients_beside_eager(make, inputs, chooser):
     """Gradients and buffers as scheduled, as eager gives them, and a function that computes them in float64."""
     torch.manual_seed(0)
     module, x = make().to(DEVICE), tree_map(lambda t: t.to(DEVICE), inputs())
-    twin = copy.deepcopy(module)
+    twin, exact = copy.deepcopy(module), copy.deepcopy(module).double()
 
-    def gradients(module, run):
+    def gradients(module, run, x=x):
         torch.manual_seed(1)
         out = run(x)
         loss = out["loss"] if isinstance(out, dict) else out.square().sum()
@@ -378,9 +396,7 @@ def gradients_beside_eager(make, inputs, chooser):
     given = gradients(twin, torch.compile(twin, backend=Backend(chooser, "case", observed=True)))
 
     def wide():
-        exact = copy.deepcopy(module).double()
-        exact.zero_grad()
-        return gradients(exact, exact)
+        return gradients(exact, exact, tree_map(lambda t: t.double() if t.is_floating_point() else t, x))
 
     return given, expected, wide
 

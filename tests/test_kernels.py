@@ -313,8 +313,12 @@ def channel_norm(x, groups, weight, bias):
     """Output, mean and rstd of a batch norm (``groups`` None) or a group norm, and its backward given the gradient."""
     if groups is None:
         y, mean, rstd = aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
-        return y, rstd, lambda grad, mask: aten.native_batch_norm_backward(
-            grad, x, weight, None, None, mean, rstd, True, 1e-5, mask
+        return (
+            y,
+            rstd,
+            lambda grad, mask: aten.native_batch_norm_backward(
+                grad, x, weight, None, None, mean, rstd, True, 1e-5, mask
+            ),
         )
     size = x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups
     y, mean, rstd = aten.native_group_norm(x, weight, bias, *size, 1e-5)

@@ -323,11 +323,8 @@ def _output_backward(
     bias: Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A normalization's gradients by ``normal = (result - bias) / weight``; its sums are in float64.
-
-    ``grad`` and ``result`` are seen as ``shape``, [N, G, D, L], of which a statistic is over the dimensions ``over`` and
-    parameters are [G * D]: their gradients take ``parameter_shape``.
-    """
+    # Seen as `shape`, [N, G, D, L]: a statistic is over the dimensions `over`, parameters are [G * D], their gradients
+    # of `parameter_shape`. Sums are in float64.
     dtype = _arithmetic(result.dtype)
     g, normal = grad.reshape(shape).to(dtype), result.reshape(shape).to(dtype)
     scaled = g
