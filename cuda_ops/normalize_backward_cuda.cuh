@@ -5,6 +5,8 @@
 #include "normalize_backward.hpp"
 #include "normalize_cuda.cuh"
 
+#include <limits>
+
 namespace monet {
 
 constexpr int kWarp = 32;
@@ -45,7 +47,8 @@ struct OfInput {
   }
 };
 
-// Sums over the rows of a part, of grad * (y - bias) and then of grad: a thread takes a column.
+// Sums over the rows of a part, of grad * (y - bias) and then of grad: a thread takes a column. Units of so many rows,
+// of which a layer norm is one, have so many parts each.
 template <class T>
 struct SumsOfPart {
   using A = Arithmetic<T>;
@@ -55,20 +58,21 @@ struct SumsOfPart {
   int64_t rows, length, parts;
 
   __device__ void operator()(int64_t i) const {
-    const int64_t part = i / length, column = i % length, last = rows * (part + 1) / parts;
+    const int64_t place = i / length, column = i % length, unit = place / parts, part = place % parts;
+    const int64_t first = unit * rows, last = first + rows * (part + 1) / parts;
     const A b = bias[column];
     A product = 0, plain = 0;
-    for (int64_t row = rows * part / parts; row < last; ++row) {
+    for (int64_t row = first + rows * part / parts; row < last; ++row) {
       const A gradient = static_cast<A>(grad[row * length + column]);
       product += gradient * (static_cast<A>(result[row * length + column]) - b);
       plain += gradient;
     }
-    sums[2 * part * length + column] = product;
-    sums[(2 * part + 1) * length + column] = plain;
+    sums[2 * place * length + column] = product;
+    sums[(2 * place + 1) * length + column] = plain;
   }
 };
 
-// The gradients of a weight and a bias, those that are not null, from the sums of all parts.
+// The gradients of a weight and a bias, those that are not null, from the sums of all parts: a warp takes a column.
 template <class T>
 struct OfParameters {
   using A = Arithmetic<T>;
@@ -77,12 +81,16 @@ struct OfParameters {
   Parameters<T> weight;
   int64_t length, parts;
 
-  __device__ void operator()(int64_t column) const {
+  __device__ void operator()(int64_t thread) const {
+    const int64_t column = thread / kWarp, lane = thread % kWarp;
     A product = 0, plain = 0;
-    for (int64_t part = 0; part < parts; ++part) {
+    for (int64_t part = lane; part < parts; part += kWarp) {
       product += sums[2 * part * length + column];
       plain += sums[(2 * part + 1) * length + column];
     }
+    product = sum_of_warp(product);
+    plain = sum_of_warp(plain);
+    if (lane) return;
     if (to_weight) to_weight[column] = T(product / weight[column]);
     if (to_bias) to_bias[column] = T(plain);
   }
@@ -106,11 +114,48 @@ inline std::tuple<Tensor, Tensor, Tensor> layer_norm_output_backward(
     const auto kind = sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float;
     Tensor sums = torch::stable::new_empty(result, std::vector<int64_t>{2 * parts * length}, kind);
     launch(result, parts * length, SumsOfPart<T>{g, y, write<A>(sums), biases, rows, length, parts});
-    launch(result, length,
+    launch(result, length * kWarp,
            OfParameters<T>{read<A>(sums), output_mask[1] ? write<T>(out.of_weight) : nullptr,
                            output_mask[2] ? write<T>(out.of_bias) : nullptr, weights, length, parts});
   });
   return out.all();
+}
+
+// Whether every weight is a number that can be divided by, and `limit` of it no less than the bias: for one warp.
+template <class T>
+struct IsInvertible {
+  using A = Arithmetic<T>;
+  Parameters<T> weight, bias;
+  A least, limit;
+  int64_t count;
+  bool* to;
+
+  __device__ void operator()(int64_t lane) const {
+    bool holds = true;
+    for (int64_t i = lane; i < count; i += kWarp) {
+      const A w = weight[i], b = bias[i], size = w < 0 ? -w : w;
+      holds = holds && size >= least && size <= 1 / least && (b < 0 ? -b : b) <= limit * size;
+    }
+    const bool all = __all_sync(0xffffffffu, holds);
+    if (lane == 0) *to = all;
+  }
+};
+
+inline Tensor affine_invertible(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double limit) {
+  STD_TORCH_CHECK(weight || bias, "there is neither weight nor bias");
+  const Tensor& given = weight ? *weight : *bias;
+  Tensor out = torch::stable::new_empty(given, std::vector<int64_t>{}, ScalarType::Bool);
+  for_dtype(given, [&](auto typed) {
+    using T = typename decltype(typed)::type;
+    using A = Arithmetic<T>;
+    // room for the digits of what is multiplied by it, on both sides
+    const A least = std::numeric_limits<A>::min() / std::numeric_limits<A>::epsilon();
+    const int64_t count = given.numel();
+    launch(given, kWarp,
+           IsInvertible<T>{{weight, given, count, 1, "weight"}, {bias, given, count, 0, "bias"}, least,
+                           static_cast<A>(limit), count, static_cast<bool*>(out.mutable_data_ptr())});
+  });
+  return out;
 }
 
 }  // namespace monet

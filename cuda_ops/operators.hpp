@@ -15,4 +15,6 @@ void register_operators(Library& library) {
   library.impl("max_pool2d_input_backward", TORCH_BOX(&monet::max_pool2d_input_backward));
   library.impl("batch_norm_act", TORCH_BOX(&monet::batch_norm_act));
   library.impl("layer_norm_output_backward", TORCH_BOX(&monet::layer_norm_output_backward));
+  library.impl("affine_invertible", TORCH_BOX(&monet::affine_invertible));
+  library.impl("channel_norm_output_backward", TORCH_BOX(&monet::channel_norm_output_backward));
 }

@@ -1,5 +1,6 @@
 // The operators of torch.ops.monet on the CPU. What each means is said where it is defined (monetrun/ops/definitions.py).
 
+#include "channel_norm_backward_cpu.hpp"
 #include "masks_cpu.hpp"
 #include "normalize_backward_cpu.hpp"
 #include "normalize_cpu.hpp"
@@ -9,5 +10,4 @@
 
 STABLE_TORCH_LIBRARY_IMPL(monet, CPU, library) {
   register_operators(library);
-  library.impl("affine_invertible", TORCH_BOX(&monet::affine_invertible));
 }

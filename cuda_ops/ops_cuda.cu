@@ -1,5 +1,6 @@
 // The operators of torch.ops.monet on CUDA. What each means is said where it is defined (monetrun/ops/definitions.py).
 
+#include "channel_norm_backward_cuda.cuh"
 #include "masks_cuda.cuh"
 #include "normalize_backward_cuda.cuh"
 #include "normalize_cuda.cuh"

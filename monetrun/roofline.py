@@ -199,7 +199,7 @@ def _is_view(target: Any, inputs: Iterable[torch.Tensor], outputs: list[torch.Te
 
 
 # The statistics of a normalization over a batch take a pass of their own, in both directions.
-_TWO_PASSES = ("native_batch_norm", "cudnn_batch_norm", "native_group_norm")
+_TWO_PASSES = ("native_batch_norm", "cudnn_batch_norm", "native_group_norm", "channel_norm")
 # Of their second argument they need the shape only.
 _SHAPE_OF_SECOND = frozenset(
     {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,6 +60,12 @@ def cases(dtype: torch.dtype, nbytes: int) -> Iterator[tuple[str, Callable[[], o
         lambda: monet.batch_norm_act(last, *saved, last_over, 0.0, NAN),
         3 * size,
     )
+    if dtype not in (torch.float32, torch.float64):
+        return  # no plan uses the rest there
+    names = ("batch-norm", invstd), ("group-norm", torch.rand(images, 8).to(dtype))
+    for (name, rstd), (layout, y, g) in itertools.product(names, (("", x, over), (" channels-last", last, last_over))):
+        call = partial(monet.channel_norm_output_backward, g, y, rstd, weight, bias, [True] * 3)
+        yield f"{name} output backward{layout}", call, 5 * size  # sums first, then gradients: both are read twice
 
 
 def keep_freed_memory() -> None:

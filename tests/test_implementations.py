@@ -169,6 +169,16 @@ CASES = {
     "layer norm, neither": (Normalized(Plain([19], False, False)), (9, 19)),
     "layer norm, frozen": (Normalized(Plain([19], True, True, False)), (9, 19)),
     "layer norm, images": (Normalized(nn.LayerNorm((4, 5, 6))), (3, 4, 5, 6)),
+    "group norm": (Normalized(nn.GroupNorm(2, 6)), (4, 6, 5, 7)),
+    "group norm, odd": (Normalized(nn.GroupNorm(3, 9)), (1, 9, 3, 11)),
+    "group norm, one group": (Normalized(nn.GroupNorm(1, 7)), (5, 7, 9)),
+    "group norm, empty": (Normalized(nn.GroupNorm(4, 8)), (0, 8, 3, 3)),
+    "group norm, neither": (Normalized(nn.GroupNorm(2, 6, affine=False)), (3, 6, 4, 5)),
+    "batch norm alone": (Normalized(nn.BatchNorm2d(6)), (4, 6, 5, 7)),
+    "batch norm, one image": (Normalized(nn.BatchNorm2d(17)), (1, 17, 3, 5)),
+    "batch norm, vectors": (Normalized(nn.BatchNorm1d(9)), (7, 9)),
+    "batch norm, neither": (Normalized(nn.BatchNorm2d(6, affine=False, track_running_stats=False)), (3, 6, 4, 5)),
+    "instance norm": (Normalized(nn.InstanceNorm2d(6)), (3, 6, 4, 5)),
     "cross entropy": (Loss(5), (6, 11)),
     "cross entropy, weighted": (Loss(7, weight=True, reduction="sum", label=2), (9, 7)),
     "elementwise": (
@@ -192,7 +202,7 @@ def computed(joint: JointGraph, dtype: torch.dtype) -> dict[fx.Node, object]:
         random = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(DEVICE, value.dtype)
         if value.dim() > 1:
             random = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE).copy_(random)
-        return random.abs() + 0.5 if place in guarded else random
+        return 1 + random.sigmoid() if place in guarded else random
 
     interpreter = fx.Interpreter(joint.module, garbage_collect_values=False)
     placeholders = joint.module.graph.find_nodes(op="placeholder")
@@ -260,6 +270,15 @@ def test_every_registered_operator_is_in_a_case():
     assert {str(t) for t in registry.registered()} - {str(t) for t in seen} == set()
 
 
+def test_a_batch_norm_that_fused_kernels_run_again_stays_exact():
+    offered = {}
+    for name, activation in (("relu", nn.ReLU()), ("silu", nn.SiLU())):
+        joint = captured(normalized_conv(nn.BatchNorm2d(16), activation), torch.randn(2, 16, 5, 5))
+        offered[name] = {i.name for op in joint.graph.operators for i in op.implementations}
+    assert "fused:batch-norm" in offered["relu"] - offered["silu"]
+    assert "output:batch-norm" in offered["silu"] - offered["relu"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_mask_takes_a_bit_and_an_index_a_byte_per_element(dtype):
     joint = captured(pool(kernel_size=2).to(dtype), torch.randn((3, 5, 7, 6), dtype=dtype).to(DEVICE))
@@ -294,6 +313,10 @@ class Forcing(Chooser):
         return 0, self.schedule
 
 
+def normalized_conv(norm, activation=None):
+    return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, bias=False), norm, activation or nn.SiLU())
+
+
 NETWORKS = {
     "convolutions": (
         lambda: nn.Sequential(Residual(4, F.relu), pool(kernel_size=2), nn.Dropout(0.3), nn.Conv2d(4, 2, 3)),
@@ -304,6 +327,11 @@ NETWORKS = {
         lambda: torchvision.models.mobilenet_v2(num_classes=10),
         lambda: torch.randn(4, 3, 64, 64),
         {"intermediate:mask", "conv:apart", "fused:batch-norm"},
+    ),
+    "norms": (
+        lambda: nn.Sequential(normalized_conv(nn.GroupNorm(4, 16), nn.ReLU()), normalized_conv(nn.BatchNorm2d(16))),
+        lambda: torch.randn(8, 16, 12, 12),
+        {"output:group-norm", "output:batch-norm", "intermediate:mask", "conv:apart"},
     ),
     "gpt": (
         lambda: zoo.GPT(layers=2, width=32, length=32),
@@ -354,9 +382,9 @@ def gradients_beside_eager(make, inputs, chooser):
     """Gradients and buffers as scheduled, as eager gives them, and a function that computes them in float64."""
     torch.manual_seed(0)
     module, x = make().to(DEVICE), tree_map(lambda t: t.to(DEVICE), inputs())
-    twin = copy.deepcopy(module)
+    twin, exact = copy.deepcopy(module), copy.deepcopy(module).double()
 
-    def gradients(module, run):
+    def gradients(module, run, x=x):
         torch.manual_seed(1)
         out = run(x)
         loss = out["loss"] if isinstance(out, dict) else out.square().sum()
@@ -368,9 +396,7 @@ def gradients_beside_eager(make, inputs, chooser):
     given = gradients(twin, torch.compile(twin, backend=Backend(chooser, "case", observed=True)))
 
     def wide():
-        exact = copy.deepcopy(module).double()
-        exact.zero_grad()
-        return gradients(exact, exact)
+        return gradients(exact, exact, tree_map(lambda t: t.double() if t.is_floating_point() else t, x))
 
     return given, expected, wide
 

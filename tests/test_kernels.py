@@ -309,30 +309,121 @@ def test_a_layer_norms_backward_from_its_output_at_every_dtype_and_mask(kernel, 
                         assert (g.shape, g.dtype) == (e.shape, e.dtype)
 
 
-def test_sums_over_rows_are_the_same_for_any_number_of_threads():
+def channel_norm(x, groups, weight, bias):
+    """Output, mean and rstd of a batch norm (``groups`` None) or a group norm, and its backward given the gradient."""
+    if groups is None:
+        y, mean, rstd = aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
+        return (
+            y,
+            rstd,
+            lambda grad, mask: aten.native_batch_norm_backward(
+                grad, x, weight, None, None, mean, rstd, True, 1e-5, mask
+            ),
+        )
+    size = x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups
+    y, mean, rstd = aten.native_group_norm(x, weight, bias, *size, 1e-5)
+    return y, rstd, lambda grad, mask: aten.native_group_norm_backward(grad, x, mean, rstd, weight, *size, mask)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0, normalization_output.LIMIT_OF_CHANNELS])
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
+def test_a_channel_norms_backward_from_its_output_errs_at_most_twice_as_much_as_eagers(kernel, layout, ratio):
+    for shape, groups in itertools.product([(16, 12, 28, 28), (40, 32, 7, 7), (3, 64, 33, 5)], (None, 1, 4)):
+        x = numbers(shape, torch.float32, layout, special=False) + 0.5
+        weight = numbers(shape[1:2], torch.float32, special=False, seed=1).abs().clamp(0.5, 1.5)
+        bias = weight * ratio * torch.where(numbers(shape[1:2], torch.float32, special=False, seed=2) < 0, -1, 1)
+        other = numbers(shape, torch.float32, layout, special=False, seed=3)
+        for grad in (other, x + 0.25 * other):
+            wide = channel_norm(x.double(), groups, weight.double(), bias.double())[2](grad.double(), [True] * 3)
+            y, rstd, backward = channel_norm(x, groups, weight, bias)
+            eager = backward(grad, [True] * 3)
+            given = kernel("channel_norm_output_backward")(grad, y, rstd, weight, bias, [True] * 3)
+            for name, e, g, w in zip(("input", "weight", "bias"), eager, given, wide, strict=True):
+                errors = (e - w).norm(), (g - w).norm()
+                assert errors[1] <= 2 * errors[0], (shape, groups, name, errors)
+
+
+CHANNEL_NORMS = [
+    ((4, 6, 5, 7), 2),
+    ((1, 24, 33, 3), 3),
+    ((3, 70, 6, 5), 7),
+    ((0, 6, 3, 3), 2),
+    ((70, 33, 3, 3), 11),
+    ((9, 16, 17), 16),
+    ((2, 6, 3, 4, 5), 1),
+    ((30, 40), 4),
+]
+
+
+@dtypes
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
+def test_a_channel_norms_backward_from_its_output_at_every_dtype_and_mask(kernel, layout, dtype):
+    forms = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for (shape, groups), of_batch in itertools.product(CHANNEL_NORMS, (False, True)):
+        if (layout != "contiguous" and len(shape) not in forms) or (of_batch and shape[0] == 0):
+            continue
+        form = torch.contiguous_format if layout == "contiguous" else forms[len(shape)]
+        grad, x = (numbers(shape, dtype, special=False, seed=s).contiguous(memory_format=form) for s in (0, 1))
+        w, b = (numbers(shape[1:2], dtype, special=False, seed=s) for s in (2, 4))
+        for weight, bias in [(w.abs() + 0.5, b), (w.abs() + 0.5, None), (None, None)]:
+            y, rstd, backward = channel_norm(x, None if of_batch else groups, weight, bias)
+            there = [True, weight is not None, bias is not None]
+            expected = backward(grad, there)
+            for mask in itertools.product(*([wanted, False] for wanted in there)):
+                given = kernel("channel_norm_output_backward")(grad, y, rstd, weight, bias, list(mask))
+                for wanted, g, e in zip(mask, given, expected, strict=True):
+                    if not wanted:
+                        assert g.numel() == 0
+                        continue
+                    assert (g.shape, g.dtype) == (e.shape, e.dtype)
+                    if dtype in (torch.float32, torch.float64):
+                        tolerance = 2e-5 if dtype == torch.float32 else 1e-12
+                        torch.testing.assert_close(g, e, rtol=tolerance, atol=tolerance * 10)
+                        assert g.numel() == 0 or g.stride() == e.stride()
+
+
+def test_statistics_that_do_not_fit_the_channels_are_refused(kernel):
+    x = torch.randn(2, 6, 3, 3)
+    for rstd in (torch.ones(5), torch.ones(2, 4), torch.ones(3, 2), torch.ones(2, 0)):
+        with pytest.raises(RuntimeError, match=r"rstd must be \[6\], or \[2, groups\]"):
+            kernel("channel_norm_output_backward")(x, x, rstd, None, None, [True, False, False])
+    y = x.transpose(0, 3)
+    with pytest.raises(RuntimeError, match="contiguous or channels-last"):
+        kernel("channel_norm_output_backward")(y, y, torch.ones(6), None, None, [True, False, False])
+
+
+def backward_calls(size):
+    """From the output, of tensors of some 40 * ``size`` elements."""
+    grad, y = (numbers((size, 40), torch.float32, special=False, seed=s).cpu() for s in (0, 1))
+    c = torch.ones(40)
+    yield monet.layer_norm_output_backward, (grad, y, [40], torch.ones(size), c, None, [True] * 3)
+    for layout, rstd in itertools.product(["contiguous", "channels-last"], (c, torch.ones(5, 4))):
+        grad, y = (laid_out(t.view(5, 40, size // 50, 10), layout) for t in (grad, y))
+        yield monet.channel_norm_output_backward, (grad, y, rstd, c, c, [True] * 3)
+
+
+def test_sums_are_the_same_for_any_number_of_threads():
     if not kernels.load():
         pytest.skip(kernels.unavailable_reason())
-    grad, y = (numbers((3000, 40), torch.float32, special=False, seed=s).cpu() for s in (0, 1))
-    arguments = grad, y, [40], torch.ones(3000), torch.ones(40), None, [True] * 3
-    before, given = torch.get_num_threads(), []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        given.append(monet.layer_norm_output_backward(*arguments))
-    torch.set_num_threads(before)
-    for one, other in zip(*given, strict=True):
-        assert_same(one, other)
+    for operator, arguments in backward_calls(3000):
+        before, given = torch.get_num_threads(), []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            given.append(operator(*arguments))
+        torch.set_num_threads(before)
+        for one, other in zip(*given, strict=True):
+            assert_same(one, other)
 
 
-def test_a_layer_norms_backward_from_its_output_takes_little_beside_its_results():
+def test_a_norms_backward_from_its_output_takes_little_beside_its_results():
     if DEVICE != "cpu" or not kernels.load() or not cpu_allocator.install():
         pytest.skip("of the CPU's kernels, with the counting allocator")
-    grad, y = (numbers((4096, 64), torch.float32, special=False, seed=s) for s in (0, 1))
-    arguments = grad, y, [64], torch.ones(4096), torch.ones(64), torch.ones(64), [True] * 3
-    before = cpu_allocator.allocated_bytes()
-    cpu_allocator.reset_peak()
-    given = monet.layer_norm_output_backward(*arguments)
-    results = sum(g.untyped_storage().nbytes() for g in given)
-    assert cpu_allocator.peak_bytes() - before - results <= 0.03 * given[0].nbytes
+    for operator, arguments in backward_calls(8000):
+        before = cpu_allocator.allocated_bytes()
+        cpu_allocator.reset_peak()
+        given = operator(*arguments)
+        results = sum(g.untyped_storage().nbytes() for g in given)
+        assert cpu_allocator.peak_bytes() - before - results <= 0.03 * given[0].nbytes
 
 
 @dtypes
@@ -406,6 +497,7 @@ def samples():
         "max_pool2d_input_backward": (torch.randn(2, 3, 3, 3), x, *window, False),
         "batch_norm_act": (images, c, None, c, c, images, 0.0, NAN),
         "layer_norm_output_backward": (x, x, [6], torch.ones(2, 3, 6, 1), torch.ones(6), None, [True, True, False]),
+        "channel_norm_output_backward": (x, x, torch.ones(3), torch.ones(3), None, [True, True, False]),
         "affine_invertible": (torch.ones(6), None, 8.0),
         "log_softmax_nll_backward": (torch.tensor(1.0), logs, *nll),
         "log_softmax_nll_backward_": (torch.tensor(1.0), logs.clone(), *nll),

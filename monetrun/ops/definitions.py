@@ -59,6 +59,11 @@ def _same_layout(x: Tensor, y: Tensor) -> None:
         raise RuntimeError("the tensors differ in shape, strides or dtype")
 
 
+def _is_images(x: Tensor) -> bool:
+    """Whether [N, C, ...] is contiguous, or channels-last."""
+    return x.is_contiguous() or x.movedim(1, -1).is_contiguous()
+
+
 def _arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -307,6 +312,39 @@ def _fake_gradients(
     return of_input, of_weight, of_bias
 
 
+def _output_backward(
+    grad: Tensor,
+    result: Tensor,
+    shape: tuple[int, int, int, int],
+    over: tuple[int, ...],
+    parameter_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Seen as `shape`, [N, G, D, L]: a statistic is over the dimensions `over`, parameters are [G * D], their gradients
+    # of `parameter_shape`. Sums are in float64.
+    dtype = _arithmetic(result.dtype)
+    g, normal = grad.reshape(shape).to(dtype), result.reshape(shape).to(dtype)
+    scaled = g
+    if bias is not None:
+        normal = normal - bias.to(dtype).view(1, shape[1], shape[2], 1)
+    if weight is not None:
+        wide = weight.to(dtype).view(1, shape[1], shape[2], 1)
+        normal, scaled = normal / wide, scaled * wide
+    of_input, of_weight, of_bias = _fake_gradients(grad, result, parameter_shape, output_mask)
+    if output_mask[0] and result.numel():
+        scale = rstd.to(dtype).view([1 if d in over else size for d, size in enumerate(shape)])
+        mean, slope = (v.mean(over, keepdim=True, dtype=torch.float64).to(dtype) for v in (scaled, scaled * normal))
+        given = scale * (scaled - mean - normal * slope)
+        of_input.copy_(given.reshape(result.shape))
+    for out, of_each in ((of_weight, g * normal), (of_bias, g)):
+        if out.numel():
+            out.copy_(of_each.sum((0, 3), dtype=torch.float64).view(parameter_shape))
+    return of_input, of_weight, of_bias
+
+
 @_operator(
     "layer_norm_output_backward(Tensor grad, Tensor result, int[] normalized_shape, Tensor rstd, Tensor? weight,"
     " Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
@@ -329,23 +367,39 @@ def layer_norm_output_backward(
     if not (grad.is_contiguous() and result.is_contiguous()):
         raise RuntimeError("grad and result must be contiguous")
     _same_layout(grad, result)
-    dtype = _arithmetic(result.dtype)
-    last = len(normalized_shape)
-    leading = tuple(range(result.dim() - last))
-    inner = tuple(range(result.dim() - last, result.dim()))
-    normal = result.to(dtype) if bias is None else result.to(dtype) - bias.to(dtype)
-    scaled = grad.to(dtype)
-    if weight is not None:
-        normal, scaled = normal / weight.to(dtype), scaled * weight.to(dtype)
-    of_input, of_weight, of_bias = _fake_gradients(grad, result, normalized_shape, output_mask)
-    if output_mask[0] and result.numel():
-        scale = rstd.to(dtype).view(result.shape[: result.dim() - last] + (1,) * last)
-        slope = (scaled * normal).mean(inner, keepdim=True)
-        of_input.copy_(scale * (scaled - scaled.mean(inner, keepdim=True) - normal * slope))
-    for out, of_rows in ((of_weight, grad.to(dtype) * normal), (of_bias, grad.to(dtype))):
-        if out.numel():
-            out.copy_(of_rows.sum(leading) if leading else of_rows)
-    return of_input, of_weight, of_bias
+    length = math.prod(normalized_shape)
+    shape = (result.numel() // max(1, length), 1, length, 1)
+    return _output_backward(grad, result, shape, (1, 2, 3), normalized_shape, rstd, weight, bias, output_mask)
+
+
+@_operator(
+    "channel_norm_output_backward(Tensor grad, Tensor result, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+    lambda grad, result, *rest: _fake_gradients(grad, result, result.shape[1:2], *rest),
+)
+def channel_norm_output_backward(
+    grad: Tensor,
+    result: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """native_group_norm_backward, or native_batch_norm_backward in training, from the layer's output.
+
+    ``grad`` and ``result`` are [N, C, ...], both contiguous or both channels-last. ``rstd`` tells which: [N, groups] of
+    a group norm, [C] of a batch norm. Otherwise as ``layer_norm_output_backward``.
+    """
+    if result.dim() < 2 or not _is_images(result):
+        raise RuntimeError("grad and result must be [N, C, ...], contiguous or channels-last")
+    _same_layout(grad, result)
+    images, channels = result.shape[:2]
+    groups = channels if rstd.dim() == 1 else rstd.shape[-1]
+    if rstd.shape not in ((channels,), (images, groups)) or groups == 0 or channels % groups:
+        raise RuntimeError(f"rstd must be [{channels}], or [{images}, groups], got {list(rstd.shape)}")
+    shape = (images, groups, channels // groups, math.prod(result.shape[2:]))
+    over = (0, 2, 3) if rstd.dim() == 1 else (2, 3)
+    return _output_backward(grad, result, shape, over, (channels,), rstd, weight, bias, output_mask)
 
 
 @_operator(
