@@ -37,6 +37,7 @@ _FAMILIES = (
     "exponential",
     "pooling",
     "convolution",
+    "layout",
     "dropout",
     "normalization",
     "normalization_output",
