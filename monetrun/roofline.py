@@ -276,6 +276,8 @@ _CONVOLUTIONS: dict[str, Callable[..., _Convolution]] = {
     "convolution_backward": _backward,
     "convolution_by": lambda *arguments: _forward(*arguments[:-1]),
     "convolution_weight_backward_by": lambda *arguments: _backward(*arguments[:-1]),
+    "cudnn_convolution": lambda *arguments: _forward(*arguments[:-2]),
+    "cudnn_convolution_weight_backward": lambda *arguments: _backward(*arguments[:-2]),
 }
 
 # torch 2.11 has no formula for the CPU's kernel; it takes the same tensors first

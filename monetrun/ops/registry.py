@@ -38,6 +38,7 @@ _FAMILIES = (
     "pooling",
     "convolution",
     "layout",
+    "cudnn_convolution",
     "dropout",
     "normalization",
     "normalization_output",
