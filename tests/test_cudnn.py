@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_implementations import strides
+from test_implementations import DEVICE, strides
 from test_layout import CONVOLUTIONS, assert_within_rounding, operands
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -400,3 +400,30 @@ def test_cudnn_has_plans_for_every_operation(operation, dtype, last):
     first, *_, least = cudnn.plans_of(contiguous, True, device_property=described)
     assert first[1] > 40 * MIB
     assert least[1] < MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    DEVICE != "cuda" or cudnn.unavailable_reason() is not None, reason=cudnn.unavailable_reason() or "on the CPU"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("case", [name for name in CONVOLUTIONS if name != "empty"])
+def test_each_plan_gives_what_aten_gives_on_this_device(case, last, dtype, caplog):
+    x, weight, grad, window = operands(case, dtype, last)
+    form, tensor_float = layout.memory_format(x.dim(), last), cudnn.tensor_float_allowed()
+    wide = [t.double() for t in (x, weight, grad)]
+    arguments = [grad.shape[1]], *window, [False, True, True]
+    expected, exact = aten.convolution(x, weight, None, *window), aten.convolution(*wide[:2], None, *window)
+    problem = cudnn_convolution.forward_problem(x, weight, last, *window)
+    for plan in cudnn.plans_on(problem, tensor_float, x.device):
+        given = monet.cudnn_convolution(x, weight, None, *window, last, plan)
+        assert_within_rounding(given, expected, exact, form)
+        assert torch.equal(given, monet.cudnn_convolution(x, weight, None, *window, last, plan))
+    expected = aten.convolution_backward(grad, x, weight, *arguments)[1]
+    exact = aten.convolution_backward(wide[2], *wide[:2], *arguments)[1]
+    problem = cudnn_convolution.weight_problem(grad, x, weight, last, *window)
+    for plan in cudnn.plans_on(problem, tensor_float, x.device):
+        given = monet.cudnn_convolution_weight_backward(grad, x, weight, *arguments, last, plan)[1]
+        assert_within_rounding(given, expected, exact, form)
+    assert caplog.records == []

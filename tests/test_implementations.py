@@ -30,6 +30,7 @@ from monetrun.simulate import simulate
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DEVICE = os.environ.get("MONETRUN_TEST_DEVICE", "cpu")  # recipes/gpu_check.py sets it
+torch.backends.cudnn.allow_tf32 = False  # two kernels, only one of which uses it, differ by far more than rounding
 
 
 class Chooser:
