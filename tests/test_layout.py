@@ -7,6 +7,7 @@ from test_implementations import DEVICE, captured
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from monetrun import roofline
 from monetrun.graph import KINDS
 from monetrun.ops import layout, registry
 
@@ -136,3 +137,20 @@ def test_it_is_offered_on_gpus_only():
 
     assert "layout" not in offered("cpu")
     assert "layout" in offered("cuda")
+
+
+@pytest.mark.parametrize("case", ["2d", "transposed"])
+def test_without_measurements_it_is_taken_to_cost_what_the_operator_costs(case):
+    x, weight, grad, window = operands(case, torch.float32, False)
+    forward = x, weight, None, *window
+    backward = grad, x, weight, [grad.shape[1]], *window, [False, True, False]
+
+    def seconds(operator, *arguments):
+        return roofline.estimate(operator, arguments, {}, operator(*arguments), roofline.DEVICES["p100"])
+
+    expected = seconds(aten.convolution.default, *forward)
+    assert seconds(monet.convolution_by.default, *forward, True) == expected
+    assert seconds(monet.cudnn_convolution.default, *forward, False, "eng0") == expected
+    expected = seconds(aten.convolution_backward.default, *backward)
+    assert seconds(monet.convolution_weight_backward_by.default, *backward, True) == expected
+    assert seconds(monet.cudnn_convolution_weight_backward.default, *backward, False, "eng0") == expected

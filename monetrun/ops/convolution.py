@@ -6,7 +6,7 @@ input as well, which then has to be kept, or run again, until it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def input_gradient(node: fx.Node) -> Call | None:
         return None
     of_x, of_grad, of_weight = (v.shape for v in values if v is not None)
     dimensions = len(of_x) - 2
-    stride, padding, dilation = (list(v) * dimensions if len(v) == 1 else list(v) for v in (stride, padding, dilation))
+    stride, padding, dilation = (for_each(v, dimensions) for v in (stride, padding, dilation))
     rest = [0] * dimensions
     if not transposed:  # what the strides leave over at the far end
         rest = [
@@ -46,3 +46,8 @@ def input_gradient(node: fx.Node) -> Call | None:
         (grad, weight, None, stride, padding, dilation, not transposed, rest, groups),
         only=0,
     )
+
+
+def for_each(values: Sequence[int], dimensions: int) -> list[int]:
+    """A stride, padding or dilation with a value for each spatial dimension; one alone is that of all."""
+    return list(values) * dimensions if len(values) == 1 else list(values)

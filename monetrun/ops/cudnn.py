@@ -288,9 +288,13 @@ def compute(problem: Problem, plan: str, first: Tensor, second: Tensor) -> Tenso
 
 
 @functools.cache
-@torch.no_grad()
 def agrees(operation: str, dimensions: int, dtype: torch.dtype, channels_last: bool, device: torch.device) -> bool:
     """Whether plans compute here what ATen computes, on a small problem: a mistake of ours would be a large one."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        return _agrees(operation, dimensions, dtype, channels_last, device)
+
+
+def _agrees(operation: str, dimensions: int, dtype: torch.dtype, channels_last: bool, device: torch.device) -> bool:
     spatial = range(dimensions - 2)
     stride, padding, dilation = ([a + d % 2 for d in spatial] for a in (1, 0, 1))
     generator = torch.Generator().manual_seed(0)

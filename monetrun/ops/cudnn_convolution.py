@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from monetrun.ops.convolution import input_gradient
+from monetrun.ops.convolution import for_each, input_gradient
 from monetrun.ops.cudnn import DTYPES, Problem, agrees, compute, plans_on, tensor_float_allowed, unavailable_reason
 from monetrun.ops.layout import WINDOW, is_channels_last, memory_format
 from monetrun.ops.registry import Alternative, Call, Joint, implementation, real_tensors, value_of
@@ -32,8 +32,9 @@ _library.define(
 
 def forward_problem(x: Tensor, weight: Tensor, channels_last: bool, *window: Any) -> Problem:
     """What ``convolution(x, weight, None, *window)`` is to cuDNN."""
-    stride, padding, dilation, transposed, output_padding, groups = window
     kernel, sizes = weight.shape[2:], x.shape[2:]
+    *lists, transposed, output_padding, groups = window
+    stride, padding, dilation, output_padding = (for_each(v, len(sizes)) for v in (*lists, output_padding))
     each = zip(sizes, kernel, stride, padding, dilation, output_padding, strict=True)
     if transposed:
         spatial = [(n - 1) * s - 2 * p + d * (k - 1) + 1 + o for n, k, s, p, d, o in each]
@@ -47,10 +48,10 @@ def forward_problem(x: Tensor, weight: Tensor, channels_last: bool, *window: Any
 
 def weight_problem(grad: Tensor, x: Tensor, weight: Tensor, channels_last: bool, *window: Any) -> Problem:
     """What the gradient of a convolution's weight is to cuDNN; its operands are in the order of ``wgrad_operands``."""
-    stride, padding, dilation, transposed, *_ = window
+    *lists, transposed, _, _ = window
     response, image = wgrad_operands(grad, x, transposed)
     sizes = image.shape, weight.shape, response.shape
-    return Problem.of("wgrad", sizes, (stride, padding, dilation), x.dtype, channels_last)
+    return Problem.of("wgrad", sizes, (for_each(v, x.dim() - 2) for v in lists), x.dtype, channels_last)
 
 
 def wgrad_operands(grad: Any, x: Any, transposed: bool) -> tuple[Any, Any]:
