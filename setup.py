@@ -39,6 +39,7 @@ setup(
             "import-linter>=2.1",
             "matplotlib>=3.8",
         ],
+        "cudnn": ["nvidia-cudnn-frontend>=1.18"],
         "report": ["matplotlib>=3.8"],
         "recipes": ["scikit-learn>=1.4"],
     },

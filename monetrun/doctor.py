@@ -54,6 +54,7 @@ def examine() -> Iterator[Check]:
     yield _compiler()
     yield _allocator()
     yield _nvml()
+    yield _cudnn()
     yield _memory()
     yield _cache()
 
@@ -166,6 +167,23 @@ def _nvml() -> Check:
         return Check("nvml", WARNING, str(error), "nvidia-smi should say more")
     finally:
         pynvml.nvmlShutdown()
+
+
+def _cudnn() -> Check:
+    """The optional package that lists and runs cuDNN's plans; of use on a CUDA device alone."""
+    name, package = "cudnn", "nvidia-cudnn-frontend"
+    try:
+        import torch
+
+        cudnn = importlib.import_module("monetrun.ops.cudnn")
+    except (ImportError, OSError, RuntimeError) as error:
+        return Check(name, WARNING, f"not available: {error}")
+    reason = cudnn.unavailable_reason()
+    if reason is None:
+        return Check(name, OK, f"{package} {_version(package)}, cuDNN {torch.backends.cudnn.version()}")
+    if not torch.cuda.is_available():
+        return Check(name, OK, f"not used: {reason}")
+    return Check(name, WARNING, f"{reason}: convolutions run by the plans that torch takes", f"pip install {package}")
 
 
 def _memory() -> Check:

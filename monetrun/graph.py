@@ -151,13 +151,19 @@ class Graph:
     @cached_property
     def structural_fingerprint(self) -> str:
         """Hash of the structure alone: the same model at another batch size or length has the same one."""
-        return _digest([[(t.external, t.kept) for t in self.tensors], [_structure(op) for op in self.operators]])
+        return _digest(
+            [[(t.external, t.kept) for t in self.tensors], [_structure(op, ways=False) for op in self.operators]]
+        )
 
 
-def _structure(op: Operator) -> tuple[object, ...]:
+def _structure(op: Operator, *, ways: bool = True) -> tuple[object, ...]:
+    """What ``op`` reads and writes; with ``ways``, by how many implementations.
+
+    A smaller batch may have fewer of those that read the same: a library has its algorithms by size.
+    """
     # in place or not is left out: it follows from shapes, which a smaller batch may broadcast differently
     reads = [i.inputs for i in op.implementations if i.in_place_of is None]
-    return (op.target, op.phase, op.outputs, reads, op.replayable, op.optional)
+    return (op.target, op.phase, op.outputs, reads if ways else list(dict.fromkeys(reads)), op.replayable, op.optional)
 
 
 def _digest(value: object) -> str:
@@ -240,6 +246,39 @@ def without(graph: Graph, left_out: Collection[tuple[int, int]]) -> Graph:
 
     concerned = {operator for operator, _ in left_out}
     return replace(graph, operators=tuple(marked(op) if op.id in concerned else op for op in graph.operators))
+
+
+def dominated(graph: Graph, costs: Costs) -> set[tuple[int, int]]:
+    """The implementations (operator, index) that no schedule needs.
+
+    Another one of the operator, which may stand wherever this one may, takes no more seconds and no more workspace: it
+    reads nothing else, and is the default, or of the same kind and as exact, so that every choice of kinds that allows
+    the one allows the other. Of two that are alike the first stays.
+    """
+    found: set[tuple[int, int]] = set()
+    for op in graph.operators:
+        each = range(len(op.implementations))
+        for k in each:
+            better = (j for j in each if j != k and (op.id, j) not in found and _stands_for(op, costs, j, k))
+            if any(j < k or not _stands_for(op, costs, k, j) for j in better):
+                found.add((op.id, k))
+    return found
+
+
+def _stands_for(op: Operator, costs: Costs, j: int, k: int) -> bool:
+    """Whether implementation j may stand wherever k may, and costs no more of anything."""
+    one, other = op.implementations[j], op.implementations[k]
+    seconds, workspaces = costs.seconds[op.id], costs.workspace_bytes[op.id]
+    allowed = one.name == "default" or (one.kind == other.kind and one.exact >= other.exact)
+    return (
+        one.usable
+        and other.name != "default"
+        and allowed
+        and one.in_place_of == other.in_place_of
+        and set(one.inputs) <= set(other.inputs)
+        and seconds[j] <= seconds[k]
+        and workspaces[j] <= workspaces[k]
+    )
 
 
 def replace(graph: Graph, **changes: object) -> Graph:

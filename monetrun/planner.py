@@ -9,7 +9,7 @@ from monetrun import solve
 from monetrun.apart import ApartRound
 from monetrun.budget import format_budget, format_bytes
 from monetrun.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
-from monetrun.graph import FORWARD, Costs, Graph
+from monetrun.graph import FORWARD, Costs, Graph, dominated, without
 from monetrun.plan import GraphPlan, Options, Plan, Schedule, Solution, Step, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import greedy
@@ -47,6 +47,12 @@ def plain_in_place(record: StepRecord, options: Options | None = None) -> tuple[
     return tuple(in_place_where_legal(g, c, plain_schedule(g), options or Options()) for g, c in pairs)
 
 
+def _without_dominated(record: StepRecord) -> StepRecord:
+    """The record, in whose graphs implementations that no schedule needs are not usable: less to search."""
+    pairs = zip(record.graphs, record.costs, strict=True)
+    return replace(record, graphs=tuple(without(g, dominated(g, c)) for g, c in pairs))
+
+
 def baseline(record: StepRecord, frugal: Sequence[Schedule] | None = None) -> Baseline:
     """Replay the step plainly, and with the least memory that is known to be possible.
 
@@ -54,6 +60,7 @@ def baseline(record: StepRecord, frugal: Sequence[Schedule] | None = None) -> Ba
         record: of the step.
         frugal: the most frugal schedules that are known; None: they are looked for.
     """
+    record = _without_dominated(record)
     plain = replay(record, [plain_schedule(g) for g in record.graphs])
     fast = plain_in_place(record)
     rounds = tuple(round_graph(record, bounds) or ApartRound(record, bounds, fast) for bounds in record.rounds)
@@ -127,7 +134,8 @@ def plan_step(
     solver = solve.solver(algorithm)
     known_to_fit = None
     if algorithm == "hierarchical":
-        known_to_fit = [s for s in (base.frugal_schedules, *starts) if _permitted(record, s, options)]
+        searched = _without_dominated(record)
+        known_to_fit = [s for s in (base.frugal_schedules, *starts) if _permitted(searched, s, options)]
     found = _solve(record, budget_bytes, solver, options, base, known_to_fit)
     timeline = replay(record, found.schedules)
     if timeline.peak_bytes > budget_bytes or not _permitted(record, found.schedules, options):

@@ -274,6 +274,10 @@ def _convolution(
 _CONVOLUTIONS: dict[str, Callable[..., _Convolution]] = {
     "convolution": _forward,
     "convolution_backward": _backward,
+    "convolution_by": lambda *arguments: _forward(*arguments[:-1]),
+    "convolution_weight_backward_by": lambda *arguments: _backward(*arguments[:-1]),
+    "cudnn_convolution": lambda *arguments: _forward(*arguments[:-2]),
+    "cudnn_convolution_weight_backward": lambda *arguments: _backward(*arguments[:-2]),
 }
 
 # torch 2.11 has no formula for the CPU's kernel; it takes the same tensors first

@@ -12,7 +12,7 @@ turn, step by step, in one process; seconds are medians, and peaks are the alloc
 The activation peak is what an eager step allocates at most, less what lies there after it (weights, buffers,
 gradients, optimizer state, batch); a share of it is a budget of that share plus those. Results are written after
 every cell, so that what was measured survives a kill. Where the integer programs' packages are missing, plans are the
-greedy search's.
+greedy search's; where nvidia-cudnn-frontend is installed, they choose among cuDNN's plans for a convolution, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from torchvision.models.resnet import Bottleneck
 
 from monetrun.errors import InfeasibleBudget, MonetrunError
 from monetrun.meter import Meter, meter_for
-from monetrun.ops import kernels
+from monetrun.ops import cudnn, kernels
 from monetrun.plan import Options, parse_kinds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -387,7 +387,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         results.note("kernels", build_kernels(args.device))
         print(f"kernels: {results.document['kernels']}", flush=True)
     if "conformance" not in args.skip and results.document.get("conformance", {}).get("status") != "ok":
-        tests = [str(ROOT / "tests" / f"test_{name}.py") for name in ("implementations", "kernels")]
+        names = ("implementations", "kernels", "layout", "cudnn")
+        tests = [str(ROOT / "tests" / f"test_{name}.py") for name in names]
         results.note("conformance", conformance(args.device, 0.35 * args.seconds, tests))
         print(f"conformance: {results.document['conformance']}", flush=True)
     print(HEADINGS, flush=True)
@@ -418,6 +419,7 @@ def about(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "torchvision": torchvision.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if args.device == "cuda" else None,
+        "cudnn_plans": cudnn.unavailable_reason() or "offered",
         "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"],

@@ -37,6 +37,8 @@ _FAMILIES = (
     "exponential",
     "pooling",
     "convolution",
+    "layout",
+    "cudnn_convolution",
     "dropout",
     "normalization",
     "normalization_output",
