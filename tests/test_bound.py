@@ -30,7 +30,7 @@ def test_bound_is_never_above_the_cheapest_of_all_schedules(problem, tenths, sol
     # with memory looked at in every place that there is, not only where it was found to be over
     points = [op.id for op in graph.operators if not op.optional]
     runs = range(graph.forward_count)
-    everywhere = relaxation.relax(graph, costs, budget_bytes, points, options, runs, ordered=ordered)
+    everywhere = relaxation.relax(graph, costs, budget_bytes, points, options, runs, ordered=runs if ordered else ())
     result = mip.minimize(everywhere.problem, solver)
     seconds = (
         math.inf if everywhere.infeasible or result.status == "infeasible" else relaxation.bound_of(everywhere, result)
@@ -66,7 +66,7 @@ def test_a_schedule_within_the_budget_satisfies_the_relaxed_program(problem, ten
     assume(schedule is not None)
     points = [op.id for op in graph.operators if not op.optional]
     runs = range(graph.forward_count)
-    program = relaxation.relax(graph, costs, budget_bytes, points, Options(), runs, ordered=ordered)
+    program = relaxation.relax(graph, costs, budget_bytes, points, Options(), runs, ordered=runs if ordered else ())
     start = relaxation.start_from(graph, program, schedule)
     for variable in program.problem.variables():
         variable.value = start[variable.name()]

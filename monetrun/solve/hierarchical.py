@@ -123,9 +123,7 @@ def _search_blocks(search: Incumbent) -> tuple[Schedule | None, bound.Places]:
     slice_seconds = max(1.0, 0.15 * options.seconds)
     fruitless, bounded = 0, False
     while not search.done() and fruitless < 4 and search.left() > 0.5 * options.seconds:
-        program = relaxation.relax(
-            graph, costs, budget_bytes, places.points, options, places.runs, margins, ordered=margins is None
-        )
+        program = _relax(search, places, margins)
         result = _minimize(search, program, slice_seconds)
         if margins is None:
             bounded_at = places
@@ -143,7 +141,9 @@ def _search_blocks(search: Incumbent) -> tuple[Schedule | None, bound.Places]:
         if not over and margins is None and result is not None and result.status == "optimal":
             return relaxed, bounded_at
         finer = places.also(graph, over)
-        places, seen = finer, finer == places
+        seen = (finer.points, finer.runs) == (places.points, places.runs)
+        seen &= margins is not None or finer.ordered == places.ordered
+        places = finer
         if margins is None:
             if result is None or result.status != "optimal" or seen:
                 margins = {e.point: e.nbytes for e in over} if seen else {}
@@ -166,19 +166,33 @@ def _search_blocks(search: Incumbent) -> tuple[Schedule | None, bound.Places]:
 
 def _raise_bound(search: Incumbent, places: bound.Places, seconds: float) -> None:
     """Solve programs that look at memory in more and more places, from those at ``places`` on."""
-    graph, costs, options, budget_bytes = search.graph, search.costs, search.options, search.budget_bytes
     until = search.left() - seconds
     while not search.done() and search.left() > until:
-        program = relaxation.relax(graph, costs, budget_bytes, places.points, options, places.runs, ordered=True)
+        program = _relax(search, places)
         result = _minimize(search, program, search.left() - until)
         search.raise_bound(math.inf if result is None else relaxation.bound_of(program, result))
         said = None if result is None else _offer_relaxed(search, program, result)
         if result is None or result.status != "optimal" or said is None:
             return
-        finer = places.also(graph, bound.find_excess(graph, costs, budget_bytes, said, places.points))
+        over = bound.find_excess(search.graph, search.costs, search.budget_bytes, said, places.points)
+        finer = places.also(search.graph, over)
         if finer == places:
             return
         places = finer
+
+
+def _relax(search: Incumbent, places: bound.Places, margins: dict[int, int] | None = None) -> relaxation.Relaxation:
+    ordered = places.ordered if margins is None else ()  # with margins all runs are in the graph's order
+    return relaxation.relax(
+        search.graph,
+        search.costs,
+        search.budget_bytes,
+        places.points,
+        search.options,
+        places.runs,
+        margins,
+        ordered=ordered,
+    )
 
 
 def _minimize(search: Incumbent, program: relaxation.Relaxation, work_seconds: float) -> mip.Result | None:

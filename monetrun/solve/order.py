@@ -1,23 +1,22 @@
-"""What a run again finds in memory because it has just run: the order that a relaxed program's segments lack.
+"""What is in memory while an operator runs again: the order that a relaxed program's segments lack.
 
-A segment of ``monetrun.solve.relaxation`` is a set of runs. But a run again of i reads what other operators wrote.
-Where that was not alive at the segment's beginning, they have run before i, and so have those whose outputs they read.
-What they wrote and is alive at the segment's end is then held while i runs, or one of them runs once more, which costs:
+A segment of ``monetrun.solve.relaxation`` is a set of runs. Look at the last run again of an operator i in segment s.
+What is alive at the segment's end was written before it, and is held, or is written after it; who runs after it reads
+what is held, or is written after it in turn. And what i reads was written before it, unless it was alive at the
+segment's beginning; who runs before it and after it runs twice, which costs:
 
-* ``F[w, i, s]``: w has run in segment s before the last run of i in it: ``F[w] >= F[v] - S[t, s]`` where v reads t,
-  which w writes, and ``F[i] = R[i, s]``;
-* ``D[w, s]``: w runs at least twice in segment s, and is paid twice;
-* ``W[t, i, s]``: t, which w writes, is held at the last run of i: ``W >= S[t, s + 1] + F[w] - 1 - D[w, s]``.
+* ``F[v]``: v has run in s before it: ``F[i] = R[i, s]``; where v reads t, which w writes, ``F[w] >= F[v] - S[t, s]``;
+* ``A[v]``: v runs in s after it: ``A[v] <= R[v, s]``, and ``A[v] + F[v] <= 1 + D[v, s]``;
+* ``H[t]``: t, which w writes, is held: ``H[t] + A[w] >= S[t, s + 1]``, and ``H[t] + A[w] >= A[v]`` where v reads t;
+* ``D[v, s]``: v runs at least twice in s, and is paid twice.
 
-On a U-Net at a third of its activations, without other implementations, this takes the bound from 29 to 41% overhead
-where 50% is known.
+F, A and H are of one i and s each.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import cvxpy as cp
 import numpy as np
@@ -25,104 +24,137 @@ import numpy as np
 from monetrun.solve import mip
 
 Key = tuple[int, int]
-_Columns = Mapping[Key, int]
-
-
-class _Held(NamedTuple):
-    """A tensor that may be held: its column in S at the end, its writer's in R, in F and in D."""
-
-    ends: int
-    runs: int
-    before: int
-    twice: int
+Column = tuple[str, int]
 
 
 class Order:
-    """The variables F, D and W of a relaxed program, and their rows.
+    """The variables F, A, H and D of a relaxed program, and their rows.
 
     Args:
         rows: where rows are added.
         runs: column in R of (operator, segment).
         alive: column in S of (tensor, segment).
         writer: of (tensor, segment): the operator whose run again in the segment may write the tensor, or None.
-        reads: of an operator: the tensors that it reads however it runs.
+        reads: of (operator, segment): the tensors that it reads however it runs, and that it may find held.
+        matters: whether a tensor takes bytes that matter.
+
+    Attributes:
+        twice: column in D of (operator, segment).
     """
 
     def __init__(
         self,
         rows: mip.Rows,
-        runs: _Columns,
-        alive: _Columns,
+        runs: Mapping[Key, int],
+        alive: Mapping[Key, int],
         writer: Callable[[int, int], int | None],
-        reads: Callable[[int], Iterable[int]],
+        reads: Callable[[int, int], Sequence[int]],
+        matters: Callable[[int], bool],
     ) -> None:
-        self._rows, self._runs, self._alive, self._writer, self._reads = rows, runs, alive, writer, reads
-        self._twice: dict[Key, int] = {}
-        self._chain: list[tuple[tuple[str, int], int, int | None]] = []  # F[v] or R[i], F[w], S of what is read
-        self._befores = 0
-        self._held: list[_Held] = []
+        self.twice: dict[Key, int] = {}
+        self._rows, self._runs, self._alive = rows, runs, alive
+        self._writer, self._reads, self._matters = writer, reads, matters
+        self._sizes = {"F": 0, "A": 0, "H": 0}
+        self._befores: list[tuple[Column, int, int | None]] = []  # F[w] >= the first - S's column
+        self._afters: list[tuple[int, int, int]] = []  # of each column in A: i, the segment, and the operator
+        self._helds: list[tuple[int, Column, int | None]] = []  # H >= the second - A's column
 
-    def before(self, operator: int, segment: int) -> dict[int, int]:
-        """Columns in F of the operators that may have to run before a run again of ``operator`` in ``segment``."""
+    def held(self, operator: int, segment: int, ends: Iterable[int], own: set[int]) -> dict[int, Column]:
+        """What is held beside ``own`` at the last run again of ``operator`` in ``segment``: columns by tensor.
+
+        Args:
+            operator: i.
+            segment: s.
+            ends: tensors that may be alive at the segment's end.
+            own: tensors that are there in any case, or are not to be counted.
+        """
+        ends = sorted(t for t in ends if t not in own and self._matters(t))
+        after = self._after(operator, segment, ends)
+        before = self._before(operator, segment)
+        for v, column in after.items():
+            self._rows.add([("A", column, 1.0), ("R", self._runs[v, segment], -1.0)], 0.0)
+            if v in before:
+                twice = self.twice.setdefault((v, segment), len(self.twice))
+                self._rows.add([("A", column, 1.0), ("F", before[v], 1.0), ("D", twice, -1.0)], 1.0)
+        wanting: dict[int, list[Column]] = {t: [("S", self._alive[t, segment + 1])] for t in ends}
+        for v, column in after.items():
+            for t in self._reads(v, segment):
+                if t not in own and self._matters(t):
+                    wanting.setdefault(t, []).append(("A", column))
+        found: dict[int, Column] = {}
+        for t, columns in wanting.items():
+            w = self._writer(t, segment)
+            if w not in after and columns[0][0] == "S" and len(columns) == 1:
+                found[t] = columns[0]
+                continue
+            found[t] = ("H", self._new("H"))
+            later = after.get(w) if w is not None else None
+            there = [] if later is None else [("A", later, -1.0)]
+            for wants in columns:
+                self._helds.append((found[t][1], wants, later))
+                self._rows.add([(*wants, 1.0), (*found[t], -1.0), *there], 0.0)
+        return found
+
+    def _new(self, name: str) -> int:
+        self._sizes[name] += 1
+        return self._sizes[name] - 1
+
+    def _after(self, operator: int, segment: int, ends: Iterable[int]) -> dict[int, int]:
+        """Columns in A of the operators that may run after ``operator``, for what is alive at the end."""
+        found: dict[int, int] = {}
+        waiting = list(ends)
+        while waiting:
+            w = self._writer(waiting.pop(), segment)
+            if w is None or w in found or w == operator:
+                continue
+            found[w] = self._new("A")
+            self._afters.append((operator, segment, w))
+            waiting.extend(self._reads(w, segment))
+        return found
+
+    def _before(self, operator: int, segment: int) -> dict[int, int]:
+        """Columns in F of the operators that may have to run before ``operator``."""
         found: dict[int, int] = {}
         waiting = [-operator]
         while waiting:  # the last first: who reads comes before who writes
             v = -heapq.heappop(waiting)
             known = ("R", self._runs[operator, segment]) if v == operator else ("F", found[v])
-            for t in sorted(self._reads(v)):
+            for t in self._reads(v, segment):
                 w = self._writer(t, segment)
                 if w is None:
                     continue
                 if w not in found:
-                    found[w] = self._befores
-                    self._befores += 1
+                    found[w] = self._new("F")
                     heapq.heappush(waiting, -w)
                 begins = self._alive.get((t, segment))
-                self._chain.append((known, found[w], begins))
+                self._befores.append((known, found[w], begins))
                 there = [] if begins is None else [("S", begins, -1.0)]
                 self._rows.add([(*known, 1.0), ("F", found[w], -1.0), *there], 0.0)
         return found
 
-    def held(self, tensor: int, segment: int, writer: int, before: int) -> int:
-        """Column in W: ``tensor`` is held at the run before which its ``writer`` may have to run (F's column)."""
-        twice = self._twice.setdefault((writer, segment), len(self._twice))
-        held = _Held(self._alive[tensor, segment + 1], self._runs[writer, segment], before, twice)
-        column = len(self._held)
-        self._held.append(held)
-        self._rows.add([("S", held.ends, 1.0), ("R", held.runs, -1.0), ("W", column, -1.0)], 0.0)
-        parts = [("S", held.ends, 1.0), ("F", held.before, 1.0), ("D", held.twice, -1.0), ("W", column, -1.0)]
-        self._rows.add(parts, 1.0)
-        return column
-
     def variables(self) -> dict[str, cp.Variable]:
-        """F, D and W by name, where there are any."""
-        found: dict[str, cp.Variable] = {}
-        if self._befores:
-            found["F"] = cp.Variable(self._befores, name="F", bounds=[0, 1])
-        if self._held:
-            found["D"] = cp.Variable(len(self._twice), name="D", boolean=True)
-            found["W"] = cp.Variable(len(self._held), name="W", bounds=[0, 1])
+        """F, A, H and D by name, where there are any."""
+        found = {name: cp.Variable(size, name=name, bounds=[0, 1]) for name, size in self._sizes.items() if size}
+        if self.twice:
+            found["D"] = cp.Variable(len(self.twice), name="D", boolean=True)
         return found
 
-    def twice(self) -> list[Key]:
-        """(Operator, segment) of each column in D."""
-        return list(self._twice)
-
-    def start(self, value: dict[str, mip.Vector], counts: Mapping[Key, int]) -> None:
-        """Add values of F, D and W that go with those of R and S.
+    def start(self, value: dict[str, mip.Vector], ran: Mapping[int, Sequence[int]]) -> None:
+        """Add values of F, A, H and D that go with those of R and S.
 
         Args:
             value: of the program's variables, by name.
-            counts: how often an operator runs again in a segment.
+            ran: of each segment, the operators that run again in it, in order.
         """
-        before = np.zeros(self._befores)
-        for (name, column), w, begins in self._chain:
-            known = before[column] if name == "F" else value["R"][column]
-            before[w] = max(before[w], known - (0.0 if begins is None else value["S"][begins]))
-        twice = np.array([float(counts.get(key, 0) > 1) for key in self._twice])
-        held = [
-            max(0.0, ends - value["R"][h.runs], ends + before[h.before] - 1.0 - twice[h.twice])
-            for h in self._held
-            for ends in (value["S"][h.ends],)
-        ]
-        value |= {"F": before, "D": twice, "W": np.array(held)}
+        value |= {name: np.zeros(size) for name, size in self._sizes.items()}
+        for (name, column), w, begins in self._befores:
+            there = 0.0 if begins is None else value["S"][begins]
+            value["F"][w] = max(value["F"][w], value[name][column] - there)
+        for column, (i, s, v) in enumerate(self._afters):
+            there_ran = ran.get(s, ())
+            last = max((n for n, operator in enumerate(there_ran) if operator == i), default=-1)
+            value["A"][column] = float(v in there_ran[last + 1 :])
+        for h, (name, column), later in self._helds:
+            written = 0.0 if later is None else value["A"][later]
+            value["H"][h] = max(value["H"][h], value[name][column] - written)
+        value["D"] = np.array([float(list(ran.get(s, ())).count(i) > 1) for i, s in self.twice])

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import cvxpy as cp
@@ -32,7 +31,7 @@ from monetrun.solve.slot import allowed_choices, necessary
 
 _NEGLIGIBLE = 2e-5  # tensors smaller than this share of the budget are taken to be always alive, at no bytes
 _SCALE = 1000.0
-_HELD = 0.01  # the order of runs is told of tensors that take more than this share of the budget
+_HELD = 0.01  # of the budget: smaller tensors are looked at as if runs had no order
 
 
 @dataclass(frozen=True)
@@ -104,13 +103,13 @@ def relax(
     local: Iterable[int] = (),
     margins: Mapping[int, int] | None = None,
     least_bytes: bool = False,
-    ordered: bool = False,
+    ordered: Collection[int] = (),
 ) -> Relaxation:
     """Write the relaxed program that looks at memory at ``points`` (ids of compulsory operators).
 
     ``local`` are forward operators at whose runs memory is looked at as well: what such a run reads and writes, and
-    what is alive throughout the segment in which it is, must fit. If ``ordered``, what has run just before it is looked
-    at, too (``monetrun.solve.order``).
+    what is alive throughout the segment in which it is, must fit. Of those that are ``ordered``, what runs before and
+    after them in the segment is told, too (``monetrun.solve.order``).
     ``margins`` are bytes to leave free at a point, for what recomputation needs around it; with margins (even empty)
     runs are taken to be in the graph's order, and the program is no relaxation any more, but finds schedules.
     With ``least_bytes`` the budget is no limit: the program minimizes the bytes B that a budget would have to have.
@@ -253,23 +252,32 @@ def relax(
         w = writer[t]
         return w if (w, s) in runs and segment[w] < s and not operators[w].optional else None
 
-    order = Order(rows, runs, alive, written_again, lambda i: all_reads[i])
+    def from_before(ts: Iterable[int], s: int) -> list[int]:
+        """Those that no operator of segment s writes but in a run again."""
+        return sorted(t for t in ts if segment[writer[t]] < s and not operators[writer[t]].optional)
+
+    order = Order(
+        rows,
+        runs,
+        alive,
+        written_again,
+        lambda i, s: from_before(all_reads[i], s),
+        lambda t: tensors[t].nbytes > _HELD * budget_bytes,
+    )
     for i, s in itertools.product(sorted(set(local)), range(count)):
         if (i, s) not in runs:
             continue
         point = points[s]
         own = {*all_reads[i], *operators[i].outputs}
-        before = order.before(i, s) if ordered and not operators[i].optional else {}
-        terms = []
-        for t in sorted(wanted_at[s + 1] | any_reads[point]):
+        ends = wanted_at[s + 1] | any_reads[point]
+        held = order.held(i, s, from_before(ends, s), own) if i in ordered and not operators[i].optional else {}
+        terms = [(*column, tensors[t].nbytes / unit_bytes) for t, column in held.items()]
+        for t in sorted(ends - held.keys()):
             w = writer[t]
             if t in own or (segment[w] == s and not operators[w].optional):
                 continue
             if (w, s) not in runs or (margins is not None and w < i):
                 terms.append(("S", alive[t, s + 1], tensors[t].nbytes / unit_bytes))
-                continue
-            if w in before and tensors[t].nbytes > _HELD * budget_bytes:
-                terms.append(("W", order.held(t, s, w, before[w]), tensors[t].nbytes / unit_bytes))
                 continue
             if (t, s) not in through:
                 through[t, s] = len(through)
@@ -300,7 +308,7 @@ def relax(
         objective = cp.sum(variables["B"])
     elif runs:
         objective += np.array(run_seconds) @ variables["R"]
-    if (twice := order.twice()) and not least_bytes:
+    if (twice := order.twice) and not least_bytes:
         once_more = np.array([min(costs.seconds[i][k] for _, k in sets[i]) for i, _ in twice])
         objective += once_more / unit_seconds @ variables["D"]
     if pick_seconds and not least_bytes:
@@ -343,13 +351,14 @@ def _least_written_bytes(graph: Graph, costs: Costs, operator: int, options: Opt
 def relaxed_schedule(graph: Graph, relaxation: Relaxation, value: dict[str, mip.Vector]) -> Schedule | None:
     """A solution of a relaxed program as a schedule, every run as late as it can be.
 
-    It follows all rules of the replay except the budget. None where it can not be written down (a random operator would
-    have to run again).
+    Before a point, what takes most room beside what it leaves runs first. The schedule follows all rules of the replay
+    except the budget. None where it can not be written down (a random operator would have to run again).
     """
     operators, points = graph.operators, relaxation.points
     forward: list[Step] = []
     backward: list[Step] = []
     present: set[int] = set(relaxation.free)
+    once_more: set[int] = set()  # operators of the segment that are to run twice, and did not yet
 
     def on(name: str, column: int | None) -> bool:
         return column is not None and value[name][column] > 0.5
@@ -377,12 +386,37 @@ def relaxed_schedule(graph: Graph, relaxation: Relaxation, value: dict[str, mip.
             return False
         backward.append(Step(op.id, k))
         present.update(op.outputs)
+        again = {graph.writer[u] for u in op.implementations[k].inputs} & once_more
+        once_more.difference_update(again)
+        present.difference_update(*(operators[w].outputs for w in again))
         return True
+
+    def in_passing(t: int, alive: set[int]) -> tuple[bool, int]:
+        """Whether t comes back after others, and the bytes that it takes to provide it beside those that stay."""
+        order: dict[int, None] = {}
+
+        def visit(u: int) -> None:
+            w = graph.writer[u]
+            if u not in present and w not in order:
+                for read in operators[w].inputs:
+                    visit(read)
+                order[w] = None
+
+        visit(t)
+        last = {u: w for w in order for u in operators[w].inputs}
+        held = most = 0
+        for w in order:
+            held += sum(graph.tensors[u].nbytes for u in operators[w].outputs)
+            most = max(most, held)
+            read = (u for u in operators[w].inputs if graph.writer[u] in order and last[u] == w and u not in alive)
+            held -= sum(graph.tensors[u].nbytes for u in read)
+        return graph.writer[t] in once_more, held - most
 
     for s in range(len(points) + 1):
         begin = points[s - 1] + 1 if s else 0
         end = points[s] + 1 if s < len(points) else len(operators)
         alive = {t for (t, at), column in relaxation.alive.items() if at == s + 1 and on("S", column)}
+        once_more = {w for (w, at), column in relaxation.order.twice.items() if at == s and on("D", column)}
         for op in operators[begin:end]:
             if op.optional:
                 if on("R", relaxation.runs.get((op.id, s))):
@@ -395,10 +429,11 @@ def relaxed_schedule(graph: Graph, relaxation: Relaxation, value: dict[str, mip.
                 continue
             k = choice(op.id, relaxation.picks.get(op.id, ()))
             if op.phase == BACKWARD:
-                needed = sorted(
-                    set(op.implementations[k].inputs) | (alive - set(op.outputs) if op.id + 1 == end else set())
-                )
-                if not all(provide(t) for t in needed):
+                needed = set(op.implementations[k].inputs)
+                if op.id + 1 == end:
+                    needed |= alive - set(op.outputs)
+                passing = {t: (*in_passing(t, needed), t) for t in needed}
+                if not all(provide(t) for t in sorted(needed, key=passing.__getitem__)):
                     return None
             elif not present.issuperset(op.implementations[k].inputs):
                 return None
@@ -417,14 +452,14 @@ def start_from(graph: Graph, relaxation: Relaxation, schedule: Schedule) -> dict
     value["M"] = np.zeros(sum(len(columns) for columns in all_picks))
     steps = schedule.forward + schedule.backward
     forward_points = {point: s for s, point in enumerate(points)}
-    counts: Counter[tuple[int, int]] = Counter()
+    ran: dict[int, list[int]] = {}
     place = 0
     segments = []
     for i, step in enumerate(steps):
         segments.append(place)
         op = graph.operators[step.operator]
         if op.optional or (i >= len(schedule.forward) and op.phase == FORWARD):
-            counts[op.id, place] += 1
+            ran.setdefault(place, []).append(op.id)
             if (column := relaxation.runs.get((op.id, place))) is not None:
                 value["R"][column] = 1.0
         elif op.id in forward_points:
@@ -453,5 +488,5 @@ def start_from(graph: Graph, relaxation: Relaxation, schedule: Schedule) -> dict
     for (t, s), column in relaxation.through.items():
         ends = value["S"][relaxation.alive[t, s + 1]]
         value["Z"][column] = max(0.0, ends - value["R"][relaxation.runs[graph.writer[t], s]])
-    relaxation.order.start(value, counts)
+    relaxation.order.start(value, ran)
     return value
