@@ -17,11 +17,26 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TINY = str(SCRIPTS / "tiny.py")
 
 
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch, tmp_path):
+def without_settings(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("PET_", "MONETRUN_")):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A folder with what torchrun's training leaves: of one rank ``one.0``, of two ``two.0`` and ``two.1``."""
+    folder = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        without_settings(patch)
+        torchrun(TINY, str(folder / "one"))
+        torchrun("--nproc-per-node=2", TINY, str(folder / "two"), "--ddp", "--steps=4")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch, tmp_path):
+    without_settings(monkeypatch)
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
     with socket.socket() as free:  # torchrun's own is one for all that runs on this machine
         free.bind(("127.0.0.1", 0))
@@ -52,10 +67,9 @@ def same(a, b):
     assert [k for k in a["state"] if not torch.equal(a["state"][k], b["state"][k])] == []
 
 
-def test_a_launch_trains_as_torchrun_does_within_the_budget_and_the_second_comes_from_the_cache(tmp_path):
-    torchrun(TINY, "plain")
+def test_a_launch_trains_as_torchrun_does_within_the_budget_and_the_second_comes_from_the_cache(tmp_path, plain):
     done = monetrun("--budget", "0.7x", "--solver-seconds", "3", "--json", TINY, "planned")
-    same("plain.0", "planned.0")
+    same(plain / "one.0", "planned.0")
     assert Path("planned.steps").read_text() == "0 0\n0 1\n0 2\n"  # the trial run took no step
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["planned_peak_bytes"] <= found["budget_bytes"] == int(0.7 * found["plain_peak_bytes"])
@@ -67,31 +81,30 @@ def test_a_launch_trains_as_torchrun_does_within_the_budget_and_the_second_comes
     again = monetrun("--budget", "0.7x", "--solver-seconds", "3", TINY, "planned")
     assert "trial run" not in again.stderr
     assert "plan from the cache" in again.stderr
-    same("plain.0", "planned.0")
+    same(plain / "one.0", "planned.0")
 
     for file in (tmp_path / "cache").rglob("*.json"):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     third = monetrun("--budget", "0.7x", "--solver-seconds", "3", TINY, "planned")
     assert "is not used" in third.stderr
     assert "trial run" in third.stderr
-    same("plain.0", "planned.0")
+    same(plain / "one.0", "planned.0")
 
 
-def test_two_ranks_train_as_under_torchrun():
-    torchrun("--nproc-per-node=2", TINY, "plain", "--ddp")
+def test_two_ranks_train_as_under_torchrun(plain):
     done = monetrun(
-        "--nproc-per-node=2", "--budget", "0.75x", "--solver-seconds", "3", "--json", TINY, "planned", "--ddp"
+        *("--nproc-per-node=2", "--budget", "0.75x", "--solver-seconds", "3", "--json"),
+        *(TINY, "planned", "--ddp", "--steps=4"),
     )
     assert "trial run failed" not in done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["measured_peak_bytes"] <= found["budget_bytes"]
     assert found["planned_peak_bytes"] < found["plain_peak_bytes"]
     for rank in (0, 1):
-        same(f"plain.{rank}", f"planned.{rank}")
+        same(plain / f"two.{rank}", f"planned.{rank}")
 
 
-def test_without_a_probe_rank_0_plans_at_the_first_step_for_all():
-    torchrun("--nproc-per-node=2", TINY, "plain", "--ddp", "--steps=4")
+def test_without_a_probe_rank_0_plans_at_the_first_step_for_all(plain):
     done = monetrun(
         *("--nproc-per-node=2", "--no-probe", "--budget", "0.75x", "--solver-seconds", "2", "--json"),
         *(TINY, "planned", "--ddp", "--steps=4"),
@@ -99,18 +112,17 @@ def test_without_a_probe_rank_0_plans_at_the_first_step_for_all():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["measured_peak_bytes"] <= found["budget_bytes"]
     for rank in (0, 1):
-        same(f"plain.{rank}", f"planned.{rank}")
+        same(plain / f"two.{rank}", f"planned.{rank}")
 
 
-def test_plan_writes_a_plan_that_a_launch_runs_and_another_model_refuses(tmp_path):
+def test_plan_writes_a_plan_that_a_launch_runs_and_another_model_refuses(tmp_path, plain):
     done = monetrun("plan", "--out", "p.json", "--budget", "0.8x", "--solver-seconds", "2", TINY, "planned")
     assert not Path("planned.0").exists()
     assert "nothing trained" in done.stderr
     plan = codec.loads(Plan, Path("p.json").read_text())
     assert plan.planned_peak_bytes <= plan.budget_bytes
-    torchrun(TINY, "plain")
     monetrun("--plan", "p.json", TINY, "planned")
-    same("plain.0", "planned.0")
+    same(plain / "one.0", "planned.0")
     other = tmp_path / "other.py"
     other.write_text(Path(TINY).read_text().replace("range(4)", "range(5)"))
     refused = monetrun("--plan", "p.json", str(other), "refused", expect=83)

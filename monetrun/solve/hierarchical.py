@@ -5,8 +5,9 @@
 2. *Blocks.* The backward pass is cut at points into blocks. Within a block runs have no order and memory is looked at
    only at its ends (``monetrun.solve.relaxation``): a program of a whole network is then solved in seconds. Its optimum
    bounds every schedule. Written down as a schedule and replayed, it tells where memory was looked at too
-   seldom; there the next program has a point more, or, where recomputation itself needs room, a *margin*. Whenever
-   such a schedule fits the budget it is a candidate, and it is a cheapest one when no margin was needed.
+   seldom; there the next program has a point more, or tells what runs before and after a run again
+   (``monetrun.solve.order``), or, when all that is said or takes too long, leaves a *margin*. Whenever such a schedule
+   fits the budget it is a candidate, and it is a cheapest one when no margin was needed.
 3. *Windows.* The paper's program (``monetrun.solve.ilp``) with a few neighbouring operators free and all else as in the
    best schedule, on a fixed profile of memory, started from that schedule; windows lie anywhere, across blocks.
 
