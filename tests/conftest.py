@@ -41,14 +41,15 @@ def _unhurried():
     if importlib.util.find_spec("cvxpy") is None:  # recipes/gpu_check.py runs some of these tests without the solvers
         yield
         return
+    from monetrun.plan import Options
     from monetrun.solve import greedy, incumbent
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(incumbent, "time", SimpleNamespace(monotonic=time.process_time))
         patch.setattr(incumbent, "PATIENCE", 8.0)
-        for search in (greedy.improve, greedy.most_frugal):
-            *defaults, _ = search.__defaults__
-            patch.setattr(search, "__defaults__", (*defaults, 2.0))  # the last one is the patience
+        # the last one is the patience; a model's most frugal schedule is looked for twice in most tests that train one
+        patch.setattr(greedy.improve, "__defaults__", (*greedy.improve.__defaults__[:-1], 2.0))
+        patch.setattr(greedy.most_frugal, "__defaults__", (Options(seconds=1.5), 0, 2.0))
         yield
 
 

@@ -19,7 +19,7 @@ SHARES = {"vgg16": "0.98x", "zero_init": "0.92x"}
 
 def trained(case, budget, steps=4, **options):
     """Losses and state of ``case`` trained under ``budget``, and the engine that ran it."""
-    session = worker.Session(Settings(mode=RUN, budget=budget, solver_seconds=4.0, **options))
+    session = worker.Session(Settings(mode=RUN, budget=budget, solver_seconds=2.0, **options))
     session.watch_process()
     try:
         losses, state = zoo.train(case, steps)

@@ -36,14 +36,17 @@ LIMIT = 8.0
 # eager at 4, four times at 8 (CPU, float32, 1000 to 100,000 elements).
 LIMIT_OF_CHANNELS = 2.0
 
-# Where only these read the output of a batch norm, they run again from its input in one pass and to the bit (see
-# ``normalization``): keeping the output instead saves nothing more.
-_FUSED = {
+# Where only these read the output of a batch norm, it is not offered, so that networks of convolutions, batch norms and
+# ReLUs have eager's bits: ReLUs and sums run again from the batch norm's input in one pass and to the bit (see
+# ``normalization``), and keeping the output instead saves nothing more.
+_READERS_OF_EXACT = {
     aten.relu.default,
     aten.hardtanh.default,
     aten.add.Tensor,
     aten.hardtanh_backward.default,
     aten.clone.default,
+    aten.convolution.default,
+    aten.convolution_backward.default,
 }
 
 
@@ -105,7 +108,7 @@ def _batch_norm(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
             continue
         result = element(norm, 0)
         fused = target is aten._native_batch_norm_legit_functional.default
-        if result is not None and not (fused and all(user.target in _FUSED for user in result.users)):
+        if result is not None and not (fused and all(user.target in _READERS_OF_EXACT for user in result.users)):
             yield from _of_channels("output:batch-norm", grad, x, norm, rstd, mask)
 
 
