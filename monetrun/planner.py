@@ -32,6 +32,7 @@ class Baseline:
         fast_schedules: the plain step in place wherever an operand dies, which is never slower.
         frugal_schedules: of ``frugal``.
         rounds: of the record's rounds, each as one graph where it joins.
+        searched: the record without implementations that no schedule needs.
     """
 
     plain: StepTimeline
@@ -39,6 +40,7 @@ class Baseline:
     fast_schedules: tuple[Schedule, ...]
     frugal_schedules: tuple[Schedule, ...]
     rounds: tuple[RoundGraph | ApartRound, ...]
+    searched: StepRecord
 
 
 def plain_in_place(record: StepRecord, options: Options | None = None) -> tuple[Schedule, ...]:
@@ -66,7 +68,8 @@ def baseline(record: StepRecord, frugal: Sequence[Schedule] | None = None) -> Ba
     rounds = tuple(round_graph(record, bounds) or ApartRound(record, bounds, fast) for bounds in record.rounds)
     pairs = zip(record.graphs, record.costs, strict=True)
     known = tuple(greedy.most_frugal(g, c) for g, c in pairs) if frugal is None else tuple(frugal)
-    base = Baseline(replace(plain, seconds=replay(record, fast).seconds), replay(record, known), fast, known, rounds)
+    fastest = replace(plain, seconds=replay(record, fast).seconds)
+    base = Baseline(fastest, replay(record, known), fast, known, rounds, record)
     if frugal is None:
         # the least peak of a graph alone need not give that of the step: what it saves counts for the others
         for joined in rounds:
@@ -134,8 +137,7 @@ def plan_step(
     solver = solve.solver(algorithm)
     known_to_fit = None
     if algorithm == "hierarchical":
-        searched = _without_dominated(record)
-        known_to_fit = [s for s in (base.frugal_schedules, *starts) if _permitted(searched, s, options)]
+        known_to_fit = [s for s in (base.frugal_schedules, *starts) if _permitted(base.searched, s, options)]
     found = _solve(record, budget_bytes, solver, options, base, known_to_fit)
     timeline = replay(record, found.schedules)
     if timeline.peak_bytes > budget_bytes or not _permitted(record, found.schedules, options):

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from monetrun.ops.convolution import for_each, input_gradient
 from monetrun.ops.cudnn import DTYPES, Problem, agrees, compute, plans_on, tensor_float_allowed, unavailable_reason
-from monetrun.ops.layout import WINDOW, is_channels_last, memory_format
+from monetrun.ops.layout import WINDOW, fake_gradients, is_channels_last, memory_format
 from monetrun.ops.registry import Alternative, Call, Joint, implementation, real_tensors, value_of
 
 aten = torch.ops.aten
@@ -107,13 +107,8 @@ def _weight_backward_on_cuda(grad: Tensor, x: Tensor, weight: Tensor, *arguments
 
 @torch.library.impl(_library, "cudnn_convolution_weight_backward", "Meta")
 def _fake_weight_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
-    _, *_, (_, of_weight, of_bias), last, _ = arguments
-    form = memory_format(x.dim(), last)
-    return (
-        None,
-        torch.empty_like(weight, memory_format=form) if of_weight else None,
-        grad.new_empty((grad.shape[1],)) if of_bias else None,
-    )
+    *_, output_mask, last, _ = arguments
+    return fake_gradients(grad, weight, output_mask, memory_format(x.dim(), last))
 
 
 # ---- what is offered

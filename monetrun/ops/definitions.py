@@ -59,7 +59,7 @@ def _same_layout(x: Tensor, y: Tensor) -> None:
         raise RuntimeError("the tensors differ in shape, strides or dtype")
 
 
-def _is_images(x: Tensor) -> bool:
+def is_images(x: Tensor) -> bool:
     """Whether [N, C, ...] is contiguous, or channels-last."""
     return x.is_contiguous() or x.movedim(1, -1).is_contiguous()
 
@@ -390,7 +390,7 @@ def channel_norm_output_backward(
     ``grad`` and ``result`` are [N, C, ...], both contiguous or both channels-last. ``rstd`` tells which: [N, groups] of
     a group norm, [C] of a batch norm. Otherwise as ``layer_norm_output_backward``.
     """
-    if result.dim() < 2 or not _is_images(result):
+    if result.dim() < 2 or not is_images(result):
         raise RuntimeError("grad and result must be [N, C, ...], contiguous or channels-last")
     _same_layout(grad, result)
     images, channels = result.shape[:2]

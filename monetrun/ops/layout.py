@@ -88,13 +88,18 @@ def _weight_backward_by(
 def _fake_weight_backward_by(
     grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *window: Any
 ) -> tuple[Tensor | None, ...]:
-    *_, transposed, _, groups, (_, of_weight, of_bias), last = window
-    outer = memory_format(x.dim(), not last)
-    channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    *_, output_mask, last = window
+    return fake_gradients(grad, weight, output_mask, memory_format(x.dim(), not last))
+
+
+def fake_gradients(
+    grad: Tensor, weight: Tensor, output_mask: Sequence[bool], form: torch.memory_format
+) -> tuple[Tensor | None, ...]:
+    """Shape, strides and dtype of a convolution's gradients of weight (in the memory format ``form``) and bias."""
     return (
         None,
-        torch.empty_like(weight, memory_format=outer) if of_weight else None,
-        grad.new_empty((channels,)) if of_bias else None,
+        torch.empty_like(weight, memory_format=form) if output_mask[1] else None,
+        grad.new_empty((grad.shape[1],)) if output_mask[2] else None,
     )
 
 

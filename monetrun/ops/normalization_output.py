@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from monetrun.ops.definitions import is_images
 from monetrun.ops.registry import (
     Alternative,
     Call,
@@ -118,7 +119,7 @@ def _of_channels(name: str, grad: Any, x: Any, norm: fx.Node, rstd: Any, mask: A
     value = value_of(result)
     if value is None or not _alike(result, grad, x) or not _wide(grad, result, rstd, weight, bias):
         return
-    if not (value.is_contiguous() or value.movedim(1, -1).is_contiguous()):
+    if not is_images(value):
         return
     call = Call(monet.channel_norm_output_backward.default, (grad, result, rstd, weight, bias, mask))
     yield Alternative(name, call, exact=False, guard=_guard(weight, bias, LIMIT_OF_CHANNELS))
