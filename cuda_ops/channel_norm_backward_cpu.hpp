@@ -51,13 +51,9 @@ struct ChannelNormOutputBackward {
   static ScalarType kind() { return sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float; }
   A* sums_of(int64_t unit, int64_t part) const { return write<A>(sums) + (unit * parts + part) * 2 * width; }
 
-  // All ones in the last lanes, `count` of them.
-  static UnsignedLanes<T> last_lanes(int64_t count) {
-    return lanes_of_bits<UnsignedLanes<T>>(~uint64_t{0} << (kLanes - count));
-  }
-  static V only(V values, UnsignedLanes<T> kept) {
-    return reinterpret_cast<V>(reinterpret_cast<UnsignedLanes<T>>(values) & kept);
-  }
+  // One bit for each of the last lanes, `count` of them.
+  static uint64_t last_lanes(int64_t count) { return ~uint64_t{0} << (kLanes - count); }
+  static V only(V values, uint64_t kept) { return choose(kept, values, V{}); }
 
   // The last lanes of a row, those that are not among its whole registers; the others are 0.
   static V load_end(const T* row, int64_t count, int64_t left) {

@@ -39,10 +39,12 @@ inline uint64_t read_bits(const uint8_t* mask, int64_t block, int64_t elements) 
 // body(const T* in, int64_t block, int64_t elements) over all blocks; `in` always has 64 readable elements.
 template <class T, class Body>
 void read_blocks(const T* in, int64_t count, Body body) {
-  torch::stable::parallel_for(0, (count + kBlock - 1) / kBlock, kBlocksPerTask, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, (count + kBlock - 1) / kBlock, kBlocksPerTask, [=](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       const int64_t elements = std::min(kBlock, count - block * kBlock);
       if (elements == kBlock) {
+        const char* ahead = reinterpret_cast<const char*>(in + block * kBlock) + 2048;
+        for (size_t line = 0; line < kBlock * sizeof(T); line += 64) __builtin_prefetch(ahead + line);
         body(in + block * kBlock, block, kBlock);
       } else {
         T padded[kBlock] = {};
@@ -57,7 +59,7 @@ void read_blocks(const T* in, int64_t count, Body body) {
 // be `in`.
 template <class T, class Body>
 void map_blocks(const T* in, T* out, int64_t count, Body body) {
-  read_blocks(in, count, [&](const T* from, int64_t block, int64_t elements) {
+  read_blocks(in, count, [=](const T* from, int64_t block, int64_t elements) {
     if (elements == kBlock) {
       body(from, out + block * kBlock, block, kBlock);
     } else {

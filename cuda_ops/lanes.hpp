@@ -113,8 +113,12 @@ inline void store_as(void* to, V value) {
 inline Vector<float> load(const float* from) { return load_as<Vector<float>>(from); }
 inline Vector<double> load(const double* from) { return load_as<Vector<double>>(from); }
 inline Vector<float> load(const BFloat16* from) {
-  const auto raw = load_as<Lanes<BFloat16>::Raw>(from);
-  return reinterpret_cast<Vector<float>>(__builtin_convertvector(raw, Vector<uint32_t>) << 16);
+#if defined(MONET_AVX512)  // GCC converts vectors in halves
+  const auto bits = (Vector<uint32_t>)_mm512_cvtepu16_epi32(load_as<__m256i>(from));
+#else
+  const auto bits = __builtin_convertvector(load_as<Lanes<BFloat16>::Raw>(from), Vector<uint32_t>);
+#endif
+  return reinterpret_cast<Vector<float>>(bits << 16);
 }
 inline Vector<float> load(const Half* from) {
 #if defined(MONET_AVX512)
@@ -137,7 +141,11 @@ inline Vector<uint32_t> bfloat16_bits(Vector<float> value) {
   return value != value ? kept - kept + 0x7fc0 : kept;
 }
 inline void store(Vector<float> value, BFloat16* to) {
+#if defined(MONET_AVX512)
+  store_as(to, _mm512_cvtepi32_epi16((__m512i)bfloat16_bits(value)));
+#else
   store_as(to, __builtin_convertvector(bfloat16_bits(value), Lanes<BFloat16>::Raw));
+#endif
 }
 inline void store(Vector<float> value, Half* to) {
 #if defined(MONET_AVX512)
@@ -168,11 +176,23 @@ inline V broadcast(E value) {
   return value - V{};  // a sum with 0 would lose the sign of -0
 }
 
-// One bit for each lane of a comparison's result (all ones or all zeros), the first lane's lowest.
+// One bit for each lane in which a <= b, or in which a == b, the first lane's lowest.
+#if defined(MONET_AVX512)  // by themselves GCC's comparisons leave vectors, not bits
+inline uint64_t at_most_bits(Vector<float> a, Vector<float> b) {
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ);
+}
+inline uint64_t at_most_bits(Vector<double> a, Vector<double> b) {
+  return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_LE_OQ);
+}
+inline uint64_t equal_bits(Vector<float> a, Vector<float> b) {
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ);
+}
+inline uint64_t equal_bits(Vector<double> a, Vector<double> b) {
+  return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_EQ_OQ);
+}
+#else
 inline uint64_t lane_bits(Vector<int32_t> lanes) {
-#if defined(MONET_AVX512)
-  return _mm512_movepi32_mask((__m512i)lanes);
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   return static_cast<uint32_t>(_mm256_movemask_ps((__m256)lanes));
 #elif defined(__SSE2__)
   return static_cast<uint32_t>(_mm_movemask_ps((__m128)lanes));
@@ -183,9 +203,7 @@ inline uint64_t lane_bits(Vector<int32_t> lanes) {
 #endif
 }
 inline uint64_t lane_bits(Vector<int64_t> lanes) {
-#if defined(MONET_AVX512)
-  return _mm512_movepi64_mask((__m512i)lanes);
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   return static_cast<uint32_t>(_mm256_movemask_pd((__m256d)lanes));
 #elif defined(__SSE2__)
   return static_cast<uint32_t>(_mm_movemask_pd((__m128d)lanes));
@@ -195,15 +213,35 @@ inline uint64_t lane_bits(Vector<int64_t> lanes) {
   return bits;
 #endif
 }
-
-// All ones in lane i of V (vectors of unsigned integers) where bit i of `bits` is set, else all zeros.
 template <class V>
-inline V lanes_of_bits(uint64_t bits) {
+inline uint64_t at_most_bits(V a, V b) {
+  return lane_bits(a <= b);
+}
+template <class V>
+inline uint64_t equal_bits(V a, V b) {
+  return lane_bits(a == b);
+}
+#endif
+
+// `set` in lane i where bit i of `bits` is set, else `clear`; for floats of any size and for unsigned integers.
+template <class V>
+inline V choose(uint64_t bits, V set, V clear) {
   using E = std::remove_cv_t<std::remove_reference_t<decltype(V{}[0])>>;
+#if defined(MONET_AVX512)
+  if constexpr (sizeof(E) == 8) {
+    return (V)_mm512_mask_blend_epi64(static_cast<__mmask8>(bits), (__m512i)clear, (__m512i)set);
+  } else if constexpr (sizeof(E) == 4) {
+    return (V)_mm512_mask_blend_epi32(static_cast<__mmask16>(bits), (__m512i)clear, (__m512i)set);
+  } else {
+    return (V)_mm256_mask_blend_epi16(static_cast<__mmask16>(bits), (__m256i)clear, (__m256i)set);
+  }
+#else
+  using U = std::conditional_t<sizeof(E) == 8, uint64_t, std::conditional_t<sizeof(E) == 4, uint32_t, uint16_t>>;
   constexpr int kCount = sizeof(V) / sizeof(E);
-  V place;
-  for (int i = 0; i < kCount; ++i) place[i] = static_cast<E>(uint64_t{1} << i);
-  return reinterpret_cast<V>((broadcast<V>(static_cast<E>(bits)) & place) != 0);
+  Vector<U, sizeof(V)> place;
+  for (int i = 0; i < kCount; ++i) place[i] = static_cast<U>(uint64_t{1} << i);
+  return (broadcast<Vector<U, sizeof(V)>>(static_cast<U>(bits)) & place) != 0 ? set : clear;
+#endif
 }
 
 }  // namespace monet

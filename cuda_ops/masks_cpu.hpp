@@ -7,13 +7,15 @@
 
 namespace monet {
 
-template <class T, class Keep>
-void pack(const Tensor& x, const Tensor& mask, Keep keep) {
+// `dropped` says, one bit for each lane, where the mask is to be 0.
+template <class T, class Dropped>
+void pack(const Tensor& x, const Tensor& mask, Dropped dropped) {
   constexpr int kLanes = Lanes<T>::kLanes;
   uint8_t* bytes = write<uint8_t>(mask);
-  read_blocks(read<T>(x), x.numel(), [&](const T* in, int64_t block, int64_t elements) {
+  read_blocks(read<T>(x), x.numel(), [=](const T* in, int64_t block, int64_t elements) {
     uint64_t bits = 0;
-    for (int i = 0; i < kBlock; i += kLanes) bits |= lane_bits(keep(load(in + i))) << i;
+    for (int i = 0; i < kBlock; i += kLanes) bits |= dropped(load(in + i)) << i;
+    bits = ~bits;
     if (elements < kBlock) bits &= (uint64_t{1} << elements) - 1;
     std::memcpy(bytes + block * 8, &bits, static_cast<size_t>(mask_bytes(elements)));
   });
@@ -26,7 +28,7 @@ inline Tensor range_mask(const Tensor& x, double low, double high) {
     using T = typename decltype(typed)::type;
     const auto lowest = broadcast<Values<T>>(static_cast<Arithmetic<T>>(low));
     const auto highest = broadcast<Values<T>>(static_cast<Arithmetic<T>>(high));
-    pack<T>(x, mask, [&](Values<T> v) { return ~((v <= lowest) | (v >= highest)); });
+    pack<T>(x, mask, [=](Values<T> v) { return at_most_bits(v, lowest) | at_most_bits(highest, v); });
   });
   return mask;
 }
@@ -36,7 +38,7 @@ inline Tensor nonzero_mask(const Tensor& x) {
   Tensor mask = new_bytes(x, mask_bytes(x.numel()));
   for_dtype(x, [&](auto typed) {
     using T = typename decltype(typed)::type;
-    pack<T>(x, mask, [](Values<T> v) { return v != Values<T>{}; });
+    pack<T>(x, mask, [](Values<T> v) { return equal_bits(v, Values<T>{}); });
   });
   return mask;
 }
@@ -50,19 +52,19 @@ inline Tensor mask_backward_into(const Tensor& grad, const Tensor& mask, double 
     constexpr int kLanes = Lanes<T>::kLanes;
     if (slope == 0) {
       using Raw = typename Lanes<T>::Raw;
-      map_blocks(read<T>(grad), write<T>(out), grad.numel(), [&](const T* in, T* to, int64_t block, int64_t elements) {
+      map_blocks(read<T>(grad), write<T>(out), grad.numel(), [=](const T* in, T* to, int64_t block, int64_t elements) {
         const uint64_t bits = read_bits(bytes, block, elements);
         for (int i = 0; i < kBlock; i += kLanes)
-          store_as(to + i, load_as<Raw>(in + i) & lanes_of_bits<Raw>(bits >> i));
+          store_as(to + i, choose(bits >> i, load_as<Raw>(in + i), Raw{}));
       });
       return;
     }
     const auto factor = broadcast<Values<T>>(static_cast<Arithmetic<T>>(slope));
-    map_blocks(read<T>(grad), write<T>(out), grad.numel(), [&](const T* in, T* to, int64_t block, int64_t elements) {
+    map_blocks(read<T>(grad), write<T>(out), grad.numel(), [=](const T* in, T* to, int64_t block, int64_t elements) {
       const uint64_t bits = read_bits(bytes, block, elements);
       for (int i = 0; i < kBlock; i += kLanes) {
         const auto value = load(in + i);
-        store(lanes_of_bits<UnsignedLanes<T>>(bits >> i) != 0 ? value : value * factor, to + i);
+        store(choose(bits >> i, value, value * factor), to + i);
       }
     });
   });
@@ -76,12 +78,10 @@ inline Tensor mask_scale_into(const Tensor& x, const Tensor& mask, double scale,
   for_dtype(x, [&](auto typed) {
     using T = typename decltype(typed)::type;
     const auto factor = broadcast<Values<T>>(rounded<T>(static_cast<Arithmetic<T>>(scale)));
-    map_blocks(read<T>(x), write<T>(out), x.numel(), [&](const T* in, T* to, int64_t block, int64_t elements) {
+    map_blocks(read<T>(x), write<T>(out), x.numel(), [=](const T* in, T* to, int64_t block, int64_t elements) {
       const uint64_t bits = read_bits(bytes, block, elements);
-      for (int i = 0; i < kBlock; i += Lanes<T>::kLanes) {
-        const auto noise = lanes_of_bits<UnsignedLanes<T>>(bits >> i) != 0 ? factor : Values<T>{};
-        store(load(in + i) * noise, to + i);
-      }
+      for (int i = 0; i < kBlock; i += Lanes<T>::kLanes)
+        store(load(in + i) * choose(bits >> i, factor, Values<T>{}), to + i);
     });
   });
   return out;
