@@ -6,6 +6,7 @@
 
 #include <torch/headeronly/util/Half.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -169,6 +170,27 @@ inline Values<T> round_to(Values<T> value) {
   } else {
     return value;
   }
+}
+
+inline Vector<float> square_root(Vector<float> value) {
+#if defined(MONET_AVX512)
+  return (Vector<float>)_mm512_sqrt_ps((__m512)value);
+#elif defined(__AVX2__)
+  return (Vector<float>)_mm256_sqrt_ps((__m256)value);
+#else
+  for (int i = 0; i < kRegisterBytes / 4; ++i) value[i] = std::sqrt(value[i]);
+  return value;
+#endif
+}
+inline Vector<double> square_root(Vector<double> value) {
+#if defined(MONET_AVX512)
+  return (Vector<double>)_mm512_sqrt_pd((__m512d)value);
+#elif defined(__AVX2__)
+  return (Vector<double>)_mm256_sqrt_pd((__m256d)value);
+#else
+  for (int i = 0; i < kRegisterBytes / 8; ++i) value[i] = std::sqrt(value[i]);
+  return value;
+#endif
 }
 
 template <class V, class E>

@@ -10,6 +10,9 @@ namespace monet {
 inline Tensor mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out);
 inline Tensor mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out);
 
+inline Tensor hardswish_output_backward_into(const Tensor& grad, const Tensor& result, const Tensor& mask,
+                                             const Tensor& out);
+
 inline Tensor mask_backward(const Tensor& grad, const Tensor& mask, double slope) {
   return mask_backward_into(grad, mask, slope, torch::stable::empty_like(grad));
 }
@@ -22,6 +25,13 @@ inline Tensor mask_scale(const Tensor& x, const Tensor& mask, double scale) {
 }
 inline Tensor mask_scale_(const Tensor& x, const Tensor& mask, double scale) {
   return mask_scale_into(x, mask, scale, x);
+}
+
+inline Tensor hardswish_output_backward(const Tensor& grad, const Tensor& result, const Tensor& mask) {
+  return hardswish_output_backward_into(grad, result, mask, torch::stable::empty_like(grad));
+}
+inline Tensor hardswish_output_backward_(const Tensor& grad, const Tensor& result, const Tensor& mask) {
+  return hardswish_output_backward_into(grad, result, mask, grad);
 }
 
 }  // namespace monet

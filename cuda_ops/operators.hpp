@@ -10,6 +10,8 @@ void register_operators(Library& library) {
   library.impl("mask_backward_", TORCH_BOX(&monet::mask_backward_));
   library.impl("mask_scale", TORCH_BOX(&monet::mask_scale));
   library.impl("mask_scale_", TORCH_BOX(&monet::mask_scale_));
+  library.impl("hardswish_output_backward", TORCH_BOX(&monet::hardswish_output_backward));
+  library.impl("hardswish_output_backward_", TORCH_BOX(&monet::hardswish_output_backward_));
   library.impl("max_pool2d_index", TORCH_BOX(&monet::max_pool2d_index));
   library.impl("max_pool2d_index_backward", TORCH_BOX(&monet::max_pool2d_index_backward));
   library.impl("max_pool2d_input_backward", TORCH_BOX(&monet::max_pool2d_input_backward));

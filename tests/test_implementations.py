@@ -140,6 +140,9 @@ CASES = {
     "relu6 in place": (Wave(lambda x: F.relu6(4 * x, inplace=True), torch.sin), (2, 8, 3, 3)),
     "leaky relu": (Wave(lambda x: F.leaky_relu(x, 0.2), torch.sin), (2, 3, 5, 1)),
     "elu": (Wave(F.elu, lambda x: F.elu(3 * x, 0.5), F.selu, lambda x: F.celu(4 * x, 2.0), torch.sin), (3, 5, 7, 3)),
+    "softplus": (Wave(F.softplus, lambda x: F.softplus(3 * x, 2.0), torch.sin), (3, 5, 7, 3)),
+    "hardswish": (Wave(lambda x: F.hardswish(3 * x), lambda x: F.hardswish(9 * x), torch.sin), (3, 5, 7, 3)),
+    "hardswish, empty": (Wave(F.hardswish, torch.sin), (0, 5, 2, 3)),
     "pool": (pool(kernel_size=2), (2, 4, 8, 6)),
     "pool, overlapping": (pool(kernel_size=3, stride=2, padding=1), (1, 4, 9, 7)),
     "pool, same size": (pool(kernel_size=3, stride=1, padding=1), (2, 3, 5, 5)),
@@ -342,6 +345,11 @@ NETWORKS = {
         lambda: torch.randn(8, 16, 12, 12),
         {"output:group-norm", "output:batch-norm", "intermediate:mask", "conv:apart"},
     ),
+    "softplus": (
+        lambda: nn.Sequential(normalized_conv(nn.GroupNorm(4, 16), nn.Softplus()), nn.Conv2d(16, 4, 1)),
+        lambda: torch.randn(8, 16, 12, 12),
+        {"output:softplus", "output:group-norm", "conv:apart"},
+    ),
     "gpt": (
         lambda: zoo.GPT(layers=2, width=32, length=32),
         lambda: zoo.tokens(4, 32, 0),
@@ -430,6 +438,21 @@ def test_every_other_implementation_at_once_gives_the_gradients_of_eager(network
         errors = [(v[name].double() - value).norm() for v in (given, expected)]
         assert errors[1] < 1e-5 * value.norm() + 1e-12, name  # the same dropout
         assert errors[0] <= 2 * errors[1] + 1e-12, (name, errors)
+
+
+def test_hardswish_from_its_output_has_at_most_twice_eagers_error_in_a_whole_network():
+    """Over all parameters: in single ones, behind one hardswish, it is up to four times eager's."""
+    chooser = Forcing()
+    given, expected, wide = gradients_beside_eager(
+        lambda: torchvision.models.mobilenet_v3_small(num_classes=10, dropout=0.0),
+        lambda: torch.randn(8, 3, 64, 64),
+        chooser,
+    )
+    assert "output:hardswish" in chooser.used
+    exact = wide()
+    floats = [name for name, value in exact.items() if value.is_floating_point()]
+    error, eagers = (sum((v[n].double() - exact[n]).square().sum() for n in floats) for v in (given, expected))
+    assert error <= 4 * eagers
 
 
 @pytest.mark.parametrize(

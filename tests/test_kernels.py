@@ -117,6 +117,47 @@ def test_a_packed_dropout_mask_has_the_bits_of_a_product(kernel, shape, layout, 
     assert_same(over, x * noise)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@layouts
+@shapes
+def test_hardswish_backward_from_output_and_side(kernel, shape, layout, dtype):
+    x, grad = numbers(shape, dtype, layout), numbers(shape, dtype, layout, seed=1)
+    result, mask = aten.hardswish(x), kernel("range_mask")(x, -1.5, NAN)
+    expected = aten.hardswish_backward(grad, x)
+    given = kernel("hardswish_output_backward")(grad, result, mask)
+    # the slope is off by a rounding of the output over the slope itself
+    eps = torch.finfo(dtype).eps
+    slope = aten.hardswish_backward(torch.ones_like(x), x.nan_to_num(0.0)).abs()
+    allowed = (4 * eps * grad.abs() * (1 + 1 / slope.clamp(min=eps**0.5))).nan_to_num(INF, posinf=INF)
+    assert torch.equal(given.isnan(), expected.isnan())
+    assert ((given - expected).abs().nan_to_num(0.0) <= allowed).all()
+    over = grad.clone()
+    assert kernel("hardswish_output_backward_")(over, result, mask).data_ptr() == over.data_ptr()
+    assert_same(over, given)
+
+
+def test_hardswish_backward_from_output_at_its_corners(kernel):
+    """The slope goes from 1.5 to 1 at 3, and from -0.5 to 0 at -3, where a gradient that is NaN gives 0 too."""
+    x = torch.tensor([3.0, -3.0, -1e30, -INF, INF, NAN, 0.0, -1.5])
+    inwards = torch.nextafter(x[:2], torch.zeros(2))
+    x = torch.cat((x, inwards, torch.nextafter(x[:2], 2 * x[:2])))
+    result, mask = aten.hardswish(x), kernel("range_mask")(x, -1.5, NAN)
+    for grad in (torch.ones_like(x), torch.full_like(x, NAN)):
+        given = kernel("hardswish_output_backward")(grad, result, mask)
+        torch.testing.assert_close(given, aten.hardswish_backward(grad, x), rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@layouts
+@shapes
+def test_softplus_backward_from_output(kernel, shape, layout, dtype):
+    x, grad = numbers(shape, dtype, layout), numbers(shape, dtype, layout, seed=1, special=False)
+    for beta, threshold in ((1.0, 20.0), (2.5, 20.0), (0.5, 30.0)):
+        given = kernel("softplus_output_backward")(grad, aten.softplus(x, beta, threshold), beta, threshold)
+        expected = aten.softplus_backward(grad, x, beta, threshold)
+        torch.testing.assert_close(given, expected, rtol=max(3e-9, 4 * torch.finfo(dtype).eps), atol=0, equal_nan=True)
+
+
 def test_a_mask_is_one_bit_for_each_element_the_first_lowest_and_nothing_behind(kernel):
     x = torch.tensor([1.0, -1.0, 2.0, 0.0, NAN, 3.0, -0.0, 1.0, 5.0, -5.0])
     assert kernel("range_mask")(x, 0.0, NAN).tolist() == [0b10110101, 0b01]
@@ -487,6 +528,9 @@ def samples():
         "mask_backward_": (x.clone(), mask, 0.0),
         "mask_scale": (x, mask, 2.0),
         "mask_scale_": (x.clone(), mask, 2.0),
+        "hardswish_output_backward": (x, x, mask),
+        "hardswish_output_backward_": (x.clone(), x, mask),
+        "softplus_output_backward": (x, x, 1.0, 20.0),
         "max_pool2d_index": (images, *window, False),
         "max_pool2d_index_backward": (
             torch.randn(2, 3, 3, 3),

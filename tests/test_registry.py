@@ -20,13 +20,13 @@ import torch, torch.nn.functional as F
 from test_implementations import CASES, Wave, captured, computed
 from torch import fx
 
-joint = captured(Wave(lambda x: F.softplus(3 * x, beta=2.0), torch.sin), torch.randn(4, 5))
+joint = captured(Wave(lambda x: F.logsigmoid(3 * x), torch.sin), torch.randn(4, 5))
 values = computed(joint, torch.float32)
 (found,) = [
     (i, k)
     for i, op in enumerate(joint.graph.operators)
     for k, impl in enumerate(op.implementations)
-    if impl.name == "output:softplus"
+    if impl.name == "output:log-sigmoid"
 ]
 call = joint.calls[found]
 given = call.target(*fx.map_arg(call.args, values.__getitem__))
@@ -40,9 +40,9 @@ def test_the_readmes_implementation_works_from_an_installed_package(tmp_path):
     assert len(code.splitlines()) <= 30
     for name, text in {
         "mine/__init__.py": "",
-        "mine/softplus.py": code,
+        "mine/log_sigmoid.py": code,
         "mine-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n",
-        "mine-1.0.dist-info/entry_points.txt": "[monetrun.implementations]\nmine = mine.softplus\n",
+        "mine-1.0.dist-info/entry_points.txt": "[monetrun.implementations]\nmine = mine.log_sigmoid\n",
     }.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -56,7 +56,7 @@ def test_the_readmes_implementation_works_from_an_installed_package(tmp_path):
         timeout=1200,
         check=False,
     )
-    assert done.stdout == "from output: aten.softplus_backward.default\n", done.stderr
+    assert done.stdout == "from output: aten.log_sigmoid_backward.default\n", done.stderr
 
 
 def test_a_name_of_no_known_kind_is_refused(monkeypatch):

@@ -25,7 +25,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("monet", "FRAGMENT")
 
 
-def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define ``schema``; the function below it is its meaning, ``fake`` its shape, strides and dtype."""
     name = schema.partition("(")[0]
 
@@ -39,7 +39,8 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
     return define
 
 
-def _like_first(x: Tensor, *_: Any) -> Tensor:
+def like_first(x: Tensor, *_: Any) -> Tensor:
+    """The form of a result that is like the first argument."""
     return torch.empty_like(x)
 
 
@@ -47,14 +48,15 @@ def _first(x: Tensor, *_: Any) -> Tensor:
     return x
 
 
-def _storage(x: Tensor) -> Tensor:
+def storage(x: Tensor) -> Tensor:
     """The elements of a dense tensor in the order of storage."""
     if not aten.is_non_overlapping_and_dense.default(x):
         raise RuntimeError("the tensor is not dense; make it contiguous (in any memory format) before")
     return x.as_strided((x.numel(),), (1,))
 
 
-def _same_layout(x: Tensor, y: Tensor) -> None:
+def same_layout(x: Tensor, y: Tensor) -> None:
+    """Raise RuntimeError unless shapes, strides and dtypes are the same."""
     if x.dtype != y.dtype or x.shape != y.shape or (x.numel() and x.stride() != y.stride()):
         raise RuntimeError("the tensors differ in shape, strides or dtype")
 
@@ -64,7 +66,8 @@ def is_images(x: Tensor) -> bool:
     return x.is_contiguous() or x.movedim(1, -1).is_contiguous()
 
 
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """What values of ``dtype`` are computed in, as ATen does."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -88,30 +91,30 @@ def _unpack(mask: Tensor, elements: int) -> Tensor:
     return ((mask.unsqueeze(1) >> places) & 1).view(-1)[:elements].bool()
 
 
-@_operator("range_mask(Tensor x, float low, float high) -> Tensor", _fake_mask)
+@operator("range_mask(Tensor x, float low, float high) -> Tensor", _fake_mask)
 def range_mask(x: Tensor, low: float, high: float) -> Tensor:
     """Which elements are strictly between ``low`` and ``high`` (NaN: no bound): not (x <= low) and not (x >= high).
 
     NaN is within, as in torch's threshold_backward and hardtanh_backward.
     """
-    values = _storage(x).to(_arithmetic(x.dtype))
+    values = storage(x).to(arithmetic(x.dtype))
     return _pack(~(values <= low) & ~(values >= high))
 
 
-@_operator("nonzero_mask(Tensor x) -> Tensor", _fake_mask)
+@operator("nonzero_mask(Tensor x) -> Tensor", _fake_mask)
 def nonzero_mask(x: Tensor) -> Tensor:
     """Which elements are not zero; NaN is not."""
-    return _pack(_storage(x) != 0)
+    return _pack(storage(x) != 0)
 
 
 def _mask_backward(out: Tensor, grad: Tensor, mask: Tensor, slope: float) -> Tensor:
-    values = _storage(grad)
-    other = (values.to(_arithmetic(grad.dtype)) * slope).to(grad.dtype) if slope else torch.zeros_like(values)
-    _storage(out).copy_(torch.where(_unpack(mask, grad.numel()), values, other))
+    values = storage(grad)
+    other = (values.to(arithmetic(grad.dtype)) * slope).to(grad.dtype) if slope else torch.zeros_like(values)
+    storage(out).copy_(torch.where(_unpack(mask, grad.numel()), values, other))
     return out
 
 
-@_operator("mask_backward(Tensor grad, Tensor mask, float slope) -> Tensor", _like_first)
+@operator("mask_backward(Tensor grad, Tensor mask, float slope) -> Tensor", like_first)
 def mask_backward(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
     """``grad`` where the bit is set, elsewhere ``grad * slope`` (0 where ``slope`` is 0, also of NaN).
 
@@ -120,7 +123,7 @@ def mask_backward(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
     return _mask_backward(torch.empty_like(grad), grad, mask, slope)
 
 
-@_operator("mask_backward_(Tensor(a!) grad, Tensor mask, float slope) -> Tensor(a!)", _first)
+@operator("mask_backward_(Tensor(a!) grad, Tensor mask, float slope) -> Tensor(a!)", _first)
 def mask_backward_(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
     """``mask_backward`` in place."""
     return _mask_backward(grad, grad, mask, slope)
@@ -128,20 +131,58 @@ def mask_backward_(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
 
 def _mask_scale(out: Tensor, x: Tensor, mask: Tensor, scale: float) -> Tensor:
     noise = _unpack(mask, x.numel()).to(x.dtype) * scale
-    _storage(out).copy_(_storage(x) * noise)
+    storage(out).copy_(storage(x) * noise)
     return out
 
 
-@_operator("mask_scale(Tensor x, Tensor mask, float scale) -> Tensor", _like_first)
+@operator("mask_scale(Tensor x, Tensor mask, float scale) -> Tensor", like_first)
 def mask_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """``x * (bit ? scale : 0)``, the factor rounded to the dtype of ``x``: dropout by a packed mask."""
     return _mask_scale(torch.empty_like(x), x, mask, scale)
 
 
-@_operator("mask_scale_(Tensor(a!) x, Tensor mask, float scale) -> Tensor(a!)", _first)
+@operator("mask_scale_(Tensor(a!) x, Tensor mask, float scale) -> Tensor(a!)", _first)
 def mask_scale_(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """``mask_scale`` in place."""
     return _mask_scale(x, x, mask, scale)
+
+
+def _hardswish_output_backward(out: Tensor, grad: Tensor, result: Tensor, mask: Tensor) -> Tensor:
+    same_layout(grad, result)
+    value, values = storage(result), storage(grad)
+    right = _unpack(mask, grad.numel())
+    slope = (24 * value + 9).clamp_(min=0).sqrt_().div_(6)
+    slope = torch.where(right, torch.where(value < 3, slope, 1.0), -slope)
+    storage(out).copy_(torch.where(right | (value < 0), values * slope, torch.zeros_like(values)))
+    return out
+
+
+@operator("hardswish_output_backward(Tensor grad, Tensor result, Tensor mask) -> Tensor", like_first)
+def hardswish_output_backward(grad: Tensor, result: Tensor, mask: Tensor) -> Tensor:
+    """Hardswish' backward from its output and, for each element, whether its input was above -1.5.
+
+    With y = x (x + 3) / 6 between -3 and 3, the slope (2 x + 3) / 6 is +-sqrt(24 y + 9) / 6: + to the right of the
+    minimum at -1.5, - to its left. A rounding of y moves it by at most ``sqrt(9 eps) / 6``, 1.7e-4 in float32, and
+    that only where it is as small itself.
+    """
+    return _hardswish_output_backward(torch.empty_like(grad), grad, result, mask)
+
+
+@operator("hardswish_output_backward_(Tensor(a!) grad, Tensor result, Tensor mask) -> Tensor(a!)", _first)
+def hardswish_output_backward_(grad: Tensor, result: Tensor, mask: Tensor) -> Tensor:
+    """``hardswish_output_backward`` in place."""
+    return _hardswish_output_backward(grad, grad, result, mask)
+
+
+@operator("softplus_output_backward(Tensor grad, Tensor result, float beta, float threshold) -> Tensor", like_first)
+def softplus_output_backward(grad: Tensor, result: Tensor, beta: float, threshold: float) -> Tensor:
+    """Softplus' backward from its output y: ``grad * (1 - exp(-beta * y))``, ``grad`` above the threshold.
+
+    It has no kernel of its own: each function is a pass of ATen's over the result, which takes no more memory.
+    """
+    slope = torch.mul(result, -beta)
+    slope = torch.threshold_(slope, -threshold, -math.inf)
+    return slope.expm1_().neg_().mul_(grad)
 
 
 # --- max pooling -----------------------------------------------------------------------------------------------------
@@ -171,7 +212,7 @@ def _check_window(kernel_size: Sequence[int]) -> None:
         raise RuntimeError(f"a window of {list(kernel_size)} has more places than one byte can name (255)")
 
 
-@_operator(
+@operator(
     "max_pool2d_index(Tensor x, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, bool ceil_mode)"
     " -> Tensor",
     _fake_index,
@@ -194,7 +235,7 @@ def max_pool2d_index(
     return place.to(torch.uint8).contiguous(memory_format=_images_format(x))
 
 
-@_operator(
+@operator(
     "max_pool2d_index_backward(Tensor grad, Tensor index, int[] input_size, int[2] kernel_size, int[2] stride,"
     " int[2] padding, int[2] dilation) -> Tensor",
     _fake_index_backward,
@@ -240,7 +281,7 @@ def _pooled(
     return list(aten.max_pool2d_with_indices.default(x, kernel_size, stride, padding, dilation, ceil_mode)[0].shape[1:])
 
 
-@_operator(
+@operator(
     "max_pool2d_input_backward(Tensor grad, Tensor x, int[2] kernel_size, int[2] stride, int[2] padding,"
     " int[2] dilation, bool ceil_mode) -> Tensor",
     lambda grad, x, *_: torch.empty_like(x),
@@ -258,168 +299,6 @@ def max_pool2d_input_backward(
     window = (kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
     flat = aten.max_pool2d_with_indices.default(x, *window)[1]
     return aten.max_pool2d_with_indices_backward.default(grad, x, *window, flat)  # type: ignore[no-any-return]
-
-
-# --- normalization from saved statistics -----------------------------------------------------------------------------
-
-
-def _bound(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-@_operator(
-    "batch_norm_act(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? residual, float low,"
-    " float high) -> Tensor",
-    _like_first,
-)
-def batch_norm_act(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    residual: Tensor | None,
-    low: float,
-    high: float,
-) -> Tensor:
-    """clamp(batch_norm(x) + residual, low, high) in one pass, from the statistics that training saved.
-
-    ``x`` is [N, C, ...]; a bound of NaN is none (relu: 0 and NaN). Rounded to the dtype of ``x`` after the
-    normalization and after the addition, as the separate operators do. See ``batch_norm_act_is_exact``.
-    """
-    dtype = _arithmetic(x.dtype)
-    scale = invstd.to(dtype) if weight is None else invstd.to(dtype) * weight.to(dtype)
-    shift = -mean.to(dtype) * scale if bias is None else bias.to(dtype) - mean.to(dtype) * scale
-    by_channel = (-1,) + (1,) * (x.dim() - 2)
-    y = (x.to(dtype) * scale.view(by_channel) + shift.view(by_channel)).to(x.dtype)
-    if residual is not None:
-        _same_layout(x, residual)
-        y = y + residual
-    if not (math.isnan(low) and math.isnan(high)):
-        y = torch.clamp(y, _bound(low), _bound(high))
-    return y
-
-
-# --- normalization, backward from output -----------------------------------------------------------------------------
-
-
-def _fake_gradients(
-    grad: Tensor, result: Tensor, normalized_shape: Sequence[int], *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    output_mask = rest[-1]
-    of_input = torch.empty_like(result) if output_mask[0] else result.new_empty((0,))
-    of_weight, of_bias = (result.new_empty(normalized_shape if wanted else (0,)) for wanted in output_mask[1:])
-    return of_input, of_weight, of_bias
-
-
-def _output_backward(
-    grad: Tensor,
-    result: Tensor,
-    shape: tuple[int, int, int, int],
-    over: tuple[int, ...],
-    parameter_shape: Sequence[int],
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    # Seen as `shape`, [N, G, D, L]: a statistic is over the dimensions `over`, parameters are [G * D], their gradients
-    # of `parameter_shape`. Sums are in float64.
-    dtype = _arithmetic(result.dtype)
-    g, normal = grad.reshape(shape).to(dtype), result.reshape(shape).to(dtype)
-    scaled = g
-    if bias is not None:
-        normal = normal - bias.to(dtype).view(1, shape[1], shape[2], 1)
-    if weight is not None:
-        wide = weight.to(dtype).view(1, shape[1], shape[2], 1)
-        normal, scaled = normal / wide, scaled * wide
-    of_input, of_weight, of_bias = _fake_gradients(grad, result, parameter_shape, output_mask)
-    if output_mask[0] and result.numel():
-        scale = rstd.to(dtype).view([1 if d in over else size for d, size in enumerate(shape)])
-        mean, slope = (v.mean(over, keepdim=True, dtype=torch.float64).to(dtype) for v in (scaled, scaled * normal))
-        given = scale * (scaled - mean - normal * slope)
-        of_input.copy_(given.reshape(result.shape))
-    for out, of_each in ((of_weight, g * normal), (of_bias, g)):
-        if out.numel():
-            out.copy_(of_each.sum((0, 3), dtype=torch.float64).view(parameter_shape))
-    return of_input, of_weight, of_bias
-
-
-@_operator(
-    "layer_norm_output_backward(Tensor grad, Tensor result, int[] normalized_shape, Tensor rstd, Tensor? weight,"
-    " Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
-    _fake_gradients,
-)
-def layer_norm_output_backward(
-    grad: Tensor,
-    result: Tensor,
-    normalized_shape: Sequence[int],
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """native_layer_norm_backward from the layer's output, by ``normal = (result - bias) / weight``.
-
-    ``grad`` and ``result`` are contiguous; of the gradients of input, weight and bias those that ``output_mask`` leaves
-    out are empty. Within rounding of ATen's where ``affine_invertible`` holds, wrong without bound where it does not.
-    """
-    if not (grad.is_contiguous() and result.is_contiguous()):
-        raise RuntimeError("grad and result must be contiguous")
-    _same_layout(grad, result)
-    length = math.prod(normalized_shape)
-    shape = (result.numel() // max(1, length), 1, length, 1)
-    return _output_backward(grad, result, shape, (1, 2, 3), normalized_shape, rstd, weight, bias, output_mask)
-
-
-@_operator(
-    "channel_norm_output_backward(Tensor grad, Tensor result, Tensor rstd, Tensor? weight, Tensor? bias,"
-    " bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
-    lambda grad, result, *rest: _fake_gradients(grad, result, result.shape[1:2], *rest),
-)
-def channel_norm_output_backward(
-    grad: Tensor,
-    result: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """native_group_norm_backward, or native_batch_norm_backward in training, from the layer's output.
-
-    ``grad`` and ``result`` are [N, C, ...], both contiguous or both channels-last. ``rstd`` tells which: [N, groups] of
-    a group norm, [C] of a batch norm. Otherwise as ``layer_norm_output_backward``.
-    """
-    if result.dim() < 2 or not is_images(result):
-        raise RuntimeError("grad and result must be [N, C, ...], contiguous or channels-last")
-    _same_layout(grad, result)
-    images, channels = result.shape[:2]
-    groups = channels if rstd.dim() == 1 else rstd.shape[-1]
-    if rstd.shape not in ((channels,), (images, groups)) or groups == 0 or channels % groups:
-        raise RuntimeError(f"rstd must be [{channels}], or [{images}, groups], got {list(rstd.shape)}")
-    shape = (images, groups, channels // groups, math.prod(result.shape[2:]))
-    over = (0, 2, 3) if rstd.dim() == 1 else (2, 3)
-    return _output_backward(grad, result, shape, over, (channels,), rstd, weight, bias, output_mask)
-
-
-@_operator(
-    "affine_invertible(Tensor? weight, Tensor? bias, float limit) -> Tensor",
-    lambda weight, bias, _: (bias if weight is None else weight).new_empty((), dtype=torch.bool),
-)
-def affine_invertible(weight: Tensor | None, bias: Tensor | None, limit: float) -> Tensor:
-    """Whether ``x * weight + bias`` tells ``x``: each ``abs(bias) <= limit * abs(weight)``, no weight 0 or not finite.
-
-    The rounding of the output, relative to it, is larger by up to ``1 + limit`` relative to what is recovered.
-    """
-    given = bias if weight is None else weight
-    if given is None:
-        raise RuntimeError("there is neither weight nor bias")
-    dtype = _arithmetic(given.dtype)
-    size = torch.ones_like(given, dtype=dtype) if weight is None else weight.to(dtype).abs()
-    offset = torch.zeros_like(size) if bias is None else bias.to(dtype).abs()
-    # room for the digits of what is multiplied by it, on both sides
-    least = torch.finfo(dtype).tiny / torch.finfo(dtype).eps
-    return ((size >= least) & (size <= 1 / least) & (offset <= limit * size)).all()
 
 
 # --- cross entropy ---------------------------------------------------------------------------------------------------
@@ -460,7 +339,7 @@ def _log_softmax_nll_backward(
     return out
 
 
-@_operator(
+@operator(
     "log_softmax_nll_backward(Tensor grad_loss, Tensor log_probabilities, Tensor target, Tensor? weight, int reduction,"
     " int ignore_index, Tensor total_weight, int dim) -> Tensor",
     lambda grad_loss, log_probabilities, *_: torch.empty_like(log_probabilities),
@@ -474,7 +353,7 @@ def log_softmax_nll_backward(grad_loss: Tensor, log_probabilities: Tensor, *rest
     return _log_softmax_nll_backward(torch.empty_like(log_probabilities), grad_loss, log_probabilities, *rest)
 
 
-@_operator(
+@operator(
     "log_softmax_nll_backward_(Tensor grad_loss, Tensor(a!) log_probabilities, Tensor target, Tensor? weight,"
     " int reduction, int ignore_index, Tensor total_weight, int dim) -> Tensor(a!)",
     lambda grad_loss, log_probabilities, *_: log_probabilities,

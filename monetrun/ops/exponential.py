@@ -1,7 +1,8 @@
-"""Backward of ELU (and SELU, CELU, which are ELUs with factors) from its output, so that the input need not be kept.
+"""Backward of ELU (and SELU, CELU, which are ELUs with factors) and of softplus from their outputs.
 
-ATen's own backward takes either. Where the function is flat, ``exp(x)`` recovered as ``result / alpha + 1`` is off by a
-rounding of 1 rather than of itself: nothing against the gradients beside it in float32, too much in reduced precision.
+ATen's own backward of ELU takes input or output. Where the function is flat, ``exp(x)`` recovered as
+``result / alpha + 1`` is off by a rounding of 1 rather than of itself: nothing against the gradients beside it in
+float32, too much in reduced precision.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from monetrun.ops.in_place import over_gradient
 from monetrun.ops.registry import Alternative, Call, Joint, alike, argument, implementation, source, value_of
 
 aten = torch.ops.aten
+monet = torch.ops.monet
 
 _CONSTANTS = ("alpha", "scale", "input_scale")
 
@@ -37,3 +39,26 @@ def _from_result(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
             for over in over_gradient(node, call, "output:elu"):
                 yield replace(over, exact=False)
             return
+
+
+# past this the output is the input to 2e-9, and may be taken for it
+_SURELY_LINEAR = 20.0
+
+
+@implementation(aten.softplus_backward.default)
+def _softplus_from_result(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
+    grad, x, beta, threshold = node.args[0], source(node.args[1]), *_numbers(node)
+    value = value_of(x)
+    if value is None or value.dtype not in (torch.float32, torch.float64) or beta <= 0 or threshold < _SURELY_LINEAR:
+        return
+    for result in x.users:
+        if result.target is aten.softplus.default and _numbers(result) == (beta, threshold) and alike(node, result):
+            call = Call(monet.softplus_output_backward.default, (grad, result, beta, threshold))
+            yield Alternative("output:softplus", call, exact=False)
+            return
+
+
+def _numbers(node: fx.Node) -> tuple[float, float]:
+    """Beta and threshold of a softplus or its backward."""
+    beta, threshold = (float(argument(node, name)) for name in ("beta", "threshold"))
+    return beta, threshold

@@ -35,6 +35,7 @@ _FAMILIES = (
     "in_place",
     "rectifiers",
     "exponential",
+    "hardswish",
     "pooling",
     "convolution",
     "layout",
