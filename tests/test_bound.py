@@ -12,6 +12,14 @@ from small_graphs import chain
 from monetrun.plan import Options, Step, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import bound, cut, ilp, mip, relaxation
+from monetrun.solve.places import Places, first_places
+
+
+def everywhere(graph, ordered):
+    runs = frozenset(range(graph.forward_count))
+    points = tuple(op.id for op in graph.operators if not op.optional)
+    return Places(points, runs, runs if ordered else frozenset())
+
 
 quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -28,13 +36,11 @@ def test_bound_is_never_above_the_cheapest_of_all_schedules(problem, tenths, sol
     options = Options(seconds=60.0, mip_solver=solver)
     assert bound.lower_bound(graph, costs, budget_bytes, options) <= cheapest + 1e-9
     # with memory looked at in every place that there is, not only where it was found to be over
-    points = [op.id for op in graph.operators if not op.optional]
-    runs = range(graph.forward_count)
-    everywhere = relaxation.relax(graph, costs, budget_bytes, points, options, runs, ordered=runs if ordered else ())
-    result = mip.minimize(everywhere.problem, solver)
-    seconds = (
-        math.inf if everywhere.infeasible or result.status == "infeasible" else relaxation.bound_of(everywhere, result)
-    )
+    places = everywhere(graph, ordered)
+    program = relaxation.relax(graph, costs, budget_bytes, places, options)
+    result = mip.minimize(program.problem, solver)
+    infeasible = program.infeasible or result.status == "infeasible"
+    seconds = math.inf if infeasible else relaxation.bound_of(program, result)
     assert seconds <= cheapest + 1e-9
 
 
@@ -64,9 +70,8 @@ def test_a_schedule_within_the_budget_satisfies_the_relaxed_program(problem, ten
     budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes * tenths // 10
     schedule = ilp.solve(graph, costs, budget_bytes, Options(gap=0.0, mip_solver="highs")).schedule
     assume(schedule is not None)
-    points = [op.id for op in graph.operators if not op.optional]
-    runs = range(graph.forward_count)
-    program = relaxation.relax(graph, costs, budget_bytes, points, Options(), runs, ordered=runs if ordered else ())
+    places = everywhere(graph, ordered)
+    program = relaxation.relax(graph, costs, budget_bytes, places, Options())
     start = relaxation.start_from(graph, program, schedule)
     for variable in program.problem.variables():
         variable.value = start[variable.name()]
@@ -78,7 +83,7 @@ def test_memory_is_looked_at_first_where_the_schedule_has_its_peak():
     graph, costs = chain(6)
     plain = plain_schedule(graph)
     for schedule in (plain, cut.dropping(graph, plain, {0, 1, 2, 3, 4})):
-        (point,) = bound.first_places(graph, costs, schedule).points
+        (point,) = first_places(graph, costs, schedule).points
         timeline = simulate(graph, costs, schedule)
         steps = schedule.forward + schedule.backward
         at = steps.index(Step(point))

@@ -17,6 +17,7 @@ from monetrun.graph import Costs, Graph
 from monetrun.plan import GraphPlan, Options, Plan, Schedule, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import hierarchical, ilp, incumbent, relaxation
+from monetrun.solve.places import Places
 
 quick = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 EXACT = Options(seconds=60.0, gap=0.0)
@@ -153,8 +154,8 @@ def test_a_plan_is_the_same_after_json(data):
 def test_a_run_again_may_use_another_implementation_in_the_relaxed_program():
     graph, costs = conv_norm_relu(3)
     schedule = hierarchical.solve(graph, costs, share_of_plain_peak(graph, costs, 6), Options(seconds=2.0)).schedule
-    points = [op.id for op in graph.operators if not op.optional]
-    program = relaxation.relax(graph, costs, simulate(graph, costs, schedule).peak_bytes, points, Options())
+    places = Places(tuple(op.id for op in graph.operators if not op.optional))
+    program = relaxation.relax(graph, costs, simulate(graph, costs, schedule).peak_bytes, places, Options())
     start = relaxation.start_from(graph, program, schedule)
     for variable in program.problem.variables():
         variable.value = start[variable.name()]

@@ -25,8 +25,9 @@ from collections.abc import Sequence
 
 from monetrun.graph import Costs, Graph
 from monetrun.plan import Options, Schedule, Solution, plain_schedule
-from monetrun.solve import bound, greedy, mip, relaxation, tidy, windows
+from monetrun.solve import greedy, mip, relaxation, tidy, windows
 from monetrun.solve.incumbent import Incumbent
+from monetrun.solve.places import Places, find_excess, first_places
 
 _FRUGAL_DRAWS = 4  # each a quarter of the time: another seed is worth more than more steps
 
@@ -111,7 +112,7 @@ def _search_frugally(search: Incumbent, seconds: float) -> None:
             return
 
 
-def _search_blocks(search: Incumbent) -> tuple[Schedule | None, bound.Places]:
+def _search_blocks(search: Incumbent) -> tuple[Schedule | None, Places]:
     """Solve programs over blocks, first for the bound, then, with room for what they do not see, for schedules.
 
     Returns:
@@ -119,12 +120,12 @@ def _search_blocks(search: Incumbent) -> tuple[Schedule | None, bound.Places]:
     """
     relaxed: Schedule | None = None
     graph, costs, options, budget_bytes = search.graph, search.costs, search.options, search.budget_bytes
-    places = bounded_at = bound.first_places(graph, costs, search.best or plain_schedule(graph))
+    places = bounded_at = first_places(graph, costs, search.best or plain_schedule(graph))
     margins: dict[int, int] | None = None
     slice_seconds = max(1.0, 0.15 * options.seconds)
     fruitless, bounded = 0, False
     while not search.done() and fruitless < 4 and search.left() > 0.5 * options.seconds:
-        program = _relax(search, places, margins)
+        program = relaxation.relax(graph, costs, budget_bytes, places, options, margins)
         result = _minimize(search, program, slice_seconds)
         if margins is None:
             bounded_at = places
@@ -138,7 +139,7 @@ def _search_blocks(search: Incumbent) -> tuple[Schedule | None, bound.Places]:
         before = search.seconds
         said = None if result is None else _offer_relaxed(search, program, result)
         relaxed = said or relaxed
-        over = [] if said is None else bound.find_excess(graph, costs, budget_bytes, said, program.points)
+        over = [] if said is None else find_excess(graph, costs, budget_bytes, said, places)
         if not over and margins is None and result is not None and result.status == "optimal":
             return relaxed, bounded_at
         finer = places.also(graph, over)
@@ -165,35 +166,21 @@ def _search_blocks(search: Incumbent) -> tuple[Schedule | None, bound.Places]:
     return relaxed, bounded_at
 
 
-def _raise_bound(search: Incumbent, places: bound.Places, seconds: float) -> None:
+def _raise_bound(search: Incumbent, places: Places, seconds: float) -> None:
     """Solve programs that look at memory in more and more places, from those at ``places`` on."""
-    until = search.left() - seconds
+    graph, costs, budget_bytes, until = search.graph, search.costs, search.budget_bytes, search.left() - seconds
     while not search.done() and search.left() > until:
-        program = _relax(search, places)
+        program = relaxation.relax(graph, costs, budget_bytes, places, search.options)
         result = _minimize(search, program, search.left() - until)
         search.raise_bound(math.inf if result is None else relaxation.bound_of(program, result))
         said = None if result is None else _offer_relaxed(search, program, result)
         if result is None or result.status != "optimal" or said is None:
             return
-        over = bound.find_excess(search.graph, search.costs, search.budget_bytes, said, places.points)
-        finer = places.also(search.graph, over)
+        over = find_excess(graph, costs, budget_bytes, said, places)
+        finer = places.also(graph, over)
         if finer == places:
             return
         places = finer
-
-
-def _relax(search: Incumbent, places: bound.Places, margins: dict[int, int] | None = None) -> relaxation.Relaxation:
-    ordered = places.ordered if margins is None else ()  # with margins all runs are in the graph's order
-    return relaxation.relax(
-        search.graph,
-        search.costs,
-        search.budget_bytes,
-        places.points,
-        search.options,
-        places.runs,
-        margins,
-        ordered=ordered,
-    )
 
 
 def _minimize(search: Incumbent, program: relaxation.Relaxation, work_seconds: float) -> mip.Result | None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from monetrun.graph import Costs, Graph
 from monetrun.plan import Options, Schedule
 from monetrun.simulate import simulate
-from monetrun.solve import bound, greedy, relaxation, windows
+from monetrun.solve import greedy, relaxation, windows
 from monetrun.solve.incumbent import Incumbent
+from monetrun.solve.places import all_places, find_excess, first_places
 
 _PROGRAMS = 6  # relaxed programs, each with more points
 _DRAWS = 3  # of the native search: how far down it gets is a matter of luck
@@ -88,13 +89,13 @@ def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[
     graph, costs, options = search.graph, search.costs, search.options
     bound_bytes = greedy.least_step_bytes(graph, costs)
     schedules: list[Schedule] = []
-    places, work_seconds = bound.first_places(graph, costs, frugal), options.seconds / 2 / _PROGRAMS
-    if everywhere := bound.all_places(graph, options.seconds / 3):
+    places, work_seconds = first_places(graph, costs, frugal), options.seconds / 2 / _PROGRAMS
+    if everywhere := all_places(graph, options.seconds / 3):
         places, work_seconds = everywhere, options.seconds / 3
     for _ in range(_PROGRAMS):
         if bound_bytes * (1 + options.gap) >= peak_bytes or _over(search):
             break
-        program = relaxation.relax(graph, costs, peak_bytes, places.points, options, places.runs, least_bytes=True)
+        program = relaxation.relax(graph, costs, peak_bytes, places, options, least_bytes=True)
         result = search.minimize(program.problem, work_seconds, 0.5 * options.gap, None)
         bound_bytes = max(bound_bytes, math.ceil(result.bound * program.unit_bytes * (1 - 1e-6)))
         if result.value is None:
@@ -103,7 +104,7 @@ def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[
         if said is None:
             break
         schedules.append(said)
-        finer = places.also(graph, bound.find_excess(graph, costs, bound_bytes, said, places.points))
+        finer = places.also(graph, find_excess(graph, costs, bound_bytes, said, places))
         if finer == places:
             break
         places = finer

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import cvxpy as cp
@@ -27,6 +27,7 @@ from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.plan import Options, Schedule, Step
 from monetrun.solve import mip, tidy
 from monetrun.solve.order import Order
+from monetrun.solve.places import Places
 from monetrun.solve.slot import allowed_choices, necessary
 
 _NEGLIGIBLE = 2e-5  # tensors smaller than this share of the budget are taken to be always alive, at no bytes
@@ -98,24 +99,21 @@ def relax(
     graph: Graph,
     costs: Costs,
     budget_bytes: int,
-    points: Sequence[int],
+    places: Places,
     options: Options,
-    local: Iterable[int] = (),
     margins: Mapping[int, int] | None = None,
     least_bytes: bool = False,
-    ordered: Collection[int] = (),
 ) -> Relaxation:
-    """Write the relaxed program that looks at memory at ``points`` (ids of compulsory operators).
+    """Write the relaxed program that looks at memory at ``places``.
 
-    ``local`` are forward operators at whose runs memory is looked at as well: what such a run reads and writes, and
-    what is alive throughout the segment in which it is, must fit. Of those that are ``ordered``, what runs before and
-    after them in the segment is told, too (``monetrun.solve.order``).
+    At a run again: what it reads and writes, and what is alive throughout the segment in which it is, must fit; where
+    it is ordered, also what runs before it in the segment for what runs after it.
     ``margins`` are bytes to leave free at a point, for what recomputation needs around it; with margins (even empty)
-    runs are taken to be in the graph's order, and the program is no relaxation any more, but finds schedules.
+    all runs are taken to be in the graph's order, and the program is no relaxation any more, but finds schedules.
     With ``least_bytes`` the budget is no limit: the program minimizes the bytes B that a budget would have to have.
     """
     operators, tensors, writer = graph.operators, graph.tensors, graph.writer
-    points = tuple(sorted(points))
+    points, ordered = places.points, places.ordered if margins is None else frozenset()
     count = len(points)
     segment = [bisect.bisect_left(points, op.id) for op in operators]  # a point ends its segment
     first_backward = bisect.bisect_left(points, graph.forward_count)
@@ -264,7 +262,7 @@ def relax(
         lambda i, s: from_before(all_reads[i], s),
         lambda t: tensors[t].nbytes > _HELD * budget_bytes,
     )
-    for i, s in itertools.product(sorted(set(local)), range(count)):
+    for i, s in itertools.product(sorted(places.runs), range(count)):
         if (i, s) not in runs:
             continue
         point = points[s]
