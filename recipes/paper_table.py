@@ -1,6 +1,6 @@
 """MONeT's table of memory against overhead (arXiv 2010.14501), planned for the same card by the cost model.
 
-    python recipes/paper_table.py --seconds 20 --out recipes/results/paper_table.json
+    python recipes/paper_table.py --seconds 120 --out recipes/results/paper_table.json
 
 The networks and batch sizes are the paper's; the problems are recipes/instances/ (fp32, roofline:p100), and all
 implementations there may be used. The paper measured on a 16 GB P100 and gives memory in GB of 2**30 bytes: parameters,

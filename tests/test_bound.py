@@ -7,9 +7,9 @@ from exhaustive import cheapest_seconds
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from random_graphs import joint_graphs
-from small_graphs import chain
+from small_graphs import chain, make
 
-from monetrun.plan import Options, Step, plain_schedule
+from monetrun.plan import Options, Schedule, Step, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import bound, cut, ilp, mip, relaxation
 from monetrun.solve.places import Places, first_places
@@ -77,6 +77,31 @@ def test_a_schedule_within_the_budget_satisfies_the_relaxed_program(problem, ten
         variable.value = start[variable.name()]
     assert not program.infeasible
     assert all(c.violation().max() <= 1e-9 for c in program.problem.constraints)
+
+
+def test_a_run_that_is_needed_before_and_after_another_is_paid_twice():
+    """Beside the gradient, tensor 6, there is no room for tensor 1 while operator 2 runs, but both sides read it.
+
+    The forward pass has that room; at operator 5 nothing can be kept.
+    """
+    graph, costs = make(
+        "1x 3 1 3 1 1 3 1k",
+        *("f: 0 > 1", "f: 1 > 2", "f: 2 > 3", "f: 3 > 4", "f: 1 4 > 5"),
+        *("b: 0 > 6 w6", "b: 6 5 > 7"),
+    )
+    cheapest = cheapest_seconds(graph, costs, 9, any_order=True, max_states=60_000)
+    assert cheapest == sum(range(1, 8)) + sum((1, 2, 3, 4, 1, 5))
+    found = bound.improve(graph, costs, 9, Options())
+    assert found.seconds == pytest.approx(cheapest, rel=1e-5)
+    assert simulate(graph, costs, found.schedule).seconds == cheapest
+    program = relaxation.relax(graph, costs, 9, everywhere(graph, ordered=True), Options())
+    schedule = Schedule(plain_schedule(graph).forward, tuple(Step(i) for i in (5, 0, 1, 2, 3, 0, 4, 6)))
+    assert simulate(graph, costs, schedule).peak_bytes == 9
+    start = relaxation.start_from(graph, program, schedule)
+    for variable in program.problem.variables():
+        variable.value = start[variable.name()]
+    assert all(c.violation().max() <= 1e-9 for c in program.problem.constraints)
+    assert start["D"].sum() == 1
 
 
 def test_memory_is_looked_at_first_where_the_schedule_has_its_peak():

@@ -6,7 +6,9 @@ what is held, or is written after it in turn. And what i reads was written befor
 segment's beginning; who runs before it and after it runs twice, which costs:
 
 * ``F[v]``: v has run in s before it: ``F[i] = R[i, s]``; where v reads t, which w writes, ``F[w] >= F[v] - S[t, s]``;
-* ``A[v]``: v runs in s after it: ``A[v] <= R[v, s]``, and ``A[v] + F[v] <= 1 + D[v, s]``;
+* ``A[v]``: v runs in s after it: ``A[v] <= R[v, s]``, and ``A[v] + F[v] <= 1 + D[v, s]``,
+  and where v reads t, which i writes, ``A[v] >= R[v, s] - S[t, s] - D[i, s]``, or which w writes,
+  ``A[v] >= R[v, s] - S[t, s] - D[w, s] - (1 - A[w])``;
 * ``H[t]``: t, which w writes, is held: ``H[t] + A[w] >= S[t, s + 1]``, and ``H[t] + A[w] >= A[v]`` where v reads t;
 * ``D[v, s]``: v runs at least twice in s, and is paid twice.
 
@@ -74,8 +76,17 @@ class Order:
         for v, column in after.items():
             self._rows.add([("A", column, 1.0), ("R", self._runs[v, segment], -1.0)], 0.0)
             if v in before:
-                twice = self.twice.setdefault((v, segment), len(self.twice))
-                self._rows.add([("A", column, 1.0), ("F", before[v], 1.0), ("D", twice, -1.0)], 1.0)
+                self._rows.add([("A", column, 1.0), ("F", before[v], 1.0), self._not_twice(v, segment)], 1.0)
+            for t in self._reads(v, segment):
+                # who reads what `operator` writes, or what is written after it alone, runs after it
+                w = self._writer(t, segment)
+                if w is None or (w != operator and w not in after):
+                    continue
+                begins = self._alive.get((t, segment))
+                there = [] if begins is None else [("S", begins, -1.0)]
+                first = [] if w == operator else [("A", after[w], 1.0)]
+                reading = [("A", column, -1.0), ("R", self._runs[v, segment], 1.0), *there, *first]
+                self._rows.add([*reading, self._not_twice(w, segment)], float(len(first)))
         wanting: dict[int, list[Column]] = {t: [("S", self._alive[t, segment + 1])] for t in ends}
         for v, column in after.items():
             for t in self._reads(v, segment):
@@ -94,6 +105,9 @@ class Order:
                 self._helds.append((found[t][1], wants, later))
                 self._rows.add([(*wants, 1.0), (*found[t], -1.0), *there], 0.0)
         return found
+
+    def _not_twice(self, operator: int, segment: int) -> tuple[str, int, float]:
+        return "D", self.twice.setdefault((operator, segment), len(self.twice)), -1.0
 
     def _new(self, name: str) -> int:
         self._sizes[name] += 1

@@ -380,8 +380,9 @@ def relaxed_schedule(graph: Graph, relaxation: Relaxation, value: dict[str, mip.
         if not op.replayable:
             return False
         k = choice(op.id, relaxation.picks_again.get((op.id, s), ()))
-        if not all(provide(u) for u in op.implementations[k].inputs):
-            return False
+        while not present.issuperset(op.implementations[k].inputs):  # providing one may let go of another, once
+            if not all(provide(u) for u in op.implementations[k].inputs):
+                return False
         backward.append(Step(op.id, k))
         present.update(op.outputs)
         again = {graph.writer[u] for u in op.implementations[k].inputs} & once_more
