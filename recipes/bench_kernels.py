@@ -49,6 +49,10 @@ def cases(dtype: torch.dtype, nbytes: int) -> Iterator[tuple[str, Callable[[], o
     yield "mask_backward_", lambda: monet.mask_backward_(over, mask, 0.0), 2 * size + bits
     yield "mask_scale", lambda: monet.mask_scale(x, mask, 2.0), 2 * size + bits
     yield "mask_scale_", lambda: monet.mask_scale_(over, mask, 1.0), 2 * size + bits
+    if dtype in (torch.float32, torch.float64):
+        result = torch.nn.functional.hardswish(x)
+        right = monet.range_mask(x, -1.5, NAN)
+        yield "hardswish output backward", lambda: monet.hardswish_output_backward(x, result, right), 3 * size + bits
     weight, bias, mean, invstd = (torch.rand(channels).to(dtype) for _ in range(4))
     saved = weight, bias, mean, invstd
     yield "batch_norm_act", lambda: monet.batch_norm_act(x, *saved, None, 0.0, NAN), 2 * size
