@@ -9,8 +9,8 @@ from monetrun import solve
 from monetrun.apart import ApartRound
 from monetrun.budget import format_budget, format_bytes
 from monetrun.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
-from monetrun.graph import FORWARD, Costs, Graph, dominated, without
-from monetrun.plan import GraphPlan, Options, Plan, Schedule, Solution, Step, plain_schedule
+from monetrun.graph import EXACT, FORWARD, KINDS, Costs, Graph, dominated, without
+from monetrun.plan import GraphPlan, Options, Plan, Schedule, Step, plain_schedule
 from monetrun.simulate import simulate
 from monetrun.solve import greedy
 from monetrun.solve.tidy import in_place_where_legal
@@ -134,11 +134,7 @@ def plan_step(
         base = more_frugal(record, base, options)
     if base.frugal.peak_bytes > budget_bytes:
         raise infeasible(record, budget_bytes, base)
-    solver = solve.solver(algorithm)
-    known_to_fit = None
-    if algorithm == "hierarchical":
-        known_to_fit = [s for s in (base.frugal_schedules, *starts) if _permitted(base.searched, s, options)]
-    found = _solve(record, budget_bytes, solver, options, base, known_to_fit)
+    found = _solve_with_eagers_bits(record, budget_bytes, algorithm, options, base, starts)
     timeline = replay(record, found.schedules)
     if timeline.peak_bytes > budget_bytes or not _permitted(record, found.schedules, options):
         raise NoPlanInTime(
@@ -165,6 +161,12 @@ def plan_step(
         torch_version=record.torch_version,
         ledger=ledger(record, timeline.peak_bytes),
     )
+
+
+def _may_round(graph: Graph, options: Options) -> bool:
+    """Whether the options allow an implementation with other bits than eager's."""
+    implementations = (i for op in graph.operators for i in op.implementations)
+    return any(not i.exact and i.allowed_by(options.implementations) for i in implementations)
 
 
 def _permitted(record: StepRecord, schedules: Sequence[Schedule], options: Options) -> bool:
@@ -208,14 +210,45 @@ class _Found:
     status: str
 
 
+def _solve_with_eagers_bits(
+    record: StepRecord,
+    budget_bytes: int,
+    algorithm: str,
+    options: Options,
+    base: Baseline,
+    starts: Sequence[Sequence[Schedule]],
+) -> _Found:
+    """Solve; where implementations with other bits than eager's save no more than ``options.gap``, without them."""
+    kinds = KINDS if options.implementations is None else options.implementations
+    if not any(_may_round(g, options) for g in base.searched.graphs):
+        return _solve(record, budget_bytes, algorithm, options, base, starts)
+    half = replace(options, seconds=options.seconds / 2)
+    exact = replace(half, implementations=(*kinds, EXACT), on_progress=None)
+    found = _solve(record, budget_bytes, algorithm, half, base, starts)
+    if _permitted(record, found.schedules, exact):
+        return found
+    other = _solve(record, budget_bytes, algorithm, exact, base, starts)
+    timeline, seconds = replay(record, other.schedules), replay(record, found.schedules).seconds
+    if timeline.peak_bytes > budget_bytes or not _permitted(record, other.schedules, exact):
+        return found
+    if timeline.seconds > seconds * (1 + options.gap):
+        return found
+    proven = timeline.seconds <= found.bound_seconds * (1 + options.gap)
+    return replace(found, schedules=other.schedules, status=found.status if proven else "feasible")
+
+
 def _solve(
     record: StepRecord,
     budget_bytes: int,
-    solver: Callable[..., Solution],
+    algorithm: str,
     options: Options,
     base: Baseline,
-    starts: Sequence[Sequence[Schedule]] | None,
+    starts: Sequence[Sequence[Schedule]],
 ) -> _Found:
+    solver = solve.solver(algorithm)
+    known: list[Sequence[Schedule]] | None = None
+    if algorithm == "hierarchical":
+        known = [s for s in (base.frugal_schedules, *starts) if _permitted(base.searched, s, options)]
     schedules, fast = plain_in_place(record, options), base.fast_schedules
     # seconds that the graphs of a round cost more, at least: less where other implementations are faster
     added: dict[tuple[int, ...], float] = {}
@@ -238,7 +271,7 @@ def _solve(
         plain = sum(simulate(record.graphs[k], record.costs[k], fast[k]).seconds for k in graphs)
         now = sum(simulate(record.graphs[k], record.costs[k], schedules[k]).seconds for k in graphs)
         share = replace(share, on_progress=_of_the_step(options.on_progress, timeline.seconds - calls * now, calls))
-        warm = {} if starts is None else {"known": [joined.join(s) for s in starts]}
+        warm = {} if known is None else {"known": [joined.join(s) for s in known]}
         free_bytes = budget_bytes - timeline.start_bytes[bounds[0]]
         solution = solver(joined.graph, joined.costs, free_bytes, share, **warm)
         if solution.schedule is None:

@@ -7,12 +7,13 @@ from exhaustive import cheapest_seconds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_graphs import joint_graphs
+from small_graphs import make
 from step_records import chain_record, graph_record
 
 from monetrun import planner
 from monetrun.errors import NoPlanInTime, UsageError
 from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor, dominated, without
-from monetrun.plan import Options, parse_kinds, plain_schedule
+from monetrun.plan import Options, Step, parse_kinds, plain_schedule
 from monetrun.simulate import simulate
 
 
@@ -54,6 +55,27 @@ def test_exact_among_the_kinds_leaves_those_with_the_defaults_bits():
     assert not dataclasses.replace(ways[1], usable=False).allowed_by(None)
     with pytest.raises(UsageError, match=r"odd is not one of .*exact"):
         parse_kinds("exact,odd")
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.5, False), (5.0, True)])
+@pytest.mark.parametrize("algorithm", ["hierarchical", "greedy", "ilp"])
+def test_rounding_otherwise_than_eager_has_to_save_more_than_the_gap(algorithm, seconds, rounds):
+    """Tensor 1 has to go before operator 2 runs; operator 4 can read tensor 2 in its place, with other bits."""
+    graph, _ = make("1x 4 4 4 1 1k", "f: 0 > 1", "f: 1 > 2", "f: 2 > 3", "b: 3 2 > 4", "b: 4 1 > 5")
+    last = graph.operators[4]
+    other = Implementation("output:test", (4, 2), exact=False)
+    last = dataclasses.replace(last, implementations=(*last.implementations, other))
+    graph = dataclasses.replace(graph, operators=(*graph.operators[:4], last))
+    spent = [(seconds,), (25.0,), (25.0,), (25.0,), (25.0, 25.0)]
+    record = graph_record(graph, Costs("test", tuple(spent), ((0,), (0,), (0,), (0,), (0, 0))))
+    plan = planner.plan_step(record, 9, algorithm, Options(seconds=2.0))
+    steps = plan.graphs[0].schedule.backward
+    assert (Step(4, 1) in steps) == rounds
+    assert (Step(0) in steps) != rounds
+    assert plan.overhead == pytest.approx(0.0 if rounds else seconds / (100 + seconds))
+    assert plan.bound <= plan.overhead
+    exact = planner.plan_step(record, 9, algorithm, Options(seconds=2.0, implementations=("exact",)))
+    assert Step(0) in exact.graphs[0].schedule.backward
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
