@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import time
@@ -23,6 +24,7 @@ LONGEST = (
     "test_launch",
     "test_guards",
     "test_kernels",
+    "test_norm_kernels",
     "test_commands",
     "test_fake",
     "test_gpu_check",
@@ -63,3 +65,28 @@ def plain_surroundings(monkeypatch, tmp_path):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
+
+
+@pytest.fixture
+def on_the_device():
+    """Tensors are made on the device of the tests of kernels, unless they are drawn from a generator of the CPU."""
+    import torch
+    from kernel_cases import DEVICE
+
+    with contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE):
+        yield
+
+
+@pytest.fixture(scope="module", params=["native", "reference"])
+def kernel(request):
+    """Name of an operator to what is tested: the operator with its native kernel, or its reference."""
+    import torch
+    from kernel_cases import DEVICE
+
+    from monetrun.ops import definitions, kernels
+
+    if request.param == "reference":
+        return definitions.REFERENCES.__getitem__
+    if not kernels.load(DEVICE):
+        pytest.skip(kernels.unavailable_reason(DEVICE))
+    return lambda name: getattr(torch.ops.monet, name).default
