@@ -101,8 +101,11 @@ inline Tensor hardswish_output_backward_into(const Tensor& grad, const Tensor& r
     map_blocks(read<T>(grad), write<T>(out), grad.numel(), [=](const T* in, T* to, int64_t block, int64_t elements) {
       const uint64_t bits = read_bits(bytes, block, elements);
       const T* value = results + block * kBlock;
-      T padded[kBlock] = {};
-      if (elements < kBlock) value = std::copy_n(value, elements, padded) - elements;
+      T padded[kBlock];
+      if (elements < kBlock) {
+        std::fill(std::copy_n(value, elements, padded), padded + kBlock, T{});
+        value = padded;
+      }
       for (int i = 0; i < kBlock; i += Lanes<T>::kLanes) {
         const V y = load(value + i), inside = y * A(24) + A(9);
         const V slope = square_root(inside < 0 ? V{} : inside) / A(6);

@@ -134,7 +134,12 @@ def plan_step(
         base = more_frugal(record, base, options)
     if base.frugal.peak_bytes > budget_bytes:
         raise infeasible(record, budget_bytes, base)
-    found = _solve_with_eagers_bits(record, budget_bytes, algorithm, options, base, starts)
+
+    def solved(options: Options) -> _Found:
+        return _solve(record, budget_bytes, algorithm, options, base, starts)
+
+    may_round = any(_may_round(g, options) for g in base.searched.graphs)
+    found = _with_eagers_bits(record, budget_bytes, options, solved) if may_round else solved(options)
     timeline = replay(record, found.schedules)
     if timeline.peak_bytes > budget_bytes or not _permitted(record, found.schedules, options):
         raise NoPlanInTime(
@@ -210,24 +215,17 @@ class _Found:
     status: str
 
 
-def _solve_with_eagers_bits(
-    record: StepRecord,
-    budget_bytes: int,
-    algorithm: str,
-    options: Options,
-    base: Baseline,
-    starts: Sequence[Sequence[Schedule]],
+def _with_eagers_bits(
+    record: StepRecord, budget_bytes: int, options: Options, solved: Callable[[Options], _Found]
 ) -> _Found:
-    """Solve; where implementations with other bits than eager's save no more than ``options.gap``, without them."""
+    """What is ``solved``; where implementations with other bits save no more than ``options.gap``, without them."""
     kinds = KINDS if options.implementations is None else options.implementations
-    if not any(_may_round(g, options) for g in base.searched.graphs):
-        return _solve(record, budget_bytes, algorithm, options, base, starts)
     half = replace(options, seconds=options.seconds / 2)
     exact = replace(half, implementations=(*kinds, EXACT), on_progress=None)
-    found = _solve(record, budget_bytes, algorithm, half, base, starts)
+    found = solved(half)
     if _permitted(record, found.schedules, exact):
         return found
-    other = _solve(record, budget_bytes, algorithm, exact, base, starts)
+    other = solved(exact)
     timeline, seconds = replay(record, other.schedules), replay(record, found.schedules).seconds
     if timeline.peak_bytes > budget_bytes or not _permitted(record, other.schedules, exact):
         return found

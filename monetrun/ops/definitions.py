@@ -48,7 +48,7 @@ def _first(x: Tensor, *_: Any) -> Tensor:
     return x
 
 
-def storage(x: Tensor) -> Tensor:
+def _storage(x: Tensor) -> Tensor:
     """The elements of a dense tensor in the order of storage."""
     if not aten.is_non_overlapping_and_dense.default(x):
         raise RuntimeError("the tensor is not dense; make it contiguous (in any memory format) before")
@@ -97,20 +97,20 @@ def range_mask(x: Tensor, low: float, high: float) -> Tensor:
 
     NaN is within, as in torch's threshold_backward and hardtanh_backward.
     """
-    values = storage(x).to(arithmetic(x.dtype))
+    values = _storage(x).to(arithmetic(x.dtype))
     return _pack(~(values <= low) & ~(values >= high))
 
 
 @operator("nonzero_mask(Tensor x) -> Tensor", _fake_mask)
 def nonzero_mask(x: Tensor) -> Tensor:
     """Which elements are not zero; NaN is not."""
-    return _pack(storage(x) != 0)
+    return _pack(_storage(x) != 0)
 
 
 def _mask_backward(out: Tensor, grad: Tensor, mask: Tensor, slope: float) -> Tensor:
-    values = storage(grad)
+    values = _storage(grad)
     other = (values.to(arithmetic(grad.dtype)) * slope).to(grad.dtype) if slope else torch.zeros_like(values)
-    storage(out).copy_(torch.where(_unpack(mask, grad.numel()), values, other))
+    _storage(out).copy_(torch.where(_unpack(mask, grad.numel()), values, other))
     return out
 
 
@@ -131,7 +131,7 @@ def mask_backward_(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
 
 def _mask_scale(out: Tensor, x: Tensor, mask: Tensor, scale: float) -> Tensor:
     noise = _unpack(mask, x.numel()).to(x.dtype) * scale
-    storage(out).copy_(storage(x) * noise)
+    _storage(out).copy_(_storage(x) * noise)
     return out
 
 
@@ -149,11 +149,11 @@ def mask_scale_(x: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 def _hardswish_output_backward(out: Tensor, grad: Tensor, result: Tensor, mask: Tensor) -> Tensor:
     same_layout(grad, result)
-    value, values = storage(result), storage(grad)
+    value, values = _storage(result), _storage(grad)
     right = _unpack(mask, grad.numel())
     slope = (24 * value + 9).clamp_(min=0).sqrt_().div_(6)
     slope = torch.where(right, torch.where(value < 3, slope, 1.0), -slope)
-    storage(out).copy_(torch.where(right | (value < 0), values * slope, torch.zeros_like(values)))
+    _storage(out).copy_(torch.where(right | (value < 0), values * slope, torch.zeros_like(values)))
     return out
 
 

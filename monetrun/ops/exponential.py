@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from monetrun.ops.in_place import over_gradient
-from monetrun.ops.registry import Alternative, Call, Joint, alike, argument, implementation, source, value_of
+from monetrun.ops.registry import Alternative, Call, Joint, alike, argument, implementation, source, wide
 
 aten = torch.ops.aten
 monet = torch.ops.monet
@@ -26,8 +26,7 @@ _CONSTANTS = ("alpha", "scale", "input_scale")
 def _from_result(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     grad, x = node.args[0], source(argument(node, "self_or_result"))
     constants = [argument(node, name) for name in _CONSTANTS]
-    value = value_of(x)
-    if argument(node, "is_result") or value is None or value.dtype not in (torch.float32, torch.float64):
+    if argument(node, "is_result") or not wide(x):
         return
     if float(constants[0]) < 0:
         return  # the sign of the input is lost
@@ -48,8 +47,7 @@ _SURELY_LINEAR = 20.0
 @implementation(aten.softplus_backward.default)
 def _softplus_from_result(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     grad, x, beta, threshold = node.args[0], source(node.args[1]), *_numbers(node)
-    value = value_of(x)
-    if value is None or value.dtype not in (torch.float32, torch.float64) or beta <= 0 or threshold < _SURELY_LINEAR:
+    if not wide(x) or beta <= 0 or threshold < _SURELY_LINEAR:
         return
     for result in x.users:
         if result.target is aten.softplus.default and _numbers(result) == (beta, threshold) and alike(node, result):

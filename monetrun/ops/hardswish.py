@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from monetrun.ops.in_place import may_overwrite
-from monetrun.ops.registry import Alternative, Call, Joint, alike, implementation, source, value_of
+from monetrun.ops.registry import Alternative, Call, Joint, alike, implementation, source, uncopied, wide
 
 aten = torch.ops.aten
 monet = torch.ops.monet
@@ -25,12 +25,9 @@ _MINIMUM = -1.5
 def _from_result(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     grad: Any = node.args[0]
     x: Any = source(node.args[1])
-    value = value_of(x)
-    if value is None or value.dtype not in (torch.float32, torch.float64):
+    if not wide(x):
         return
-    # an input that was cloned before it was overwritten is the input still
-    original = source(x.args[0]) if x.target is aten.clone.default else x
-    for result in (*x.users, *original.users):
+    for result in (*x.users, *uncopied(x).users):
         if result.target is aten.hardswish.default and alike(node, grad, result, x):
             mask = joint.optional(x, monet.range_mask.default, x, _MINIMUM, float("nan"))
             arguments = (grad, result, mask)

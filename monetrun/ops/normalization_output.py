@@ -25,6 +25,7 @@ from monetrun.ops.registry import (
     implementation,
     source,
     value_of,
+    wide,
 )
 
 aten = torch.ops.aten
@@ -66,12 +67,6 @@ def _alike(*nodes: Any) -> bool:
     )
 
 
-def _wide(*nodes: Any) -> bool:
-    """Whether the tensors among nodes are all of float32, or all of float64."""
-    dtypes = {v.dtype for n in nodes if (v := value_of(n)) is not None}
-    return dtypes in ({torch.float32}, {torch.float64})
-
-
 @implementation(aten.native_layer_norm_backward.default)
 def _layer_norm(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     names = ("grad_out", "input", "normalized_shape", "rstd", "weight", "bias", "output_mask")
@@ -81,7 +76,7 @@ def _layer_norm(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         return
     result = element(norm, 0)
     values = [value_of(n) for n in (grad, result, x)]
-    if any(v is None or not v.is_contiguous() for v in values) or not _wide(grad, result, weight, bias):
+    if any(v is None or not v.is_contiguous() for v in values) or not wide(grad, result, weight, bias):
         return
     call = Call(monet.layer_norm_output_backward.default, (grad, result, shape, rstd, weight, bias, mask))
     yield Alternative("output:layer-norm", call, exact=False, guard=_guard(weight, bias, LIMIT))
@@ -117,7 +112,7 @@ def _of_channels(name: str, grad: Any, x: Any, norm: fx.Node, rstd: Any, mask: A
     weight, bias = norm.args[1:3]
     result = element(norm, 0)
     value = value_of(result)
-    if value is None or not _alike(result, grad, x) or not _wide(grad, result, rstd, weight, bias):
+    if value is None or not _alike(result, grad, x) or not wide(grad, result, rstd, weight, bias):
         return
     if not is_images(value):
         return

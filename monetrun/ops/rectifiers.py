@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from monetrun.ops.in_place import may_overwrite, over_gradient
-from monetrun.ops.registry import Alternative, Call, Joint, alike, implementation, source
+from monetrun.ops.registry import Alternative, Call, Joint, alike, implementation, source, uncopied
 
 aten = torch.ops.aten
 monet = torch.ops.monet
@@ -36,8 +36,7 @@ def _ends(node: fx.Node) -> list[fx.Node]:
         return []
     if read.target in forward:
         return [read, source(read.args[0])]
-    # an input that was cloned before it was overwritten is the input still
-    original = source(read.args[0]) if read.target is aten.clone.default else read
+    original = uncopied(read)
     results = [
         user
         for n in {read, original}

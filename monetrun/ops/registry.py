@@ -241,6 +241,17 @@ def source(node: Any) -> Any:
     return node
 
 
+def uncopied(node: fx.Node) -> fx.Node:
+    """What a clone copies, else the node: an input that was cloned before it was overwritten is the input still."""
+    return source(node.args[0]) if node.target is torch.ops.aten.clone.default else node  # type: ignore[no-any-return]
+
+
+def wide(*nodes: Any) -> bool:
+    """Whether the tensors among nodes are all of float32, or all of float64."""
+    dtypes = {v.dtype for n in nodes if (v := value_of(n)) is not None}
+    return dtypes in ({torch.float32}, {torch.float64})
+
+
 def argument(node: fx.Node, name: str) -> Any:
     """The argument of a call by its name in the operator's schema, its default where it is not given."""
     schema = node.target._schema  # type: ignore[union-attr]
