@@ -74,6 +74,8 @@ class JointGraph:
         calls: for each (operator, implementation) beside the default the call that it makes.
         signatures: for each operator and implementation what it costs as: a key of ``timed``.
         timed: for each signature a call to measure, and a node whose result has the form of its result.
+        tried: for each signature of which only a trial tells whether it has eager's bits, the call and eager's.
+        no_faster: the (operator, implementation) that cost no less than the operator's default.
         storage: for each fx node that holds one tensor, the id of the tensor (storage) in ``graph``.
         outputs: the forward's outputs (nodes, or constants) in AOTAutograd's order.
         gradients: the backward's outputs, likewise.
@@ -87,6 +89,8 @@ class JointGraph:
     calls: dict[tuple[int, int], Call]
     signatures: tuple[tuple[str, ...], ...]
     timed: dict[str, tuple[Call, fx.Node]]
+    tried: dict[str, tuple[Call, Call]]
+    no_faster: frozenset[tuple[int, int]]
     storage: dict[fx.Node, int]
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
@@ -188,6 +192,8 @@ class _Reader:
         calls: dict[tuple[int, int], Call] = {}
         signatures: list[tuple[str, ...]] = []
         timed: dict[str, tuple[Call, fx.Node]] = {}
+        tried: dict[str, tuple[Call, Call]] = {}
+        no_faster: set[tuple[int, int]] = set()
         guards: list[Guard] = []
         readable = {t.id for t in tensors if t.external}
         for i, (node, phase, written) in enumerate(found):
@@ -204,6 +210,8 @@ class _Reader:
             signatures.append(tuple(signature(call) for call in costs_as))
             for key, call in zip(signatures[-1], costs_as, strict=True):
                 timed.setdefault(key, (call, node))
+            no_faster.update((i, k) for k, a in enumerate(alternatives, 1) if a.no_faster)
+            tried.update({signature(a.call): (a.call, default) for a in alternatives if a.exact is None})
             readable.update(written)
         run_nodes = tuple(node for node, _, _ in found)
         graph = Graph(self.name, tensors, self._with_needless(tensors, operators, run_nodes))
@@ -214,6 +222,8 @@ class _Reader:
             calls,
             tuple(signatures),
             timed,
+            tried,
+            frozenset(no_faster),
             self.storage,
             self.outputs,
             self.gradients,
@@ -235,7 +245,7 @@ class _Reader:
                 continue
             if alternative.overwrites is not None:
                 target = tensors[self.storage[alternative.overwrites]]
-                fits = len(written) == 1 and target.nbytes == tensors[written[0]].nbytes
+                fits = bool(written) and target.nbytes == tensors[written[0]].nbytes
                 if not fits or target.external or target.kept:
                     continue
             legal.append(alternative)
@@ -356,7 +366,7 @@ class _Reader:
                 a.name,
                 tuple(sorted(self._reads(a.call) | of_state)),
                 in_place_of=None if a.overwrites is None else self.storage[a.overwrites],
-                exact=a.exact,
+                exact=bool(a.exact),
             )
             for a in alternatives
         ]

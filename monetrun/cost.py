@@ -10,17 +10,17 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from monetrun import roofline
 from monetrun.capture import JointGraph
-from monetrun.graph import Costs, Operator
+from monetrun.graph import Costs, Graph, Operator, counterpart
 from monetrun.meter import Meter
 from monetrun.ops import random
 from monetrun.ops.registry import Call
@@ -32,31 +32,32 @@ _log = logging.getLogger("monetrun")
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """Of one signature: seconds of a call, bytes it allocates beside its outputs, and whether it was measured."""
+    """Of one signature: seconds of a call, bytes it allocates beside its outputs, and whether it was measured.
+
+    ``eagers_bits``: whether a trial gave those of what it stands for; False where none was needed.
+    """
 
     seconds: float
     workspace_bytes: int
     measured: bool = True
+    eagers_bits: bool = False
 
 
 def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) -> Costs:
     """Assemble the costs of a graph from those of its implementations' signatures.
 
     What runs in place costs no more than the same out of place: less on a CPU, where new pages take longer to get than
-    to fill (a ReLU of 430 MB took 24 ms in place, 190 out of place, on 2 cores of a Zen 4, 2026-11), else by luck.
+    to fill (a ReLU of 430 MB took 24 ms in place, 190 out of place, on 2 cores of a Zen 4, 2026-11), else by luck. What
+    is marked as no faster than the default costs no less than that.
     """
     seconds, workspaces = [], []
     for op, row in zip(joint.graph.operators, joint.signatures, strict=True):
         costs = [known[signature] for signature in row]
-        limits = []
-        for k, impl in enumerate(op.implementations):
-            alike = [k]
-            if impl.in_place_of is not None:
-                alike += (j for j, o in enumerate(op.implementations) if set(o.inputs) == set(impl.inputs))
-            limits.append(alike)
-        seconds.append(tuple(min(costs[j].seconds for j in alike) for alike in limits))
         least = _to_draw_again(joint, op)
-        workspaces.append(tuple(max(least, min(costs[j].workspace_bytes for j in alike)) for alike in limits))
+        pairs = [(costs[k], costs[counterpart(op, k)]) for k in range(len(costs))]
+        floors = [costs[0].seconds if (op.id, k) in joint.no_faster else 0.0 for k in range(len(costs))]
+        seconds.append(tuple(max(s, min(c.seconds for c in pair)) for s, pair in zip(floors, pairs, strict=True)))
+        workspaces.append(tuple(max(least, min(c.workspace_bytes for c in pair)) for pair in pairs))
     return Costs(device, tuple(seconds), tuple(workspaces))
 
 
@@ -103,34 +104,69 @@ def measure(
                 except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
                     _log.debug("%s cannot be timed alone (%s): estimated", call.target, error)
                     failed[signature] = estimate(*joint.timed[signature])
+        exact = {s for s in todo if s in joint.tried and s not in failed and _has_eagers_bits(*joint.tried[s])}
     measured = {
-        signature: OperatorCost(statistics.median(seconds[signature]), workspace[signature])
+        signature: OperatorCost(statistics.median(seconds[signature]), workspace[signature], True, signature in exact)
         for signature in todo
         if signature not in failed
     }
     return {**measured, **failed}
 
 
-def _arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    made: dict[fx.Node, Any] = {}
+def as_tried(joint: JointGraph, known: Mapping[str, OperatorCost]) -> Graph:
+    """The graph, in which an implementation is exact also where a trial (see ``measure``) gave eager's bits."""
+    exact = {signature for signature in joint.tried if signature in known and known[signature].eagers_bits}
+
+    def marked(op: Operator) -> Operator:
+        pairs = zip(op.implementations, joint.signatures[op.id], strict=True)
+        return replace(op, implementations=tuple(replace(i, exact=i.exact or s in exact) for i, s in pairs))
+
+    concerned = {k for k, row in enumerate(joint.signatures) if not exact.isdisjoint(row)}
+    operators = (marked(op) if op.id in concerned else op for op in joint.graph.operators)
+    return replace(joint.graph, operators=tuple(operators))
+
+
+def _has_eagers_bits(call: Call, eagers: Call) -> bool:
+    """Whether both calls give the same bits of the same random operands (False where there is no memory for both)."""
+    operands: dict[fx.Node, Any] = {}
+
+    def result(of: Call) -> Any:
+        arguments, keywords = _arguments(of, operands, torch.Tensor.normal_)
+        return of.target(*arguments, **keywords)
+
+    try:
+        expected, given = result(eagers), result(call)  # which may write over an operand
+    except torch.OutOfMemoryError:
+        return False
+    pairs = zip(tree_leaves(given), tree_leaves(expected if call.only is None else expected[call.only]), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs if isinstance(other, torch.Tensor))
+
+
+def _arguments(
+    call: Call,
+    made: dict[fx.Node, Any] | None = None,
+    fill: Callable[[torch.Tensor], Any] = lambda tensor: tensor.fill_(0.5),
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Operands of the captured forms, those floating-point filled by ``fill``; ``made`` are there, and added to."""
+    made = {} if made is None else made
 
     def make(argument: fx.Node) -> Any:
         if argument not in made:
             value = argument.meta.get("val")
             if isinstance(value, (tuple, list)):
-                made[argument] = type(value)(_made_up(v) if isinstance(v, torch.Tensor) else v for v in value)
+                made[argument] = type(value)(_made_up(v, fill) if isinstance(v, torch.Tensor) else v for v in value)
             else:
-                made[argument] = _made_up(value) if isinstance(value, torch.Tensor) else value
+                made[argument] = _made_up(value, fill) if isinstance(value, torch.Tensor) else value
         return made[argument]
 
     return fx.map_arg((call.args, call.kwargs), make)  # type: ignore[return-value]
 
 
-def _made_up(value: torch.Tensor) -> torch.Tensor:
+def _made_up(value: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> torch.Tensor:
     tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     whole = tensor.as_strided((_span(value),), (1,)) if tensor.numel() else tensor
     if value.dtype.is_floating_point or value.dtype.is_complex:
-        whole.fill_(0.5)
+        fill(whole)
     else:
         whole.zero_()
     return tensor

@@ -247,8 +247,8 @@ class Engine:
             InfeasibleBudget: nothing fits beside what is allocated now.
         """
         assert self.plan is not None
-        graph = self._allowed(joint.graph)
         self.known.update(cost.measure(joint, self.known, self.meter, self.device))
+        graph = self._allowed(cost.as_tried(joint, self.known))
         costs = cost.costs_of(joint, self.known, str(self.device))
         available = self.budget_bytes - self.meter.current_bytes() - self._outside_bytes(joint)
         alike = [g for g in self.plan.graphs if g.structural_fingerprint == graph.structural_fingerprint]

@@ -281,6 +281,19 @@ def _stands_for(op: Operator, costs: Costs, j: int, k: int) -> bool:
     )
 
 
+def counterpart(op: Operator, k: int) -> int:
+    """The implementation that k is the in-place variant of: that which reads the same, of k's name if there is one.
+
+    It is k itself where that is not in place, or reads what no other one does.
+    """
+    chosen = op.implementations[k]
+    if chosen.in_place_of is None:
+        return k
+    reads = set(chosen.inputs)
+    alike = [j for j, o in enumerate(op.implementations) if o.in_place_of is None and set(o.inputs) == reads]
+    return min(alike, key=lambda j: op.implementations[j].name != chosen.name, default=k)
+
+
 def replace(graph: Graph, **changes: object) -> Graph:
     """A copy of ``graph`` with some fields changed."""
     return dataclasses.replace(graph, **changes)  # type: ignore[arg-type]

@@ -18,6 +18,9 @@ from monetrun.step import OUTSIDE, RoundGraph, StepRecord, StepTimeline, replay,
 
 Progress = Callable[[float, float, float], None]
 
+# The share of the step's time that other bits than eager's have to save.
+ROUNDING_SAVES = 0.05
+
 
 @dataclass(frozen=True)
 class Baseline:
@@ -218,7 +221,7 @@ class _Found:
 def _with_eagers_bits(
     record: StepRecord, budget_bytes: int, options: Options, solved: Callable[[Options], _Found]
 ) -> _Found:
-    """What is ``solved``; where implementations with other bits save no more than ``options.gap``, without them."""
+    """What is ``solved``; where implementations with other bits save no more than ``ROUNDING_SAVES``, without them."""
     kinds = KINDS if options.implementations is None else options.implementations
     half = replace(options, seconds=options.seconds / 2)
     exact = replace(half, implementations=(*kinds, EXACT), on_progress=None)
@@ -229,7 +232,7 @@ def _with_eagers_bits(
     timeline, seconds = replay(record, other.schedules), replay(record, found.schedules).seconds
     if timeline.peak_bytes > budget_bytes or not _permitted(record, other.schedules, exact):
         return found
-    if timeline.seconds > seconds * (1 + options.gap):
+    if timeline.seconds > seconds * (1 + ROUNDING_SAVES):
         return found
     proven = timeline.seconds <= found.bound_seconds * (1 + options.gap)
     return replace(found, schedules=other.schedules, status=found.status if proven else "feasible")

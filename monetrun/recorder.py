@@ -79,9 +79,11 @@ class Recorder:
         if number is None:
             number = self._number[joint.graph.fingerprint] = len(self.joints)
             self.joints.append(joint)
-            # the weights have not been seen yet: nothing that they may forbid
-            guarded = {(g.operator, g.implementation) for g in joint.guards.guards}
-            self.schedules.append(greedy.most_frugal(without(joint.graph, guarded), estimated(joint)))
+            # the weights have not been seen yet: nothing that they may forbid; nor what rounds, or has not been tried
+            unknown = {(g.operator, g.implementation) for g in joint.guards.guards}
+            for op in joint.graph.operators:
+                unknown.update((op.id, k) for k, impl in enumerate(op.implementations) if not impl.exact)
+            self.schedules.append(greedy.most_frugal(without(joint.graph, unknown), estimated(joint)))
         return number, self.schedules[number]
 
     # ---- what happens in the step
@@ -155,6 +157,7 @@ class Recorder:
             known.update(cost.measure(joint, known, self.meter, self.device))
         if store is not None:
             known = {**known, **store.update("costs", where, known, OperatorCost)}
+        self.known = known
         return [cost.costs_of(joint, known, device_name(self.device)) for joint in self.joints]
 
     def record(self, costs: list[Costs]) -> StepRecord:
@@ -193,7 +196,7 @@ class Recorder:
             events.insert(0, Event(OUTSIDE, -1, waiting, waiting, "last step's gradients"))
         weights = _bytes_of(self.parameters)
         return StepRecord(
-            graphs=tuple(allowed(j) for j in self.joints),
+            graphs=tuple(allowed(j, cost.as_tried(j, self.known)) for j in self.joints),
             costs=tuple(costs),
             events=tuple(events),
             base_bytes=first + self.state_bytes,
@@ -218,10 +221,10 @@ class Recorder:
         return found
 
 
-def allowed(joint: JointGraph) -> Graph:
-    """The graph, in which what its weights forbid as they are now is not usable."""
+def allowed(joint: JointGraph, graph: Graph) -> Graph:
+    """``graph``, in which what its weights forbid as they are now is not usable."""
     failed = joint.guards.failed()
-    return joint.graph if failed is None else without(joint.graph, failed.implementations)
+    return graph if failed is None else without(graph, failed.implementations)
 
 
 def estimated(joint: JointGraph) -> Costs:

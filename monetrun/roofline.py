@@ -199,7 +199,13 @@ def _is_view(target: Any, inputs: Iterable[torch.Tensor], outputs: list[torch.Te
 
 
 # The statistics of a normalization over a batch take a pass of their own, in both directions.
-_TWO_PASSES = ("native_batch_norm", "cudnn_batch_norm", "native_group_norm", "channel_norm")
+_TWO_PASSES = (
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "batch_norm_backward_in_parts",
+    "native_group_norm",
+    "channel_norm",
+)
 # Of their second argument they need the shape only.
 _SHAPE_OF_SECOND = frozenset(
     {
@@ -223,6 +229,9 @@ def _bytes_moved(name: str, inputs: Iterable[torch.Tensor], outputs: Iterable[to
     if name in _GATHERS and sizes:
         sizes[0] = min(sizes[0], written)
     passes = 2 if any(part in name for part in _TWO_PASSES) else 1
+    if "_in_parts" in name:  # parts of the result are copied into it; those of a norm's operands are copies
+        written *= 3
+        passes += 2 if "norm" in name else 0
     return written + passes * sum(sizes)
 
 
@@ -276,6 +285,8 @@ _CONVOLUTIONS: dict[str, Callable[..., _Convolution]] = {
     "convolution_backward": _backward,
     "convolution_by": lambda *arguments: _forward(*arguments[:-1]),
     "convolution_weight_backward_by": lambda *arguments: _backward(*arguments[:-1]),
+    "convolution_in_parts": lambda *arguments: _forward(*arguments[:-2]),
+    "convolution_weight_backward_in_parts": lambda *arguments: _backward(*arguments[:-1]),
     "cudnn_convolution": lambda *arguments: _forward(*arguments[:-2]),
     "cudnn_convolution_weight_backward": lambda *arguments: _backward(*arguments[:-2]),
 }

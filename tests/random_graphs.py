@@ -7,6 +7,8 @@ must not be replayed. Switch features off by keyword for a solver that does not 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from monetrun import graph as graphs
@@ -69,7 +71,11 @@ def joint_graphs(
             implementations.append(Implementation("in-place", inputs, in_place_of=target))
         if alternatives and draw(integers(0, 3)) == 0:
             pool = [t for t in range(len(tensors)) if t not in outputs]
-            implementations.append(Implementation("other", reads(pool, pool[-4:]), exact=draw(booleans())))
+            other = Implementation("other", reads(pool, pool[-4:]), exact=draw(booleans()))
+            implementations.append(other)
+            if in_place and outputs and other.inputs and draw(booleans()):
+                target = draw(st.sampled_from(other.inputs))
+                implementations.append(replace(other, in_place_of=target))
         operators.append(
             Operator(
                 id=i,
@@ -86,13 +92,13 @@ def joint_graphs(
     graph = Graph("random", tuple(Tensor(name=f"t{t['id']}", **t) for t in tensors), tuple(operators))  # type: ignore[arg-type]
     seconds, workspaces = [], []
     for op in operators:
-        base = draw(integers(1, 16)) / 16
-        row = [base]
+        row = [draw(integers(1, 16)) / 16]
         spaces = [draw(st.sampled_from([0, 0, 0, 1, 5])) if workspace else 0]
-        for impl in op.implementations[1:]:
-            same = impl.in_place_of is not None
-            row.append(draw(integers(1, round(16 * base) if same else 16)) / 16)
-            spaces.append(spaces[0] if same or not workspace else draw(st.sampled_from([0, 0, 1, 5])))
+        for k in range(1, len(op.implementations)):
+            outer = graphs.counterpart(op, k)
+            row.append(draw(integers(1, 16 if outer == k else round(16 * row[outer]))) / 16)
+            own = draw(st.sampled_from([0, 0, 1, 5])) if workspace and outer == k else 0
+            spaces.append(own if outer == k else spaces[outer])
         seconds.append(tuple(row))
         workspaces.append(tuple(spaces))
     costs = Costs("random", tuple(seconds), tuple(workspaces))

@@ -62,9 +62,12 @@ _OVERWRITE_GRADIENT: dict[Any, tuple[Any, str]] = {
 }
 
 
-def may_overwrite(node: fx.Node, operand: Any) -> bool:
-    """Whether the result of ``node`` has the form of ``operand``, whose storage no other argument shares."""
-    if value_of(operand) is None or not alike(node, operand):
+def may_overwrite(node: fx.Node, operand: Any, result: fx.Node | None = None) -> bool:
+    """Whether the result of ``node`` has the form of ``operand``, whose storage no other argument shares.
+
+    ``result``: the first of several results.
+    """
+    if value_of(operand) is None or not alike(node if result is None else result, operand):
         return False
     storages = [v.untyped_storage()._cdata for v in map(value_of, node.all_input_nodes) if v is not None]
     return storages.count(operand.meta["val"].untyped_storage()._cdata) == 1

@@ -40,6 +40,7 @@ _FAMILIES = (
     "convolution",
     "layout",
     "cudnn_convolution",
+    "parts",
     "dropout",
     "normalization",
     "normalization_output",
@@ -84,9 +85,12 @@ class Alternative:
         name: ``"KIND"`` or ``"KIND:which"``, KIND one of ``graph.KINDS``.
         call: gives what the node gives (the same tensors, in the same order).
         overwrites: the argument whose storage the (only) result takes over, or None.
-        exact: whether the result has the same bits as the node's.
+        exact: whether the result has the same bits as the node's; None: where a trial on the device, with random
+            operands, shows so (for calls whose roundings do not depend on the values).
         costs_as: the call to measure in its place, one that runs the same kernel out of place too: the same work
             measured twice would differ by noise, and the planner would take the luckier one.
+        no_faster: whether it is never to count as faster than the node's own call: the same work in other portions,
+            which measures less where the allocator happens to have them at hand.
         guard: a call that reads parameters of the model and constants, and gives one bool: whether ``call`` may stand
             for the node as the parameters are now. It is asked again before every forward (see ``guards``).
     """
@@ -94,17 +98,22 @@ class Alternative:
     name: str
     call: Call
     overwrites: fx.Node | None = None
-    exact: bool = True
+    exact: bool | None = True
     costs_as: Call | None = None
+    no_faster: bool = False
     guard: Call | None = None
 
 
 class Joint:
-    """The joint module, as generators see it."""
+    """The joint module, as generators see it.
+
+    ``notes`` is for what a generator finds out about the whole module once.
+    """
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self._optional: dict[str, fx.Node] = {}
+        self.notes: dict[Any, Any] = {}
 
     def optional(self, after: fx.Node, target: Any, *args: Any) -> fx.Node:
         """A call that is in a schedule only where an implementation that reads it is (MONeT's intermediate node).

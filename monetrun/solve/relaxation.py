@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import cvxpy as cp
 import numpy as np
 
-from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, counterpart
 from monetrun.plan import Options, Schedule, Step
 from monetrun.solve import mip, tidy
 from monetrun.solve.order import Order
@@ -365,13 +365,7 @@ def relaxed_schedule(graph: Graph, relaxation: Relaxation, value: dict[str, mip.
         options = relaxation.read_sets[i]
         chosen = [k for k, column in zip(options, columns, strict=False) if on("M", column)]
         k = chosen[0] if chosen else options[0]
-        implementations = operators[i].implementations
-        if implementations[k].in_place_of is None:
-            return k
-        # whether it may run in place is not modelled: out of place it reads the same
-        reads = set(implementations[k].inputs)
-        alike = (j for j, o in enumerate(implementations) if o.in_place_of is None and set(o.inputs) == reads)
-        return next(alike, k)
+        return counterpart(operators[i], k)  # whether it may run in place is not modelled
 
     def provide(t: int) -> bool:
         if t in present:

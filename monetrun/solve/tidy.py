@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, counterpart
 from monetrun.plan import Options, Schedule, Step
 
 
@@ -27,12 +27,13 @@ def without_dead_runs(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 def at_least_as_good(graph: Graph, costs: Costs, operator: int, k: int, j: int) -> bool:
-    """Whether implementation k, in place, reads what j reads and costs no more of anything."""
+    """Whether implementation k, in place, reads what j reads, is as exact, and costs no more of anything."""
     one, other = (graph.operators[operator].implementations[i] for i in (k, j))
     seconds, workspaces = costs.seconds[operator], costs.workspace_bytes[operator]
     if other.in_place_of is not None and j < k:  # of two equal ones the first stays
         return False
-    return set(one.inputs) <= set(other.inputs) and seconds[k] <= seconds[j] and workspaces[k] <= workspaces[j]
+    cheaper = seconds[k] <= seconds[j] and workspaces[k] <= workspaces[j]
+    return cheaper and one.exact >= other.exact and set(one.inputs) <= set(other.inputs)
 
 
 def in_place_where_legal(graph: Graph, costs: Costs, schedule: Schedule, options: Options) -> Schedule:
@@ -64,12 +65,9 @@ def out_of_place(graph: Graph, schedule: Schedule) -> Schedule:
     """In-place implementations as those that they are variants of, which are legal in any other order too."""
 
     def outer(step: Step) -> Step:
-        implementations = graph.operators[step.operator].implementations
-        if implementations[step.implementation].in_place_of is None:
-            return step
-        inputs = sorted(implementations[step.implementation].inputs)
-        bases = (k for k, i in enumerate(implementations) if i.in_place_of is None and sorted(i.inputs) == inputs)
-        return Step(step.operator, next(bases, 0))
+        op = graph.operators[step.operator]
+        k = counterpart(op, step.implementation)
+        return Step(step.operator, k if op.implementations[k].in_place_of is None else 0)
 
     return Schedule(tuple(map(outer, schedule.forward)), tuple(map(outer, schedule.backward)))
 
