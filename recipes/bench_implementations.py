@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import shlex
 import sys
 import time
@@ -156,16 +157,19 @@ def line(row: dict[str, Any]) -> str:
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The joint plan's overhead as a share of the recompute-only plan's, planned and measured, for each network."""
+    """The joint plan's overhead as a share of the recompute-only plan's, planned and measured, for each network.
+
+    The share is 0 where recomputation alone has no plan, and None where it has no overhead.
+    """
     found = []
-    by_key = {(r["network"], r["share"], r["kind"]): r for r in rows if r["status"] == "ok"}
+    by_key = {(r["network"], r["share"], r["kind"]): r for r in rows}
     for (network, share, kind), joint in by_key.items():
         other = by_key.get((network, share, RECOMPUTE))
-        if kind != JOINT or other is None:
+        if kind != JOINT or joint["status"] != "ok" or other is None:
             continue
         shares = {}
         for name, field in (("planned", "planned_ratio"), ("measured", "ratio")):
-            overhead = other[field] - 1
+            overhead = other[field] - 1 if other["status"] == "ok" else math.inf
             shares[name] = (joint[field] - 1) / overhead if overhead > 0 else None
         met = {k: v is not None and v <= LESS_THAN_RECOMPUTATION for k, v in shares.items()}
         found.append({"network": network, "share": share, "at_most": LESS_THAN_RECOMPUTATION, **shares, "met": met})
