@@ -211,7 +211,8 @@ class _Reader:
             for key, call in zip(signatures[-1], costs_as, strict=True):
                 timed.setdefault(key, (call, node))
             no_faster.update((i, k) for k, a in enumerate(alternatives, 1) if a.no_faster)
-            tried.update({signature(a.call): (a.call, default) for a in alternatives if a.exact is None})
+            pairs = zip(signatures[-1][1:], alternatives, strict=True)
+            tried.update({key: (a.call, default) for key, a in pairs if a.exact is None})
             readable.update(written)
         run_nodes = tuple(node for node, _, _ in found)
         graph = Graph(self.name, tensors, self._with_needless(tensors, operators, run_nodes))

@@ -387,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         results.note("kernels", build_kernels(args.device))
         print(f"kernels: {results.document['kernels']}", flush=True)
     if "conformance" not in args.skip and results.document.get("conformance", {}).get("status") != "ok":
-        names = ("implementations", "kernels", "norm_kernels", "layout", "parts", "cudnn")
+        names = ("implementations", "whole_networks", "kernels", "norm_kernels", "layout", "parts", "cudnn")
         tests = [str(ROOT / "tests" / f"test_{name}.py") for name in names]
         results.note("conformance", conformance(args.device, 0.35 * args.seconds, tests))
         print(f"conformance: {results.document['conformance']}", flush=True)

@@ -19,6 +19,7 @@ LONGEST = (
     "test_training",
     "test_end_to_end",
     "test_implementations",
+    "test_whole_networks",
     "test_solver_laws",
     "test_worker",
     "test_launch",

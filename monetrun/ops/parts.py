@@ -107,7 +107,7 @@ def _weight_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -
     """The gradients of weight and bias, so many images at a time; of ``weight`` only the shape is read."""
     sums: Sequence[Tensor | None] = ()
     for of_grad, of_x in zip(grad.split(arguments[-1]), x.split(arguments[-1]), strict=True):
-        found = _fake_weight_backward(of_grad, of_x, weight, *arguments)
+        found = _whole_weight_backward(of_grad, of_x, weight, *arguments)
         pairs = zip(sums, found, strict=True)
         sums = tuple(t if t is None or part is None else t.add_(part) for t, part in pairs) if sums else found
         del found
@@ -115,7 +115,7 @@ def _weight_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -
 
 
 @torch.library.impl(_library, "convolution_weight_backward_in_parts", "Meta")
-def _fake_weight_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> Sequence[Tensor | None]:
+def _whole_weight_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> Sequence[Tensor | None]:
     *rest, (_, of_weight, of_bias), _ = arguments
     mask = [False, of_weight, of_bias]
     return aten.convolution_backward.default(grad, x, weight, *rest, mask)  # type: ignore[no-any-return]
