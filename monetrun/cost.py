@@ -83,7 +83,7 @@ def measure(
 
     Inputs are made up with the captured shapes, strides and dtypes (integers are zero, which is a valid index
     everywhere). Only the inputs and outputs of one operator are alive at a time. The state of the random number
-    generators is as before afterwards.
+    generators is as before afterwards. What refuses such inputs is estimated, with as much workspace as it has results.
     """
     todo = {signature: call for signature, (call, _) in joint.timed.items() if signature not in known}
     if not todo:
@@ -103,7 +103,7 @@ def measure(
                     seconds[signature].append(_timed(call, meter))
                 except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
                     _log.debug("%s cannot be timed alone (%s): estimated", call.target, error)
-                    failed[signature] = estimate(*joint.timed[signature])
+                    failed[signature] = _guess(*joint.timed[signature])
         exact = {s for s in todo if s in joint.tried and s not in failed and _has_eagers_bits(*joint.tried[s])}
     measured = {
         signature: OperatorCost(statistics.median(seconds[signature]), workspace[signature], True, signature in exact)
@@ -111,6 +111,11 @@ def measure(
         if signature not in failed
     }
     return {**measured, **failed}
+
+
+def _guess(call: Call, like: fx.Node) -> OperatorCost:
+    results = (v for v in tree_leaves(like.meta.get("val")) if isinstance(v, torch.Tensor))
+    return replace(estimate(call, like), workspace_bytes=sum(v.nbytes for v in results))
 
 
 def as_tried(joint: JointGraph, known: Mapping[str, OperatorCost]) -> Graph:

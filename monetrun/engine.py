@@ -22,7 +22,7 @@ from monetrun.errors import InfeasibleBudget, MonetrunError, PlanMismatch
 from monetrun.graph import BACKWARD, FORWARD, Graph, without
 from monetrun.guards import Failed
 from monetrun.meter import meter_for
-from monetrun.ops import kernels
+from monetrun.ops import kernels, registry
 from monetrun.plan import Options, Plan, Schedule, Solution, parse_kinds
 from monetrun.recorder import Recorder, cost_key
 from monetrun.settings import PROBE
@@ -129,6 +129,7 @@ class Engine:
         assert self.recorder is not None
         self._drop_traces()
         record = self.recorder.record(self.recorder.measure(self.store))
+        self.known.update(self.recorder.known)
         plan = self._of_rank_0(lambda: self._planned(record))
         self._know(record)
         self._follow(plan)
@@ -247,7 +248,10 @@ class Engine:
             InfeasibleBudget: nothing fits beside what is allocated now.
         """
         assert self.plan is not None
-        self.known.update(cost.measure(joint, self.known, self.meter, self.device))
+        self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes())
+        with registry.real_tensors():
+            self.known.update(cost.measure(joint, self.known, self.meter, self.device))
+        self.meter.reset_peak()  # what was measured is not the step's
         graph = self._allowed(cost.as_tried(joint, self.known))
         costs = cost.costs_of(joint, self.known, str(self.device))
         available = self.budget_bytes - self.meter.current_bytes() - self._outside_bytes(joint)

@@ -61,6 +61,8 @@ def test_training_is_the_same_and_the_budget_is_kept(case):
         for name in state:
             torch.testing.assert_close(state[name], plain_state[name], rtol=1e-4, atol=1e-4)
     assert warned == set()
+    assert engine.known
+    assert [signature for signature, cost in engine.known.items() if not cost.measured] == []
     plan = engine.plan
     print(case, plan.plain_peak_bytes, plan.budget_bytes, plan.planned_peak_bytes, engine.peak_bytes, plan.overhead)
     assert plan.planned_peak_bytes < plan.plain_peak_bytes
