@@ -23,7 +23,7 @@ from torch._C import DispatchKey
 from monetrun.errors import CaptureFailed
 from monetrun.graph import BACKWARD, FORWARD, Graph, Implementation, Operator, Tensor
 from monetrun.guards import Guard, Guards
-from monetrun.ops import normalization, random, registry, replay
+from monetrun.ops import dtypes, random, registry, replay
 from monetrun.ops.registry import Alternative, Call
 
 aten = torch.ops.aten
@@ -144,7 +144,7 @@ def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inpu
         CaptureFailed: the module has symbolic shapes, or an operator whose outputs are not tensors.
     """
     split_convolution_backward(module)
-    normalization.correct_dtypes(module)
+    dtypes.correct_norms(module)
     random.note_states(module)
     alternatives = registry.alternatives(module)
     return _Reader(module, forward_outputs, name, frozenset(static_inputs), alternatives).read()

@@ -7,7 +7,6 @@ the sum, one for the ReLU. Mean and inverse deviation are kept anyway, for the b
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,50 +30,6 @@ from monetrun.ops.registry import (
 
 aten = torch.ops.aten
 monet = torch.ops.monet
-
-# of what they give, mean and inverse deviation are the second and the third
-_NORMS = (
-    aten._native_batch_norm_legit_functional.default,
-    aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_no_training.default,
-    aten.native_layer_norm.default,
-    aten.native_group_norm.default,
-)
-
-
-def correct_dtypes(module: fx.GraphModule) -> None:
-    """Let norms whose parameters are wider than their input, as under autocast, give the dtypes that ATen gives.
-
-    On a CPU, statistics are as wide as the parameters, and no backward takes others; a group norm's input has a
-    gradient of its own dtype. torch's fake kernels (2.11 to 2.15) tell it the other way round.
-    """
-    changed: set[fx.Node] = set()
-    for node in module.graph.nodes:
-        value: Any = node.meta.get("val")
-        given = value
-        inputs = node.all_input_nodes if node.op == "call_function" else []
-        if not changed.isdisjoint(inputs) and all("val" in a.meta for a in inputs):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
-            given = node.target(*args, **kwargs)
-        if node.target in _NORMS:
-            x, *parameters = (v for v in map(value_of, node.args) if v is not None)
-            if x.device.type == "cpu" and any(p.dtype != x.dtype for p in parameters):  # which are float32 then
-                y, mean, invstd, *rest = given
-                given = (y, mean.float(), invstd.float(), *rest)
-        elif node.target is aten.native_group_norm_backward.default and given[0] is not None:
-            given = (given[0].to(node.args[1].meta["val"].dtype), *given[1:])
-        given = _corrected(value, given)
-        if given is not value:
-            node.meta["val"] = given
-            changed.add(node)
-
-
-def _corrected(value: Any, given: Any) -> Any:
-    """``value``, with what ``given`` has in other dtypes."""
-    if isinstance(value, tuple | list):
-        parts = tuple(map(_corrected, value, given))
-        return value if all(map(operator.is_, value, parts)) else parts
-    return given if isinstance(value, torch.Tensor) and value.dtype != given.dtype else value
 
 
 def _batch_norm(node: Any) -> fx.Node | None:
