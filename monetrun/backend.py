@@ -89,7 +89,7 @@ class Backend:
         started = time.perf_counter()
         with unset_fake_temporarily():  # in a trial run without memory too, kernels are asked about themselves for real
             joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
-        number, schedule = self.chooser.choose(joint)
+            number, schedule = self.chooser.choose(joint)
         modules = execute.build(joint, schedule)
         _log.debug("%s: %d operators in %.2f s", self.name, len(joint.nodes), time.perf_counter() - started)
         self.captured += 1

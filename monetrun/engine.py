@@ -22,7 +22,7 @@ from monetrun.errors import InfeasibleBudget, MonetrunError, PlanMismatch
 from monetrun.graph import BACKWARD, FORWARD, Graph, without
 from monetrun.guards import Failed
 from monetrun.meter import meter_for
-from monetrun.ops import kernels, registry
+from monetrun.ops import kernels
 from monetrun.plan import Options, Plan, Schedule, Solution, parse_kinds
 from monetrun.recorder import Recorder, cost_key
 from monetrun.settings import PROBE
@@ -249,8 +249,7 @@ class Engine:
         """
         assert self.plan is not None
         self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes())
-        with registry.real_tensors():
-            self.known.update(cost.measure(joint, self.known, self.meter, self.device))
+        self.known.update(cost.measure(joint, self.known, self.meter, self.device))
         self.meter.reset_peak()  # what was measured is not the step's
         graph = self._allowed(cost.as_tried(joint, self.known))
         costs = cost.costs_of(joint, self.known, str(self.device))
