@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
@@ -14,7 +14,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",
-    packages=["monetrun", "monetrun.ops", "monetrun.solve", "monetrun.cuda_ops"],
+    packages=[*find_packages(include=["monetrun", "monetrun.*"]), "monetrun.cuda_ops"],
     package_dir={"monetrun": "monetrun", "monetrun.cuda_ops": "cuda_ops"},
     package_data={"monetrun.cuda_ops": ["*.cpp", "*.hpp", "*.cu", "*.cuh"]},
     install_requires=[
@@ -44,8 +44,8 @@ setup(
         "recipes": ["scikit-learn>=1.4"],
     },
     entry_points={
-        "console_scripts": ["monetrun = monetrun.cli:console"],
+        "console_scripts": ["monetrun = monetrun.commands.main:console"],
         # torch calls it at the end of `import torch`; without monetrun's variables it returns at once
-        "torch.backends": ["monetrun = monetrun.autoload:autoload"],
+        "torch.backends": ["monetrun = monetrun.runtime.autoload:autoload"],
     },
 )

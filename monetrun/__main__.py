@@ -2,7 +2,7 @@
 
 import sys
 
-from monetrun.cli import main
+from monetrun.commands.main import main
 
 if __name__ == "__main__":  # torchrun's --run-path workers import this module again
     sys.exit(main())

@@ -32,16 +32,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchvision
-from step_pairs import Recorded, Reference, Trainer, run_planned
 from torch import nn
 
-from monetrun.errors import InfeasibleBudget, NoPlanInTime
-from monetrun.meter import CpuMeter
-from monetrun.ops import cpu_allocator, kernels
-from monetrun.plan import Options
+from monetrun.capture import cpu_allocator
+from monetrun.capture.meter import CpuMeter
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.options import Options
+from monetrun.ops import kernels
+from step_pairs import Recorded, Reference, Trainer, run_planned
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-import zoo
+from support import zoo
 
 METER = CpuMeter()
 RECOMPUTE, IMPLEMENTATIONS, JOINT = "recomputation", "implementations", "joint"

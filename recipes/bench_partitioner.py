@@ -25,18 +25,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import capture_instances
 import click
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from monetrun import offline
-from monetrun.capture import JointGraph
-from monetrun.graph import Costs, Graph
-from monetrun.partitioner import Partition, partition
-from monetrun.plan import Options, Schedule, Solution, parse_kinds, plain_schedule
-from monetrun.simulate import Timeline, simulate
+import capture_instances
+from lib import offline
+from lib.partitioner import Partition, partition
+from monetrun.capture.joint import JointGraph
+from monetrun.core.graph import Costs, Graph
+from monetrun.core.options import Options, parse_kinds
+from monetrun.core.plan import Schedule, Solution, plain_schedule
+from monetrun.core.simulate import Timeline, simulate
 from monetrun.solve import hierarchical, tidy
 
 SETTINGS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)

@@ -18,12 +18,11 @@ import torch.nn.functional as F
 import torchvision
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import zoo
-
-from monetrun import worker
-from monetrun.errors import InfeasibleBudget
-from monetrun.ops import cpu_allocator
-from monetrun.settings import RUN, Settings
+from monetrun.capture import cpu_allocator
+from monetrun.core.errors import InfeasibleBudget
+from monetrun.runtime import worker
+from monetrun.runtime.settings import RUN, Settings
+from support import zoo
 
 
 def of_images(make, batch, size, classes):

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from monetrun import instances, offline, roofline
-from monetrun.capture import JointGraph
+from lib import instances, offline
+from monetrun.capture import roofline
+from monetrun.capture.joint import JointGraph
 
 Problem = tuple[nn.Module, tuple[Any, ...], Callable[[Any], torch.Tensor]]
 

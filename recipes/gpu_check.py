@@ -40,18 +40,18 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import torch
 import torch.nn.functional as F
 import torchvision
-from capture_instances import Double, UNet
-from step_pairs import Recorded, Reference, Trainer, first_line, measured, paired, run_planned, warm_peak
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.googlenet import Inception
 from torchvision.models.mobilenetv2 import InvertedResidual
 from torchvision.models.resnet import Bottleneck
 
-from monetrun.errors import InfeasibleBudget, MonetrunError
-from monetrun.meter import Meter, meter_for
+from capture_instances import Double, UNet
+from monetrun.capture.meter import Meter, meter_for
+from monetrun.core.errors import InfeasibleBudget, MonetrunError
+from monetrun.core.options import Options, parse_kinds
 from monetrun.ops import cudnn, kernels
-from monetrun.plan import Options, parse_kinds
+from step_pairs import Recorded, Reference, Trainer, first_line, measured, paired, run_planned, warm_peak
 
 ROOT = Path(__file__).resolve().parent.parent
 SOLVER_PACKAGES = ("cvxpy", "pyscipopt", "highspy")
@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"kernels: {results.document['kernels']}", flush=True)
     if "conformance" not in args.skip and results.document.get("conformance", {}).get("status") != "ok":
         names = ("implementations", "whole_networks", "kernels", "norm_kernels", "layout", "parts", "cudnn")
-        tests = [str(ROOT / "tests" / f"test_{name}.py") for name in names]
+        tests = [str(ROOT / "tests" / "ops" / f"test_{name}.py") for name in names]
         results.note("conformance", conformance(args.device, 0.35 * args.seconds, tests))
         print(f"conformance: {results.document['conformance']}", flush=True)
     print(HEADINGS, flush=True)

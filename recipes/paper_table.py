@@ -27,10 +27,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from monetrun import instances
-from monetrun.graph import Graph
-from monetrun.plan import Options, Schedule, Step, parse_kinds, plain_schedule
-from monetrun.simulate import simulate
+from lib import instances
+from monetrun.core.graph import Graph
+from monetrun.core.options import Options, parse_kinds
+from monetrun.core.plan import Schedule, Step, plain_schedule
+from monetrun.core.simulate import simulate
 from monetrun.solve import names, solver, tidy
 
 HERE = Path(__file__).parent

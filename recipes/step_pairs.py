@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from monetrun import cost, planner, worker
-from monetrun.errors import MonetrunError
-from monetrun.meter import Meter
-from monetrun.ops import cpu_allocator
-from monetrun.plan import Options, Plan, Schedule, plain_schedule
-from monetrun.planner import Baseline
-from monetrun.settings import RUN, Settings
+from monetrun.capture import cost, cpu_allocator
+from monetrun.capture.meter import Meter
+from monetrun.core.errors import MonetrunError
+from monetrun.core.options import Options
+from monetrun.core.plan import Plan, Schedule, plain_schedule
+from monetrun.core.step import StepRecord, replay
+from monetrun.planning import planner
+from monetrun.planning.planner import Baseline
+from monetrun.runtime import worker
+from monetrun.runtime.settings import RUN, Settings
 from monetrun.solve import greedy
-from monetrun.step import StepRecord, replay
 
 WARM_UP_STEPS = 6  # compilation, and the early calls that are timed one by one
 PEAK_STEPS = 2

@@ -44,7 +44,7 @@ def _unhurried():
     if importlib.util.find_spec("cvxpy") is None:  # recipes/gpu_check.py runs some of these tests without the solvers
         yield
         return
-    from monetrun.plan import Options
+    from monetrun.core.options import Options
     from monetrun.solve import greedy, incumbent
 
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +72,8 @@ def plain_surroundings(monkeypatch, tmp_path):
 def on_the_device():
     """Tensors are made on the device of the tests of kernels, unless they are drawn from a generator of the CPU."""
     import torch
-    from kernel_cases import DEVICE
+
+    from support.kernel_cases import DEVICE
 
     with contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE):
         yield
@@ -82,9 +83,9 @@ def on_the_device():
 def kernel(request):
     """Name of an operator to what is tested: the operator with its native kernel, or its reference."""
     import torch
-    from kernel_cases import DEVICE
 
     from monetrun.ops import definitions, kernels
+    from support.kernel_cases import DEVICE
 
     if request.param == "reference":
         return definitions.REFERENCES.__getitem__

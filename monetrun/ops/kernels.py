@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from monetrun import native
+from monetrun.core import native
 from monetrun.ops import definitions as _definitions  # noqa: F401  (defines the operators)
 from monetrun.ops import normalization_definitions as _normalization_definitions  # noqa: F401
 

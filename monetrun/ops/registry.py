@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetrun.graph import KINDS
+from monetrun.core.graph import KINDS
 
 ENTRY_POINTS = "monetrun.implementations"
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from monetrun.errors import UsageError
-from monetrun.graph import Costs, Graph
-from monetrun.plan import Options, Solution
+from monetrun.core.errors import UsageError
+from monetrun.core.graph import Costs, Graph
+from monetrun.core.options import Options
+from monetrun.core.plan import Solution
 
 Solver = Callable[[Graph, Costs, int, Options], Solution]
 

@@ -13,8 +13,9 @@ import math
 import time
 from dataclasses import dataclass
 
-from monetrun.graph import Costs, Graph
-from monetrun.plan import Options, Schedule, plain_schedule
+from monetrun.core.graph import Costs, Graph
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, plain_schedule
 from monetrun.solve import mip
 from monetrun.solve.places import Places, find_excess, first_places
 from monetrun.solve.relaxation import bound_of, floor_seconds, relax, relaxed_schedule

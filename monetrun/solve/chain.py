@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from monetrun.graph import FORWARD, Costs, Graph
-from monetrun.plan import Options, Schedule, Solution, Step, plain_schedule
-from monetrun.simulate import simulate
+from monetrun.core.graph import FORWARD, Costs, Graph
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, Solution, Step, plain_schedule
+from monetrun.core.simulate import simulate
 from monetrun.solve.slot import necessary
 
 

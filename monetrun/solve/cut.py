@@ -24,9 +24,10 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from monetrun.graph import FORWARD, Costs, Graph
-from monetrun.plan import Options, Schedule, Step, plain_schedule
-from monetrun.simulate import simulate
+from monetrun.core.graph import FORWARD, Costs, Graph
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, Step, plain_schedule
+from monetrun.core.simulate import simulate
 from monetrun.solve import tidy
 
 _ROUNDS = 16

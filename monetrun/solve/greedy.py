@@ -28,9 +28,10 @@ import time
 from array import array
 from collections.abc import Sequence
 
-from monetrun.graph import Costs, Graph, Implementation
-from monetrun.plan import Options, Schedule, Solution, Step, plain_schedule
-from monetrun.simulate import Timeline, core, flatten, simulate
+from monetrun.core.graph import Costs, Graph, Implementation
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, Solution, Step, plain_schedule
+from monetrun.core.simulate import Timeline, core, flatten, simulate
 from monetrun.solve import tidy
 from monetrun.solve.slot import necessary
 

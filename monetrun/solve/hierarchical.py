@@ -23,8 +23,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from monetrun.graph import Costs, Graph
-from monetrun.plan import Options, Schedule, Solution, plain_schedule
+from monetrun.core.graph import Costs, Graph
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, Solution, plain_schedule
 from monetrun.solve import greedy, mip, relaxation, tidy, windows
 from monetrun.solve.incumbent import Incumbent
 from monetrun.solve.places import Places, find_excess, first_places

@@ -17,7 +17,7 @@ The variables, named as in the paper:
   thirty times faster on windows of ResNet-50, SCIP 10 and HiGHS 1.15, November 2026.)
 
 The class of schedules: between two backward operators each replayable forward operator runs at most once, in the
-graph's order. Of those the program's optimum is a cheapest one under the rules of ``monetrun.simulate``.
+graph's order. Of those the program's optimum is a cheapest one under the rules of ``monetrun.core.simulate``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from dataclasses import dataclass
 import cvxpy as cp
 import numpy as np
 
-from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
-from monetrun.plan import Options, Schedule, Solution, Step, plain_schedule
-from monetrun.simulate import simulate
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, Solution, Step, plain_schedule
+from monetrun.core.simulate import simulate
 from monetrun.solve import mip, tidy
 from monetrun.solve.slot import Slot, all_slots, without_useless
 

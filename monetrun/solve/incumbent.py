@@ -8,9 +8,10 @@ import time
 
 import cvxpy as cp
 
-from monetrun.graph import Costs, Graph
-from monetrun.plan import Options, Schedule
-from monetrun.simulate import Timeline, simulate
+from monetrun.core.graph import Costs, Graph
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule
+from monetrun.core.simulate import Timeline, simulate
 from monetrun.solve import cut, greedy, mip, relaxation, tidy
 
 PATIENCE = 4.0  # so many times as long as its work should take may a part of the search take on the clock

@@ -11,9 +11,10 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from monetrun.graph import Costs, Graph
-from monetrun.plan import Options, Schedule
-from monetrun.simulate import simulate
+from monetrun.core.graph import Costs, Graph
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule
+from monetrun.core.simulate import simulate
 from monetrun.solve import greedy, relaxation, windows
 from monetrun.solve.incumbent import Incumbent
 from monetrun.solve.places import all_places, find_excess, first_places

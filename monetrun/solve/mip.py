@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pyscipopt import SCIP_STAGE
 from pyscipopt.scip import PY_SCIP_EVENTTYPE, PY_SCIP_PARAMSETTING, Expr, ExprCons, Term
 
-from monetrun.errors import UsageError
+from monetrun.core.errors import UsageError
 
 Vector = NDArray[np.float64]
 

@@ -9,9 +9,9 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monetrun.graph import BACKWARD, FORWARD, Costs, Graph
-from monetrun.plan import Schedule
-from monetrun.simulate import simulate
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.core.plan import Schedule
+from monetrun.core.simulate import simulate
 
 # so many pairs of point and forward operator can a program have of which SCIP 10 solves the root relaxation and cuts in
 # a second on one 2.6 GHz Zen 4 core (2026-11)

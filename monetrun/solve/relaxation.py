@@ -1,7 +1,7 @@
 """The relaxed program over blocks: memory looked at only at chosen points, runs between two points in no order.
 
 Each *point* is the run of one compulsory operator; what happens between two of them (a *segment*) is only a set of
-runs. Any schedule of ``monetrun.simulate``'s rules, however often it runs an operator and in whatever order, maps to a
+runs. Any schedule of ``simulate``'s rules, however often it runs an operator and in whatever order, maps to a
 solution that costs no more:
 
 * ``S[t, p]``: tensor t is alive before point p;
@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import cvxpy as cp
 import numpy as np
 
-from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, counterpart
-from monetrun.plan import Options, Schedule, Step
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, counterpart
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, Step
 from monetrun.solve import mip, tidy
 from monetrun.solve.order import Order
 from monetrun.solve.places import Places

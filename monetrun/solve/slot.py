@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monetrun.graph import BACKWARD, FORWARD, Graph
-from monetrun.plan import Options
+from monetrun.core.graph import BACKWARD, FORWARD, Graph
+from monetrun.core.options import Options
 
 
 @dataclass(frozen=True, slots=True)

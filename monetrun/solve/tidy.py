@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from monetrun.graph import BACKWARD, FORWARD, Costs, Graph, counterpart
-from monetrun.plan import Options, Schedule, Step
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, counterpart
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, Step
 
 
 def without_dead_runs(graph: Graph, schedule: Schedule) -> Schedule:

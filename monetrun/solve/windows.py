@@ -10,9 +10,10 @@ import dataclasses
 import itertools
 import random
 
-from monetrun.graph import BACKWARD, FORWARD, Graph
-from monetrun.plan import Options, Schedule, plain_schedule
-from monetrun.simulate import simulate
+from monetrun.core.graph import BACKWARD, FORWARD, Graph
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, plain_schedule
+from monetrun.core.simulate import simulate
 from monetrun.solve import greedy, ilp, tidy
 from monetrun.solve.incumbent import Incumbent
 from monetrun.solve.slot import Slot, all_slots, allowed_choices

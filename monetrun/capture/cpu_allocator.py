@@ -1,0 +1,165 @@
+"""What torch has allocated on the CPU, to the byte, and a limit on it.
+
+Counting begins with ``install()``, which a worker calls right after ``import torch``; what was allocated before is
+not counted, nor is its release. The library is built against the installed torch the first time (about a second) and
+kept; without a compiler everything else works and ``unavailable_reason()`` says what is missing.
+
+What Python code makes with ``torch.UntypedStorage(nbytes)``, and so ``copy.deepcopy`` of a tensor, is not counted:
+torch takes it from its default allocator, whichever is installed (2.11 to 2.15). Operators' tensors, ``clone`` and
+``torch.load`` are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+from monetrun.core import native
+from monetrun.core.errors import MonetrunError
+
+_SOURCE = "cpu_allocator.cpp"
+_PREFIX = "monetrun_cpu_allocator_"
+_NO_LIMIT = -1
+_REFUSALS = {
+    1: "the CPU allocator that is in place has no raw deleter, so that it cannot be wrapped; "
+    "start without the library that replaced torch's own",
+    2: "a CPU allocator of the highest priority is in place; start without the library that installed it",
+}
+
+
+def _flags() -> tuple[str, ...]:
+    abi = int(torch.compiled_with_cxx11_abi())
+    return ("-std=c++20", "-O2", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    if sys.platform != "linux":
+        return None, f"CPU memory is counted on Linux only, this is {sys.platform}"
+    folder = Path(torch.__file__).parent
+    library, reason = native.load(
+        _SOURCE,
+        _flags(),
+        includes=(folder / "include",),
+        library_folders=(folder / "lib",),
+        libraries=("c10",),
+        # another torch in the same folder has the same flags and another interface
+        key=f"{torch.__version__} {torch.version.git_version}",
+    )
+    if library is None:
+        return None, reason
+    for name in ("allocated_bytes", "peak_bytes", "limit_bytes", "last_refused_bytes"):
+        function = getattr(library, _PREFIX + name)
+        function.argtypes, function.restype = (), ctypes.c_int64
+    library.monetrun_cpu_allocator_install.argtypes = ()
+    library.monetrun_cpu_allocator_install.restype = ctypes.c_int
+    library.monetrun_cpu_allocator_reset_peak.argtypes = ()
+    library.monetrun_cpu_allocator_reset_peak.restype = None
+    library.monetrun_cpu_allocator_set_limit.argtypes = (ctypes.c_int64,)
+    library.monetrun_cpu_allocator_set_limit.restype = None
+    return library, ""
+
+
+@functools.cache
+def _installed() -> str:
+    """Empty, or why the allocator cannot be put in place; tried once."""
+    library, reason = _load()
+    if library is None:
+        return reason
+    return _REFUSALS.get(library.monetrun_cpu_allocator_install(), "")
+
+
+def _library() -> ctypes.CDLL:
+    reason = _installed()
+    library = _load()[0]
+    if library is None or reason:
+        raise MonetrunError(f"CPU memory is not counted: {reason}", "ask unavailable_reason() before")
+    return library
+
+
+def install() -> bool:
+    """Put the counting allocator in place of the present one; again, nothing.
+
+    Returns:
+        Whether it is in place; if not, ``unavailable_reason()`` says why.
+    """
+    return not _installed()
+
+
+def unavailable_reason() -> str | None:
+    """Why CPU memory cannot be counted (no compiler, a failed build, ...), or None if it can; builds if need be."""
+    return _load()[1] or (_installed() if _installed.cache_info().currsize else "") or None
+
+
+def prebuild() -> str | None:
+    """Build the library if that was not done before, without installing it, so that ranks do not wait for it.
+
+    Returns:
+        None, or why it cannot be built.
+    """
+    return _load()[1] or None
+
+
+def allocated_bytes() -> int:
+    """Bytes that torch holds on the CPU now, of those allocated since ``install()``, which this calls.
+
+    Raises:
+        MonetrunError: CPU memory cannot be counted here.
+    """
+    return int(_library().monetrun_cpu_allocator_allocated_bytes())
+
+
+def peak_bytes() -> int:
+    """The most that ``allocated_bytes()`` has been since ``install()`` or ``reset_peak()``.
+
+    Raises:
+        MonetrunError: CPU memory cannot be counted here.
+    """
+    return int(_library().monetrun_cpu_allocator_peak_bytes())
+
+
+def reset_peak() -> None:
+    """Let the peak begin again at what is allocated now.
+
+    Raises:
+        MonetrunError: CPU memory cannot be counted here.
+    """
+    _library().monetrun_cpu_allocator_reset_peak()
+
+
+def set_limit(nbytes: int | None) -> None:
+    """Refuse, with ``torch.OutOfMemoryError``, what would bring ``allocated_bytes()`` above ``nbytes``.
+
+    None lifts the limit. A limit below what is allocated already refuses everything until enough is freed. A forked
+    child (a DataLoader's worker) starts without one.
+
+    Raises:
+        ValueError: a negative limit.
+        MonetrunError: CPU memory cannot be counted here.
+    """
+    if nbytes is not None and nbytes < 0:
+        raise ValueError(f"a limit is bytes and not negative, got {nbytes}; None lifts it")
+    _library().monetrun_cpu_allocator_set_limit(_NO_LIMIT if nbytes is None else nbytes)
+
+
+def limit_bytes() -> int | None:
+    """The limit, or None without one.
+
+    Raises:
+        MonetrunError: CPU memory cannot be counted here.
+    """
+    limit = int(_library().monetrun_cpu_allocator_limit_bytes())
+    return None if limit == _NO_LIMIT else limit
+
+
+def last_refused_bytes() -> int | None:
+    """How much the last refused allocation wanted, or None if none was refused.
+
+    Raises:
+        MonetrunError: CPU memory cannot be counted here.
+    """
+    return int(_library().monetrun_cpu_allocator_last_refused_bytes()) or None

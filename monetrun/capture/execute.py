@@ -1,0 +1,278 @@
+"""Build the forward and backward modules that run a schedule.
+
+Each is a plain fx graph in the schedule's order. fx's generated code drops every value after its last reader (boxed
+calling convention: saved tensors too), so the modules allocate and free exactly as ``simulate`` replays them, without
+an interpreter and without any bookkeeping at run time.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+from monetrun.capture.joint import JointGraph
+from monetrun.core.errors import ScheduleError
+from monetrun.core.graph import FORWARD
+from monetrun.core.plan import Schedule, Step
+from monetrun.ops import replay
+from monetrun.ops.registry import Call
+
+monet = torch.ops.monet
+
+
+@dataclass
+class _Pass:
+    """One of the two graphs while it is being built.
+
+    Attributes:
+        graph: the new fx graph.
+        values: joint node -> the node of ``graph`` that now holds its value.
+    """
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+def build(joint: JointGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The two modules of ``schedule``, in AOTAutograd's calling convention.
+
+    The forward takes the primals and gives the outputs, then the saved values; the backward takes the saved values,
+    then the tangents, and gives the gradients.
+
+    Args:
+        joint: the captured graph.
+        schedule: one that ``simulate`` accepts for ``joint.graph``.
+
+    Raises:
+        ScheduleError: a step reads what nothing before it has written.
+    """
+    return _Builder(joint, schedule).build()
+
+
+class _Builder:
+    def __init__(self, joint: JointGraph, schedule: Schedule) -> None:
+        self.joint = joint
+        self.schedule = schedule
+        self.views = _views_by_storage(joint)
+        self.operator_of = {node: i for i, node in enumerate(joint.nodes)}
+        self.forward = _Pass()
+        self.backward = _Pass()
+        self.saved: list[fx.Node] = []
+        self.placeholders: dict[fx.Node, fx.Node] = {}
+
+    def build(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint, into = self.joint, self.forward
+        for node in joint.primals:
+            into.values[node] = _copy(into.graph, node)
+        for step in self.schedule.forward:
+            self._run(into, step, self._load_forward, again=False)
+        outputs = [self._output(into, n, self._load_forward) for n in joint.outputs]
+
+        # the backward is built before the forward's end, since it tells which values are saved
+        for step in self.schedule.backward:
+            self._run(
+                self.backward, step, self._load_backward, again=joint.graph.operators[step.operator].phase == FORWARD
+            )
+        gradients = [self._output(self.backward, n, self._load_backward) for n in joint.gradients]
+        self.backward.graph.output(tuple(gradients))
+
+        saved = [self._output(into, n, self._load_forward) for n in self.saved]
+        into.graph.output((*outputs, *saved))
+        for state in into.graph.find_nodes(op="call_function", target=monet.generator_state.default):
+            if not state.users:  # nothing draws from it again
+                into.graph.erase_node(state)
+        return self._module(into.graph), self._module(self._with_inputs())
+
+    def _module(self, graph: fx.Graph) -> fx.GraphModule:
+        graph.lint()
+        return fx.GraphModule(self.joint.module, graph)
+
+    def _with_inputs(self) -> fx.Graph:
+        """The backward's graph with its placeholders first: the saved values in order, then the tangents."""
+        body = self.backward.graph
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.saved:
+            copies[self.placeholders[node]] = _placeholder(graph, node)
+        for node in self.joint.tangents:
+            new = _placeholder(graph, node)
+            if node in self.placeholders:
+                copies[self.placeholders[node]] = new
+        result: Any = None
+        for node in body.nodes:
+            if node.op == "output":
+                result = fx.map_arg(node.args[0], copies.__getitem__)
+            elif node.op != "placeholder":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(result)
+        return graph
+
+    def _load_forward(self, node: fx.Node) -> fx.Node:
+        return self._load(self.forward, node, missing=None)
+
+    def _load_backward(self, node: fx.Node) -> fx.Node:
+        return self._load(self.backward, node, missing=self._saved)
+
+    def _saved(self, node: fx.Node) -> fx.Node:
+        """A placeholder of the backward for a value that the forward saves (or for a tangent)."""
+        if node not in self.placeholders:
+            self.placeholders[node] = _placeholder(self.backward.graph, node)
+            if node not in self.joint.tangents:
+                self.saved.append(node)
+        return self.placeholders[node]
+
+    def _load(self, into: _Pass, node: fx.Node, missing: Callable[[fx.Node], fx.Node] | None) -> fx.Node:
+        """The node of ``into`` that holds the value of the joint graph's ``node``, adding views of it as needed."""
+        if node in into.values:
+            return into.values[node]
+        if node.op == "get_attr":
+            into.values[node] = _copy(into.graph, node)
+        elif node not in self.operator_of and node.op == "call_function" and self._sources_present(into, node):
+            arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda a: self._load(into, a, missing))
+            into.values[node] = _call(into.graph, node, node.target, arguments, keywords)
+        elif missing is None:
+            raise ScheduleError(f"{node.name} is read before it is written")
+        else:
+            into.values[node] = missing(node)
+        return into.values[node]
+
+    def _sources_present(self, into: _Pass, node: fx.Node) -> bool:
+        """Whether what a view is taken of is in this pass; a view of something saved is saved itself.
+
+        Views of inputs are taken again rather than saved: that costs nothing and lets the input be the saved value.
+        """
+        for source in node.all_input_nodes:
+            if source in into.values or source.op in ("get_attr", "placeholder"):
+                continue
+            if source in self.operator_of or not self._sources_present(into, source):
+                return False
+        return True
+
+    def _run(self, into: _Pass, step: Step, load: Callable[[fx.Node], fx.Node], *, again: bool) -> None:
+        node = self.joint.nodes[step.operator]
+        call = self.joint.calls[step.operator, step.implementation] if step.implementation else Call.of(node)
+        if again:
+            call = replay.second_run(node, call)
+        arguments, keywords = fx.map_arg((call.args, call.kwargs), load)
+        new = into.graph.call_function(call.target, arguments, keywords)
+        new.meta = _metadata(node)
+        new.meta["monetrun_again"] = again
+        written = self.joint.graph.operators[step.operator].outputs
+        # a kept tensor written again is a copy that nobody reads: its readers go on with the first
+        stale = {t for t in written if not (again and self.joint.graph.tensors[t].kept)}
+        for tensor in stale:
+            for view in self.views.get(tensor, ()):
+                into.values.pop(view, None)
+        if self.joint.storage.get(node, None) in {None, *stale}:
+            into.values[node] = new
+        # take tuples apart at once, so that what nobody reads is freed with the tuple
+        for user in node.users:
+            if user.target is not operator.getitem or self.joint.storage.get(user, None) not in stale:
+                continue
+            index: Any = user.args[1]
+            if call.only is not None:
+                into.values.update({user: new} if index == call.only else {})
+            elif replay.gives(node, call, index):
+                into.values[user] = _call(into.graph, user, operator.getitem, (new, user.args[1]), {})
+        if node not in self.joint.storage:
+            into.values.pop(node)
+
+    def _output(self, into: _Pass, node: Any, load: Callable[[fx.Node], fx.Node]) -> Any:
+        return load(node) if isinstance(node, fx.Node) else node
+
+
+def _views_by_storage(joint: JointGraph) -> dict[int, list[fx.Node]]:
+    views: dict[int, list[fx.Node]] = {}
+    for node, tensor in joint.storage.items():
+        views.setdefault(tensor, []).append(node)
+    return views
+
+
+def _metadata(node: fx.Node) -> dict[str, Any]:
+    keep = ("val", "tensor_meta", "nn_module_stack", "stack_trace", "desc", "partitioner_tag", "monetrun_again")
+    return {k: v for k, v in node.meta.items() if k in keep}
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    new = graph.node_copy(node, lambda n: n)
+    new.meta = dict(node.meta)
+    return new
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    new = graph.placeholder(node.name)
+    new.meta = dict(node.meta)
+    return new
+
+
+def _call(graph: fx.Graph, node: fx.Node, target: Any, arguments: Any, keywords: Any) -> fx.Node:
+    new = graph.call_function(target, arguments, keywords)
+    new.meta = _metadata(node)
+    return new
+
+
+def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """A callable that takes its inputs in a list and empties it, so that each input dies after its last reader."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    forward = module.forward
+
+    def run(arguments: list[Any]) -> Any:
+        return forward(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+# ---- what recomputation costs, measured
+
+
+class Stopwatch:
+    """Adds up the seconds of the stretches in which a backward runs forward operators again."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+        self.synchronize: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        """A stretch begins."""
+        self.synchronize()
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """It ends."""
+        self.synchronize()
+        self.seconds += time.perf_counter() - self._started
+
+
+stopwatch = Stopwatch()
+
+
+def _start_again() -> None:
+    stopwatch.start()
+
+
+def _stop_again() -> None:
+    stopwatch.stop()
+
+
+def timed(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a backward module that reports to ``stopwatch``; for a few steps, the rest run without it."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    running = False
+    for node in module.graph.nodes:
+        again = bool(node.meta.get("monetrun_again", running and node.op == "call_function"))
+        if node.op != "placeholder" and again != running:
+            graph.call_function(_start_again if again else _stop_again)
+            running = again
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)

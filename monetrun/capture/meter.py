@@ -1,0 +1,144 @@
+"""How many bytes torch has allocated on a device: now, and at most since the last mark."""
+
+from __future__ import annotations
+
+import gc
+from typing import Protocol
+
+import torch
+
+from monetrun.capture import cpu_allocator, fake
+
+
+class Meter(Protocol):
+    """Bytes that torch has allocated on one device.
+
+    ``exact`` is False where only live tensors can be added up, so that peaks are missed.
+    """
+
+    exact: bool
+
+    def current_bytes(self) -> int:
+        """Allocated now."""
+
+    def peak_bytes(self) -> int:
+        """The most that was allocated since ``reset_peak``."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak, from what is allocated now."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+
+
+class CpuMeter:
+    """The counting allocator of ``cuda_ops``: exact."""
+
+    exact = True
+
+    def current_bytes(self) -> int:
+        """Allocated now through torch's CPU allocator."""
+        return cpu_allocator.allocated_bytes()
+
+    def peak_bytes(self) -> int:
+        """The most since ``reset_peak``."""
+        return cpu_allocator.peak_bytes()
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        cpu_allocator.reset_peak()
+
+    def synchronize(self) -> None:
+        """Nothing is queued on a CPU."""
+
+
+class CudaMeter:
+    """The caching allocator's own counters, in bytes given to tensors."""
+
+    exact = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current_bytes(self) -> int:
+        """Allocated now."""
+        return int(torch.cuda.memory_allocated(self.device))
+
+    def peak_bytes(self) -> int:
+        """The most since ``reset_peak``."""
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def synchronize(self) -> None:
+        """Wait for the current stream."""
+        torch.cuda.synchronize(self.device)
+
+
+class LiveTensorMeter:
+    """Without a compiler for the counting allocator: the storages of all tensors that Python knows."""
+
+    exact = False
+
+    def __init__(self) -> None:
+        self._peak = 0
+
+    def current_bytes(self) -> int:
+        """What live tensors hold, each storage once."""
+        seen: dict[int, int] = {}
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and type(thing).__module__.startswith("torch"):
+                if thing.device.type != "cpu" or thing.layout != torch.strided or thing.is_meta:
+                    continue
+                if isinstance(thing, torch._subclasses.FakeTensor):
+                    continue
+                storage = thing.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+        total = sum(seen.values())
+        self._peak = max(self._peak, total)
+        return total
+
+    def peak_bytes(self) -> int:
+        """The most at any time that somebody looked."""
+        self.current_bytes()
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        self._peak = 0
+
+    def synchronize(self) -> None:
+        """Nothing is queued on a CPU."""
+
+
+class NoMeter:
+    """Where nothing is allocated."""
+
+    exact = False
+
+    def current_bytes(self) -> int:
+        """None."""
+        return 0
+
+    def peak_bytes(self) -> int:
+        """None."""
+        return 0
+
+    def reset_peak(self) -> None:
+        """Nothing to forget."""
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+
+def meter_for(device: torch.device) -> Meter:
+    """The most exact meter that there is for ``device``."""
+    if (of_fake_tensors := fake.meter()) is not None:
+        return of_fake_tensors
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if cpu_allocator.install():
+        return CpuMeter()
+    return LiveTensorMeter()

@@ -1,0 +1,318 @@
+"""What an operator costs on a device that is not here: bytes over bandwidth or flops over rate, whichever takes longer.
+
+The deterministic alternative to measuring. Peaks are the data sheets'; what is reached of them is one share for each
+class of operator. Against TensorFlow's published benchmarks of training on one P100 (DGX-1, fp32, batch 64, synthetic
+data), images a second come to 1.06 of what was measured for ResNet-50 (219), 1.02 for ResNet-152 (91.8), 0.90 for
+VGG-16 (154) and 1.28 for Inception v3 (142). What the model leaves out: FFT convolutions (faster than their flops),
+depthwise kernels (slower than their bytes), workspaces, and caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from monetrun.core.errors import UsageError
+
+aten = torch.ops.aten
+
+MEASURED = "measured"
+PREFIX = "roofline:"
+
+# Shares of the peaks that well-tuned kernels reach, over the shapes of a network rather than at the best one: cuBLAS
+# and cuDNN on ordinary units, the same on tensor cores (whose tiles small shapes do not fill), and STREAM-like kernels.
+DENSE_SHARE = 0.6
+TENSOR_CORE_SHARE = 0.4
+MEMORY_SHARE = 0.75
+
+# cuDNN runs fp32 convolutions of 3 x 3 at stride 1 by Winograd's algorithm F(2 x 2, 3 x 3), which needs this many
+# times fewer multiplications (Lavin and Gray, arXiv 1509.09308, section 4.1).
+WINOGRAD_SAVING = 2.25
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device's data sheet.
+
+    Attributes:
+        name: as in ``roofline:<name>``.
+        memory_bytes: as its driver reports it.
+        bytes_per_second: peak of its memory.
+        flops_per_second: peak (multiply and add are two) without sparsity, by ``"fp64"``, ``"fp32"``, ``"tf32"``,
+            ``"fp16"``, ``"bf16"``; what is missing runs at the rate of fp32.
+        tensor_cores: the entries of ``flops_per_second`` that are tensor cores' rates.
+        launch_seconds: the least that one call takes, however small.
+        source: of these values.
+        winograd: whether its convolutions use Winograd's algorithm.
+    """
+
+    name: str
+    memory_bytes: int
+    bytes_per_second: float
+    flops_per_second: Mapping[str, float]
+    tensor_cores: frozenset[str]
+    launch_seconds: float
+    source: str
+    winograd: bool = True
+
+    def dense_seconds(self, flops: float, kind: str) -> float:
+        """Of ``flops`` in matrix products of ``kind`` (``"fp32"``, ...)."""
+        if kind not in self.flops_per_second:
+            kind = "fp32"
+        share = TENSOR_CORE_SHARE if kind in self.tensor_cores else DENSE_SHARE
+        return flops / (share * self.flops_per_second[kind])
+
+    def memory_seconds(self, nbytes: int) -> float:
+        """Of reading or writing ``nbytes``."""
+        return nbytes / (MEMORY_SHARE * self.bytes_per_second)
+
+
+_TENSOR_CORES = frozenset({"tf32", "fp16", "bf16"})
+
+DEVICES: dict[str, Device] = {
+    d.name: d
+    for d in (
+        Device(
+            "p100",
+            16280 << 20,
+            732e9,
+            {"fp64": 5.3e12, "fp32": 10.6e12, "fp16": 21.2e12},
+            frozenset(),
+            5e-6,
+            "NVIDIA Tesla P100 data sheet (SXM2, 16 GB), October 2017",
+        ),
+        Device(
+            "v100",
+            16160 << 20,
+            900e9,
+            {"fp64": 7.8e12, "fp32": 15.7e12, "fp16": 125e12},
+            frozenset({"fp16"}),
+            5e-6,
+            "NVIDIA V100 data sheet (SXM2, 16 GB), January 2020",
+        ),
+        Device(
+            "a100",
+            81920 << 20,
+            2039e9,
+            {"fp64": 9.7e12, "fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
+            _TENSOR_CORES,
+            5e-6,
+            "NVIDIA A100 data sheet (SXM4, 80 GB), June 2021",
+        ),
+        Device(
+            "h100",
+            81559 << 20,
+            3.35e12,
+            {"fp64": 34e12, "fp32": 67e12, "tf32": 494.5e12, "fp16": 989.5e12, "bf16": 989.5e12},
+            _TENSOR_CORES,
+            5e-6,
+            "NVIDIA H100 data sheet (SXM5, 80 GB), 2023; tensor cores at half of its rates with sparsity",
+        ),
+        Device(
+            "h200",
+            143771 << 20,
+            4.8e12,
+            {"fp64": 34e12, "fp32": 67e12, "tf32": 494.5e12, "fp16": 989.5e12, "bf16": 989.5e12},
+            _TENSOR_CORES,
+            5e-6,
+            "NVIDIA H200 data sheet (SXM, 141 GB), 2024; tensor cores at half of its rates with sparsity",
+        ),
+        Device(
+            "cpu",
+            16 << 30,
+            21.3e9,
+            {"fp64": 96e9, "fp32": 192e9},
+            frozenset(),
+            2e-6,
+            "no device in particular: two x86 cores at 3 GHz with two AVX2 FMA units each, one channel of DDR4-2666",
+            winograd=False,
+        ),
+    )
+}
+
+
+def names() -> list[str]:
+    """What ``parse`` takes."""
+    return [MEASURED, *(PREFIX + name for name in DEVICES)]
+
+
+def parse(text: str) -> Device | None:
+    """The device that ``text`` (``"roofline:p100"``) names; None for ``"measured"``.
+
+    Raises:
+        UsageError: neither; the message lists the names.
+    """
+    if text == MEASURED:
+        return None
+    device = DEVICES.get(text.removeprefix(PREFIX)) if text.startswith(PREFIX) else None
+    if device is None:
+        raise UsageError(f"--cost-model {text!r} is none of the cost models", f"there are: {', '.join(names())}")
+    return device
+
+
+def estimate(target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any, model: Device) -> float:
+    """Seconds that one call takes on ``model``.
+
+    Args:
+        target: an operator overload (``aten``'s or another library's).
+        arguments: its positional arguments; tensors may be fake or on ``meta``.
+        keywords: its keyword arguments.
+        result: what the call gave.
+        model: the device.
+    """
+    inputs, outputs = _tensors((list(arguments), dict(keywords))), _tensors(result)
+    if _is_view(target, inputs, outputs):
+        return 0.0
+    name = str(getattr(target, "overloadpacket", target)).rpartition(".")[2]
+    convolution = _CONVOLUTIONS[name](*arguments) if name in _CONVOLUTIONS else None
+    if convolution is not None:
+        inputs = convolution.reads
+    elif name in _SHAPE_OF_SECOND:
+        inputs = _tensors((arguments[0], list(arguments[2:]), dict(keywords)))
+    memory = model.memory_seconds(_bytes_moved(name, inputs, outputs))
+    kind = _kind(inputs, convolution is not None, model)
+    if convolution is None:
+        flops = float(_flops(target, arguments, keywords, result))
+    else:
+        flops = convolution.flops
+        if model.winograd and kind == "fp32" and convolution.winograd:
+            flops /= WINOGRAD_SAVING
+    return max(model.launch_seconds, model.dense_seconds(flops, kind), memory)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_view(target: Any, inputs: Iterable[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    schema = getattr(target, "_schema", None)
+    if not outputs or (schema is not None and schema.is_mutable):
+        return False
+    storages = {t.untyped_storage()._cdata for t in inputs}
+    return all(t.untyped_storage()._cdata in storages for t in outputs)
+
+
+# The statistics of a normalization over a batch take a pass of their own, in both directions.
+_TWO_PASSES = (
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "batch_norm_backward_in_parts",
+    "native_group_norm",
+    "channel_norm",
+)
+# Of their second argument they need the shape only.
+_SHAPE_OF_SECOND = frozenset(
+    {
+        "max_pool2d_with_indices_backward",
+        "max_pool3d_with_indices_backward",
+        "avg_pool2d_backward",
+        "avg_pool3d_backward",
+        "_adaptive_avg_pool2d_backward",
+        "_adaptive_avg_pool3d_backward",
+    }
+)
+# They read of their first argument as much as they write, whatever its size.
+_GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
+
+
+def _bytes_moved(name: str, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> int:
+    written = sum(_touched(t) for t in outputs)
+    if name.endswith("_like") or name.startswith("new_"):
+        return written  # of the argument only the shape is read
+    sizes = [_touched(t) for t in {(t.untyped_storage()._cdata, t.storage_offset()): t for t in inputs}.values()]
+    if name in _GATHERS and sizes:
+        sizes[0] = min(sizes[0], written)
+    passes = 2 if any(part in name for part in _TWO_PASSES) else 1
+    if "_in_parts" in name:  # parts of the result are copied into it; those of a norm's operands are copies
+        written *= 3
+        passes += 2 if "norm" in name else 0
+    return written + passes * sum(sizes)
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Bytes of the elements that are there: a broadcast dimension is one element."""
+    if tensor.layout is not torch.strided:
+        return int(tensor.numel() * tensor.element_size())
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+    return math.prod(sizes) * tensor.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution:
+    """What one call computes of a convolution: its output, or gradients of its input or weight."""
+
+    flops: float
+    winograd: bool
+    reads: list[torch.Tensor]
+
+
+def _forward(x: Any, weight: Any, bias: Any, *window: Any) -> _Convolution:
+    stride, padding, dilation, transposed, _, groups = window
+    if transposed:
+        spatial = x.shape[2:]
+    else:
+        sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+        spatial = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes]
+    reads = [t for t in (x, weight, bias) if t is not None]
+    return _convolution(x.shape[0], spatial, weight, stride, dilation, groups, reads)
+
+
+def _backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *window: Any) -> _Convolution:
+    stride, _, dilation, transposed, _, groups, (of_input, of_weight, _) = window
+    spatial = (x if transposed else grad).shape[2:]
+    reads = [grad, *([weight] if of_input else []), *([x] if of_weight else [])]
+    once = _convolution(grad.shape[0], spatial, weight, stride, dilation, groups, reads)
+    return replace(once, flops=once.flops * (bool(of_input) + bool(of_weight)))
+
+
+def _convolution(
+    batch: int, spatial: Iterable[int], weight: Any, stride: Any, dilation: Any, groups: int, reads: list[torch.Tensor]
+) -> _Convolution:
+    """Of one direction: each weight is used once for each position of the output (transposed: of the input)."""
+    winograd = tuple(weight.shape[2:]) == (3, 3) and {*stride, *dilation, groups} == {1}
+    return _Convolution(2.0 * batch * math.prod(spatial) * weight.numel(), winograd, reads)
+
+
+# By the operator's name. torch's own formula counts a grouped weight's gradient once for each group.
+_CONVOLUTIONS: dict[str, Callable[..., _Convolution]] = {
+    "convolution": _forward,
+    "convolution_backward": _backward,
+    "convolution_by": lambda *arguments: _forward(*arguments[:-1]),
+    "convolution_weight_backward_by": lambda *arguments: _backward(*arguments[:-1]),
+    "convolution_in_parts": lambda *arguments: _forward(*arguments[:-2]),
+    "convolution_weight_backward_in_parts": lambda *arguments: _backward(*arguments[:-1]),
+    "cudnn_convolution": lambda *arguments: _forward(*arguments[:-2]),
+    "cudnn_convolution_weight_backward": lambda *arguments: _backward(*arguments[:-2]),
+}
+
+# torch 2.11 has no formula for the CPU's kernel; it takes the same tensors first
+_COUNTED_AS: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+def _flops(target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> int:
+    """From torch's own formulas; 0 for what has none."""
+    packet = getattr(target, "overloadpacket", None)
+    packet = _COUNTED_AS.get(packet, packet)
+    if packet not in flop_registry:
+        return 0
+    flops: int = flop_registry[packet](*arguments, **keywords, out_val=result)
+    return flops
+
+
+def _kind(inputs: Iterable[torch.Tensor], convolution: bool, model: Device) -> str:
+    """At which of the device's rates the operands are multiplied."""
+    dtype = next((t.dtype for t in inputs if t.dtype.is_floating_point), torch.float32)
+    if dtype is torch.float32:
+        # torch's defaults: TensorFloat-32 in convolutions, and in matrix products where the script allows it
+        allowed = convolution or torch.get_float32_matmul_precision() != "highest"
+        return "tf32" if allowed and "tf32" in model.flops_per_second else "fp32"
+    return {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")

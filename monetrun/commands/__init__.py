@@ -1,0 +1,1 @@
+"""The ``monetrun`` command: one file a command."""

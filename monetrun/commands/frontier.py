@@ -1,0 +1,165 @@
+"""``monetrun frontier``: what each budget costs, from the plain peak to the smallest feasible one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from monetrun.core import budget as budgets_of
+from monetrun.core.budget import format_bytes
+from monetrun.core.errors import UsageError
+from monetrun.launcher import report
+from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier
+
+
+def add_options(parser: argparse._ActionsContainer) -> None:
+    """Add those of ``monetrun frontier``."""
+    add = parser.add_argument
+    add(
+        "--points",
+        type=int,
+        default=DEFAULT_POINTS,
+        metavar="N",
+        help=f"so many budgets, from the plain peak to the smallest feasible (default: {DEFAULT_POINTS})",
+    )
+    add("--budgets", default="", metavar="B,...", help="these budgets: shares of the plain peak or bytes (0.8x,6GiB)")
+    add("--json", default="", metavar="FILE", help="write the table as JSON; - is stdout")
+    add("--plot", default="", metavar="FILE", help="draw it; .png, .svg or .pdf (needs matplotlib)")
+    parser.set_defaults(solver_seconds=DEFAULT_SECONDS)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse before minutes of planning what would fail after them.
+
+    Raises:
+        UsageError: an option of ``add_options`` cannot be used.
+    """
+    if args.points < 2:
+        raise UsageError(
+            f"--points {args.points}: a frontier has at least 2", f"--points {DEFAULT_POINTS}, or --budgets 0.8x,0.6x"
+        )
+    if args.budgets:
+        parse_budgets(args.budgets)
+    if args.json and args.json != "-":
+        _check_folder("--json", args.json)
+    if args.plot:
+        _check_plot(args.plot)
+
+
+def parse_budgets(text: str) -> tuple[budgets_of.Budget, ...]:
+    """The budgets of ``--budgets 0.8x,6GiB``.
+
+    Raises:
+        UsageError: one is not a budget, or is one of free memory, which a frontier does not ask for.
+    """
+    parsed = tuple(budgets_of.parse(word) for word in text.split(","))
+    for one in parsed:
+        if one.kind in (budgets_of.AUTO, budgets_of.SHARE_OF_FREE):
+            raise UsageError(
+                f"--budgets {text!r}: {one.text!r} is a share of what is free",
+                "give shares of the plain peak or bytes: --budgets 0.8x,0.65x,6GiB",
+            )
+    return parsed
+
+
+def draw(found: Frontier, title: str, path: str) -> None:
+    """Draw the table, as a PNG, SVG or PDF by the end of ``path``.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    solved = [p for p in found.points if p.overhead is not None]
+    gib = found.plain_peak_bytes >= 2 << 30
+    unit, unit_name = (1 << 30, "GiB") if gib else (1 << 20, "MiB")
+    x = [p.budget_bytes / unit for p in solved]
+    overhead = [100 * (p.overhead or 0.0) for p in solved]
+    bound = [100 * p.bound for p in solved]
+    figure = Figure(figsize=(7.2, 4.4), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.fill_between(x, bound, overhead, color="#4269d0", alpha=0.13, linewidth=0)
+    axes.plot(x, bound, color="#4269d0", linewidth=1.1, linestyle=(0, (4, 3)), label="bound: no plan has less")
+    axes.plot(x, overhead, color="#4269d0", linewidth=2.0, marker="o", markersize=5, label="planned", clip_on=False)
+    axes.axvline(found.plain_peak_bytes / unit, color="#777777", linewidth=0.9)
+    axes.axvline(found.smallest_bytes / unit, color="#c4432b", linewidth=0.9, linestyle=":")
+    high = max([*overhead, 1.0])
+    low = 1.12 * min([*bound, 0.0])
+    axes.set_ylim(low, 1.12 * high)
+    for where, text, color in (
+        (found.plain_peak_bytes, "plain step ", "#777777"),
+        (found.smallest_bytes, "smallest feasible ", "#c4432b"),
+    ):
+        axes.annotate(
+            text,
+            (where / unit, 1.12 * high),
+            xytext=(-2, -3),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            rotation=90,
+            fontsize=8,
+            color=color,
+        )
+    axes.set_xlabel(f"budget per device [{unit_name}]")
+    axes.set_ylabel("added compute [% of the plain step]")
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["right", "top"]].set_visible(False)
+    plain = found.plain_peak_bytes / unit
+    shares = axes.secondary_xaxis("top", functions=(_times(1 / plain), _times(plain)))
+    shares.set_xlabel("share of the plain peak", fontsize=8, color="#777777")
+    shares.tick_params(labelsize=8, colors="#777777")
+    shares.spines["top"].set_visible(False)
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(0.93, 1.0), fontsize=9)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--plot {path}: {error}", "name a .png, .svg or .pdf in a folder that can be written"
+        ) from error
+
+
+def _times(factor: float) -> Callable[[Any], Any]:
+    return lambda values: values * factor
+
+
+def _check_folder(option: str, path: str) -> None:
+    if not Path(path).resolve().parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no such folder", "name a file in a folder that can be written")
+
+
+def _check_plot(path: str) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"--plot {path} needs matplotlib: {error}", "pip install 'monetrun[report]'") from error
+    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot {path}: the name's end says the format", "name a .png, .svg or .pdf")
+    _check_folder("--plot", path)
+
+
+def show(found: Frontier, title: str, console: Console) -> None:
+    """Print the table."""
+    plain, smallest = found.plain_peak_bytes, found.smallest_bytes
+    console.print(f"[bold]{escape(title)}[/bold]")
+    console.print(
+        f"  plain peak {format_bytes(plain)} | smallest feasible {format_bytes(smallest)} "
+        f"({report.share(smallest, plain)}) | {found.algorithm}, costs of {found.device}"
+    )
+    rows = report.table("  budget", "share", "planned", "overhead", "bound", "gap", "<")
+    for p in found.points:
+        start = (f"  {format_bytes(p.budget_bytes)}", report.share(p.budget_bytes, plain))
+        if p.planned_peak_bytes is None or p.overhead is None or p.gap is None:
+            why = "under the smallest" if p.status == "infeasible" else "no plan in time"
+            rows.add_row(*start, "-", "-", f"{p.bound:.1%}", "-", why)
+            continue
+        figures = (f"{p.overhead:+.1%}", f"{p.bound:.1%}", f"{p.gap:.1%}")
+        rows.add_row(*start, format_bytes(p.planned_peak_bytes), *figures, "")
+    console.print(rows)

@@ -1,0 +1,181 @@
+"""The grammar of ``--budget`` and what a budget comes to in bytes.
+
+    auto      all that is free on the device, less a reserve for what is not torch's
+    12GiB     bytes, with a binary (KiB, MiB, GiB, TiB) or a decimal unit (kB, MB, GB, TB), or a plain integer
+    80%       a share of what ``auto`` would be
+    0.6x      a share of the plain step's peak
+
+A budget bounds the bytes that torch has allocated on one device at any moment of a training step.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+
+from monetrun.core.errors import BudgetSyntaxError, DeviceQueryFailed, UsageError
+
+AUTO = "auto"
+BYTES = "bytes"
+SHARE_OF_FREE = "share_of_free"
+SHARE_OF_PLAIN = "share_of_plain"
+
+GRAMMAR = "auto | 12GiB | 12GB | 512MiB | 80% (of what is free) | 0.6x (of the plain peak) | bytes"
+
+CUDA_RESERVE_BYTES = 1 << 30
+"""What a rank holds on a GPU that is not torch's: its CUDA context with the kernels loaded into it (290 to 670 MB,
+depending on device and driver), the rest for NCCL's and cuBLAS's own buffers."""
+
+CPU_RESERVE_BYTES = 512 << 20
+"""What a rank holds on a CPU that is not in tensors: the interpreter with torch and torchvision imported, oneDNN's
+primitives, autograd's threads. 383 MiB anonymous (beside 317 MiB of mapped libraries, which the kernel can drop) after
+a step of one small convolution, torch 2.15 on x86-64 Linux; what a script imports besides comes on top."""
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_NUMBER = re.compile(r"(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?P<unit>[A-Za-z%]*)", re.ASCII)
+_LEAST_PLAIN_BYTES = 4096  # a bare "12" is a forgotten unit, not twelve bytes
+_MOST_BYTES = 1 << 53  # above it a float no longer holds every integer, and no device has 8 PiB
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A parsed ``--budget``.
+
+    Attributes:
+        kind: ``"auto"``, ``"bytes"``, ``"share_of_free"`` or ``"share_of_plain"``.
+        value: bytes (a whole number), the share as a fraction (0.8 for ``80%``), or 0.0 for ``auto``.
+        text: as the user wrote it, for messages.
+    """
+
+    kind: str
+    value: float
+    text: str
+
+
+def parse(text: str) -> Budget:
+    """Read a budget.
+
+    Args:
+        text: what follows ``--budget``; case and surrounding blanks do not matter.
+
+    Raises:
+        BudgetSyntaxError: it does not follow the grammar, or its value can be no budget (zero, negative, over 100%
+            of what is free); the message quotes it and says why, the hint is the grammar.
+    """
+    stripped = text.strip()
+    if stripped.lower() == AUTO:
+        return Budget(AUTO, 0.0, stripped)
+    match = _NUMBER.fullmatch(stripped)
+    if match is None:
+        raise _refused(text, "is not a budget")
+    number, unit = Decimal(match["number"]), match["unit"].lower()
+    if unit and f"{unit}b" in _UNITS:
+        letter = unit[0].upper()
+        raise _refused(text, f"does not say which unit is meant: {letter}iB (binary) or {letter}B (decimal)")
+    if unit not in ("", "%", "x") and unit not in _UNITS:
+        raise _refused(text, f"has no unit that is known ({match['unit']!r})")
+    if number <= 0:
+        raise _refused(text, "is not positive")
+    if unit == "%":
+        if number > 100:
+            raise _refused(text, "is over 100% of what is free")
+        return Budget(SHARE_OF_FREE, _positive(float(number / 100), text), stripped)
+    if unit == "x":
+        return Budget(SHARE_OF_PLAIN, _positive(float(number), text), stripped)
+    return Budget(BYTES, float(_whole_bytes(number, unit, text)), stripped)
+
+
+def _whole_bytes(number: Decimal, unit: str, text: str) -> int:
+    if not unit:
+        if number != number.to_integral_value():
+            raise _refused(text, "is not a whole number of bytes and has no unit")
+        if number < _LEAST_PLAIN_BYTES:
+            raise _refused(text, f"is {number} bytes: write its unit ({text.strip()}GiB, {text.strip()}%, ...)")
+    nbytes = number * _UNITS[unit or "b"]
+    if nbytes > _MOST_BYTES:
+        raise _refused(text, "is over 8 PiB")
+    if nbytes < 1:
+        raise _refused(text, "is less than one byte")
+    return int(nbytes)
+
+
+def _positive(share: float, text: str) -> float:
+    if share <= 0.0 or share == float("inf"):
+        raise _refused(text, "is out of range")
+    return share
+
+
+def _refused(text: str, reason: str) -> BudgetSyntaxError:
+    return BudgetSyntaxError(f"--budget {text!r} {reason}", f"A budget is {GRAMMAR}.")
+
+
+def resolve(
+    budget: Budget,
+    free_bytes: int | None = None,
+    plain_peak_bytes: int | None = None,
+    reserve_bytes: int = CUDA_RESERVE_BYTES,
+) -> int:
+    """What a budget comes to, in bytes on each device.
+
+    Args:
+        budget: from ``parse``.
+        free_bytes: the smallest free memory of all ranks; needed by ``auto`` and a percentage.
+        plain_peak_bytes: the plain step's peak; needed by a share of it.
+        reserve_bytes: what each rank will hold on the device that is not torch's. It is left out of what ``auto`` and
+            a percentage divide, so that ``100%`` and ``auto`` are the same.
+
+    Raises:
+        DeviceQueryFailed: ``auto`` or a percentage, and what is free is unknown.
+        UsageError: nothing is left on the device after the reserve, or the plain peak is unknown.
+    """
+    if budget.kind == BYTES:
+        return int(budget.value)
+    if budget.kind == SHARE_OF_PLAIN:
+        if plain_peak_bytes is None:
+            raise UsageError(
+                f"--budget {budget.text} is a share of the plain step's peak, which is not known yet",
+                "Give the budget in bytes (12GiB), or let the model be captured first.",
+            )
+        return max(1, _share(budget.value, plain_peak_bytes))
+    if free_bytes is None:
+        raise DeviceQueryFailed(
+            f"--budget {budget.text} needs the device's free memory, which could not be read",
+            "Give the budget in bytes (12GiB) or as a share of the plain peak (0.6x).",
+        )
+    usable_bytes = free_bytes - reserve_bytes
+    if usable_bytes <= 0:
+        raise UsageError(
+            f"--budget {budget.text}: {format_bytes(free_bytes)} are free on the device,"
+            f" and {format_bytes(reserve_bytes)} of them are kept for what is not torch's",
+            "End what else runs on the device, or give the budget in bytes.",
+        )
+    return usable_bytes if budget.kind == AUTO else max(1, _share(budget.value, usable_bytes))
+
+
+def _share(share: float, nbytes: int) -> int:
+    # The decimal digits that the user wrote, not the binary fraction next to them: 0.29x of 100 is 29, not 28.
+    return int(Decimal(repr(share)) * nbytes)
+
+
+def format_bytes(nbytes: int, *, exact: bool = False) -> str:
+    """``"9.8 GiB"``; with ``exact``, ``"9.8 GiB (10522669875 bytes)"``."""
+    size, unit = abs(nbytes), 0
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    # 1023.95 and more would print as 1024.0, which is the next unit's 1.0.
+    while unit + 1 < len(units) and size * 20 >= (20 * 1024 - 1) << (10 * unit):
+        unit += 1
+    if unit == 0:
+        return f"{nbytes} bytes"
+    rounded = f"{nbytes / (1 << (10 * unit)):.1f} {units[unit]}"
+    return f"{rounded} ({nbytes} bytes)" if exact else rounded
+
+
+def format_budget(nbytes: int) -> str:
+    """The smallest budget in whole MiB (KiB below 16 MiB) that holds ``nbytes``, as ``parse`` reads it.
+
+    A number in a hint must not be one that fails again when it is typed, so this one is rounded up.
+    """
+    unit, name = (1 << 20, "MiB") if nbytes >= 16 << 20 else (1 << 10, "KiB")
+    return f"{max(1, -(-nbytes // unit))}{name}"

@@ -1,0 +1,157 @@
+"""Every error that monetrun raises on purpose, with the exit code the launcher ends with.
+
+    MonetrunError                  70   a fault of monetrun itself
+    +-- UsageError                  2   a value the user gave cannot be used
+    |   +-- BudgetSyntaxError       2   --budget does not follow its grammar
+    |   +-- ScriptNotFound          2   there is no such script or module
+    +-- InfeasibleBudget           80   no schedule fits; names the smallest budget that does
+    +-- NoPlanInTime               81   the solver had no schedule when its time was up
+    +-- CaptureFailed              82   the model cannot be planned (only with --strict)
+    +-- PlanMismatch               83   the plan is not for this model, or ranks disagree
+    +-- BudgetExceeded             84   a step wanted more than the budget
+    +-- NeverTrained               85   the script ended without a training step
+    +-- ScriptFailed                    the user's script failed in its trial run; its own exit code
+    +-- ScheduleError              70   a schedule breaks the replay rules (never runs)
+    +-- GuardFailed                70   the weights forbid a schedule (never leaves a worker: it plans again)
+    +-- DeviceQueryFailed          70   the free memory of a device could not be read
+
+Only the command line prints them; everything below raises.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monetrun.core.plan import Schedule
+
+
+class MonetrunError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: what was wrong, with the value.
+        hint: what to do next, one line, or empty.
+    """
+
+    exit_code = 70
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+
+class UsageError(MonetrunError):
+    """A value the user gave cannot be used."""
+
+    exit_code = 2
+
+
+class BudgetSyntaxError(UsageError):
+    """``--budget`` does not follow its grammar."""
+
+
+class ScriptNotFound(UsageError):
+    """There is no such script or module."""
+
+
+class InfeasibleBudget(MonetrunError):
+    """No schedule fits the budget.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        smallest_bytes: the smallest budget for which a schedule is known, in bytes.
+        plain_bytes: what the plain step takes, 0 when unknown.
+        operator: the name of the operator that sets it.
+        schedules: of all graphs of the step, under which it takes ``smallest_bytes``; empty when unknown.
+    """
+
+    exit_code = 80
+
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        budget_bytes: int = 0,
+        smallest_bytes: int = 0,
+        plain_bytes: int = 0,
+        operator: str = "",
+        schedules: tuple[Schedule, ...] = (),
+    ) -> None:
+        super().__init__(message, hint)
+        self.budget_bytes = budget_bytes
+        self.smallest_bytes = smallest_bytes
+        self.plain_bytes = plain_bytes
+        self.operator = operator
+        self.schedules = schedules
+
+
+class NoPlanInTime(MonetrunError):
+    """The solver had no schedule when its time was up."""
+
+    exit_code = 81
+
+
+class CaptureFailed(MonetrunError):
+    """The model cannot be planned."""
+
+    exit_code = 82
+
+
+class PlanMismatch(MonetrunError):
+    """The plan is not for this model, or the ranks disagree about it."""
+
+    exit_code = 83
+
+
+class BudgetExceeded(MonetrunError):
+    """A step wanted more memory than the budget."""
+
+    exit_code = 84
+
+
+class NeverTrained(MonetrunError):
+    """The script ended without a training step."""
+
+    exit_code = 85
+
+
+class ScriptFailed(MonetrunError):
+    """The user's script failed before training; its own traceback has been printed, its own exit code is passed on."""
+
+    def __init__(self, message: str, hint: str = "", *, exit_code: int = 1) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code if exit_code >= 0 else 128 - exit_code
+
+
+class ScheduleError(MonetrunError):
+    """A schedule breaks the rules of the replay (see ``monetrun.core.simulate``).
+
+    Attributes:
+        step: index of the offending step in the whole schedule, or -1.
+    """
+
+    def __init__(self, message: str, hint: str = "", *, step: int = -1) -> None:
+        super().__init__(message, hint)
+        self.step = step
+
+
+class GuardFailed(MonetrunError):
+    """A graph was called with weights that its schedule does not allow; nothing of the graph has run.
+
+    Attributes:
+        failed: a ``guards.Failed``.
+    """
+
+    def __init__(self, message: str, hint: str = "", *, failed: Any) -> None:
+        super().__init__(message, hint)
+        self.failed = failed
+
+
+class DeviceQueryFailed(MonetrunError):
+    """The free memory of a device could not be read."""

@@ -1,0 +1,299 @@
+"""The joint forward and backward graph of a model, and what its operators cost.
+
+Torch is not imported here: a graph is frozen dataclasses of ints and strings, and has a JSON form (``codec``).
+A ``Tensor`` is one *storage*: views of it are not in the graph, since they hold no memory of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+from monetrun.core import codec
+
+FORWARD = "forward"
+BACKWARD = "backward"
+
+# What implementations beside the default can be: those of the paper (section 4), and ``fused``, which it does not have.
+KINDS = ("in-place", "conv", "output", "intermediate", "layout", "fused")
+# Said among kinds, or alone: only those of them that give the default's bits.
+EXACT = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One storage.
+
+    Attributes:
+        id: its index in ``Graph.tensors``.
+        nbytes: bytes allocated for it.
+        external: it exists before the graph runs (parameters, the batch, tangents, constants). It is always
+            alive and its bytes are not the graph's: they belong to the base on which a budget stands.
+        kept: it stays from its first writing to the end (the model's outputs, the gradients).
+        name: for messages.
+    """
+
+    id: int
+    nbytes: int
+    external: bool = False
+    kept: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to run an operator.
+
+    Attributes:
+        name: ``"default"`` is the kernel that eager launches; others, ``"KIND"`` or ``"KIND:which"``, are declared in
+            ``monetrun.ops``.
+        inputs: ids of the tensors this implementation reads (a ReLU's backward may read another one).
+        in_place_of: id of the input whose storage the first output takes over, or None. Legal only in a step
+            after which that input is not read again before it is next written; never an external or kept one.
+        exact: whether its result has the same bits as the default's.
+        usable: False where the weights forbid it (its guard failed). No part of a fingerprint: weights change.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    in_place_of: int | None = None
+    exact: bool = True
+    usable: bool = True
+
+    @property
+    def kind(self) -> str:
+        """Which of the switches it belongs to."""
+        return self.name.partition(":")[0]
+
+    def allowed_by(self, kinds: tuple[str, ...] | None) -> bool:
+        """Whether it is usable, and among the kinds that are allowed beside the default (None: all)."""
+        if not self.usable:
+            return False
+        if kinds is None or self.name == "default":
+            return True
+        if EXACT in kinds:
+            kinds = tuple(kind for kind in kinds if kind != EXACT) or KINDS
+            if not self.exact:
+                return False
+        return self.kind in kinds and (self.in_place_of is None or "in-place" in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator.
+
+    Attributes:
+        id: its index in ``Graph.operators``, which is also the order in which the plain step runs them.
+        name: for messages (``"layer1.0.conv1"``, or the graph node's name).
+        target: what it calls (``"aten.convolution.default"``).
+        phase: ``"forward"`` or ``"backward"``. All forward operators come before all backward ones.
+        outputs: ids of the tensors it writes. Every non-external tensor has exactly one writer.
+        implementations: at least one; the first is the default.
+        replayable: it may run again in the backward pass: it mutates nothing, and draws no random numbers, or those of
+            its first run from a state that it reads.
+        optional: a schedule may leave it out of its pass, where nothing reads its outputs before they are next written.
+        plain: the plain step runs it; not so what only other implementations want (a ReLU's bit mask).
+        signature: hash of target, shapes, dtypes, layouts and constants: operators of one signature cost the same.
+    """
+
+    id: int
+    name: str
+    target: str
+    phase: str
+    outputs: tuple[int, ...]
+    implementations: tuple[Implementation, ...]
+    replayable: bool = True
+    optional: bool = False
+    plain: bool = True
+    signature: str = ""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """What the default implementation reads."""
+        return self.implementations[0].inputs
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A joint graph in the order in which the plain step runs it."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    operators: tuple[Operator, ...]
+
+    @cached_property
+    def forward_count(self) -> int:
+        """How many operators, from the first, are forward ones."""
+        return sum(op.phase == FORWARD for op in self.operators)
+
+    @cached_property
+    def writer(self) -> tuple[int, ...]:
+        """For each tensor the operator that writes it, -1 for an external one."""
+        writer = [-1] * len(self.tensors)
+        for op in self.operators:
+            for t in op.outputs:
+                writer[t] = op.id
+        return tuple(writer)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of structure, shapes, dtypes and layouts; names are left out."""
+        return _digest(
+            [
+                [(t.nbytes, t.external, t.kept) for t in self.tensors],
+                [(_structure(op), op.signature) for op in self.operators],
+            ]
+        )
+
+    @cached_property
+    def structural_fingerprint(self) -> str:
+        """Hash of the structure alone: the same model at another batch size or length has the same one."""
+        return _digest(
+            [[(t.external, t.kept) for t in self.tensors], [_structure(op, ways=False) for op in self.operators]]
+        )
+
+
+def _structure(op: Operator, *, ways: bool = True) -> tuple[object, ...]:
+    """What ``op`` reads and writes; with ``ways``, by how many implementations.
+
+    A smaller batch may have fewer of those that read the same: a library has its algorithms by size.
+    """
+    # in place or not is left out: it follows from shapes, which a smaller batch may broadcast differently
+    reads = [i.inputs for i in op.implementations if i.in_place_of is None]
+    return (op.target, op.phase, op.outputs, reads if ways else list(dict.fromkeys(reads)), op.replayable, op.optional)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(codec.dumps(value).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What each implementation of each operator costs on one device.
+
+    Attributes:
+        device: where they were measured, or the name of the model that computed them.
+        seconds: ``seconds[operator][implementation]``.
+        workspace_bytes: bytes allocated and freed inside the operator, beside its outputs; same indices.
+    """
+
+    device: str
+    seconds: tuple[tuple[float, ...], ...]
+    workspace_bytes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all values."""
+        return _digest([self.device, self.seconds, self.workspace_bytes])
+
+
+def check(graph: Graph, costs: Costs | None = None) -> None:
+    """Raise ``ValueError`` if the graph breaks what its fields promise (for files and for tests)."""
+    writer: dict[int, int] = {}
+    phases = [op.phase for op in graph.operators]
+    if phases != sorted(phases, key=(FORWARD, BACKWARD).index):
+        raise ValueError("a forward operator stands after a backward one")
+    for i, t in enumerate(graph.tensors):
+        if t.id != i or t.nbytes < 0:
+            raise ValueError(f"tensor {i}: id {t.id}, {t.nbytes} bytes")
+    for i, op in enumerate(graph.operators):
+        if op.id != i or not op.implementations:
+            raise ValueError(f"operator {i}: id {op.id}, {len(op.implementations)} implementations")
+        for impl in op.implementations:
+            for read in impl.inputs:
+                if not 0 <= read < len(graph.tensors):
+                    raise ValueError(f"operator {i} reads tensor {read}, which does not exist")
+                if not graph.tensors[read].external and read not in writer:
+                    raise ValueError(f"operator {i} reads tensor {read} before it is written")
+            if impl.in_place_of is not None and (impl.in_place_of not in impl.inputs or not op.outputs):
+                raise ValueError(f"operator {i} is in place of tensor {impl.in_place_of}, which it does not read")
+        for written in op.outputs:
+            if written in writer or graph.tensors[written].external:
+                raise ValueError(f"tensor {written} is written by operator {i} and by another, or is external")
+            writer[written] = i
+    for t in graph.tensors:
+        if not t.external and t.id not in writer:
+            raise ValueError(f"tensor {t.id} is never written")
+    plain = {t for op in graph.operators if op.plain for t in op.outputs}
+    for op in graph.operators:
+        if op.plain and op.optional and any(graph.tensors[t].kept for t in op.outputs):
+            raise ValueError(f"operator {op.id} writes what is kept, and is optional")
+        if not (op.plain or op.optional):
+            raise ValueError(f"operator {op.id} is not in the plain step, but must run")
+        for read in op.inputs if op.plain else ():
+            if not (graph.tensors[read].external or read in plain):
+                raise ValueError(f"operator {op.id} of the plain step reads tensor {read}, which that does not write")
+    if costs is not None:
+        for table in (costs.seconds, costs.workspace_bytes):
+            if [len(row) for row in table] != [len(op.implementations) for op in graph.operators]:
+                raise ValueError("costs and graph have different operators or implementations")
+
+
+def without(graph: Graph, left_out: Collection[tuple[int, int]]) -> Graph:
+    """``graph``, in which the implementations (operator, index) of ``left_out`` are not usable."""
+    if not left_out:
+        return graph
+
+    def marked(op: Operator) -> Operator:
+        implementations = tuple(
+            dataclasses.replace(impl, usable=False) if (op.id, k) in left_out else impl
+            for k, impl in enumerate(op.implementations)
+        )
+        return dataclasses.replace(op, implementations=implementations)
+
+    concerned = {operator for operator, _ in left_out}
+    return replace(graph, operators=tuple(marked(op) if op.id in concerned else op for op in graph.operators))
+
+
+def dominated(graph: Graph, costs: Costs) -> set[tuple[int, int]]:
+    """The implementations (operator, index) that no schedule needs.
+
+    Another one of the operator, which may stand wherever this one may, takes no more seconds and no more workspace: it
+    reads nothing else, and is the default, or of the same kind and as exact, so that every choice of kinds that allows
+    the one allows the other. Of two that are alike the first stays.
+    """
+    found: set[tuple[int, int]] = set()
+    for op in graph.operators:
+        each = range(len(op.implementations))
+        for k in each:
+            better = (j for j in each if j != k and (op.id, j) not in found and _stands_for(op, costs, j, k))
+            if any(j < k or not _stands_for(op, costs, k, j) for j in better):
+                found.add((op.id, k))
+    return found
+
+
+def _stands_for(op: Operator, costs: Costs, j: int, k: int) -> bool:
+    """Whether implementation j may stand wherever k may, and costs no more of anything."""
+    one, other = op.implementations[j], op.implementations[k]
+    seconds, workspaces = costs.seconds[op.id], costs.workspace_bytes[op.id]
+    allowed = one.name == "default" or (one.kind == other.kind and one.exact >= other.exact)
+    return (
+        one.usable
+        and other.name != "default"
+        and allowed
+        and one.in_place_of == other.in_place_of
+        and set(one.inputs) <= set(other.inputs)
+        and seconds[j] <= seconds[k]
+        and workspaces[j] <= workspaces[k]
+    )
+
+
+def counterpart(op: Operator, k: int) -> int:
+    """The implementation that k is the in-place variant of: that which reads the same, of k's name if there is one.
+
+    It is k itself where that is not in place, or reads what no other one does.
+    """
+    chosen = op.implementations[k]
+    if chosen.in_place_of is None:
+        return k
+    reads = set(chosen.inputs)
+    alike = [j for j, o in enumerate(op.implementations) if o.in_place_of is None and set(o.inputs) == reads]
+    return min(alike, key=lambda j: op.implementations[j].name != chosen.name, default=k)
+
+
+def replace(graph: Graph, **changes: object) -> Graph:
+    """A copy of ``graph`` with some fields changed."""
+    return dataclasses.replace(graph, **changes)  # type: ignore[arg-type]

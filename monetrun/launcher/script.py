@@ -1,0 +1,138 @@
+"""Is the script there? Asked before anything is planned or started, and never in a way that runs any of it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from monetrun.core.errors import ScriptNotFound, UsageError
+
+# Exits with 99 when python -m would not find the module. Anything else that goes wrong in there is the module's own.
+_ASK_PYTHON = """
+import importlib.util, sys
+name = sys.argv[1]
+try:
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(name + ".__main__")
+except ModuleNotFoundError as error:
+    sys.exit(99 if error.name and (name + ".").startswith(error.name + ".") else 0)
+sys.exit(99 if spec is None else 0)
+"""
+
+
+def check_script(args: argparse.Namespace) -> None:
+    """Check that Python, or the system for ``--no-python``, will find ``args.training_script``.
+
+    Reads ``module``, ``no_python`` and ``run_path`` as torchrun does.
+
+    Raises:
+        ScriptNotFound: it will not; the hint names what is there.
+        UsageError: it is there, but cannot be run.
+    """
+    name = args.training_script
+    if args.run_path:
+        _check_file(name)
+    elif args.no_python:
+        _check_program(name)
+    elif args.module:
+        _check_module(name)
+    elif name != "-":  # Python reads a script from stdin
+        _check_file(name)
+
+
+def _check_program(name: str) -> None:
+    if shutil.which(name) is None:
+        if os.path.isfile(name) and os.path.dirname(name):
+            raise UsageError(f"{name} is not executable", f"chmod +x {name}, or leave out --no-python")
+        raise ScriptNotFound(f"there is no program {name!r}", _near_files(name))
+
+
+def _check_file(name: str) -> None:
+    path = Path(name)
+    if not name or not path.exists():
+        if name.replace(".", "_").isidentifier() and not name.endswith(".py") and _find_module(name):
+            raise ScriptNotFound(f"there is no script {name!r}", f"there is a module of that name: -m {name}")
+        raise ScriptNotFound(f"there is no script {name!r}", _near_files(name))
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise ScriptNotFound(f"{name} is a folder without a __main__.py", _near_files(os.path.join(name, "main.py")))
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{name} cannot be read", f"ls -l {name} tells who may")
+    if path.is_file() and not zipfile.is_zipfile(path) and path.suffix != ".pyc":
+        with path.open("rb") as file:
+            if b"\0" in file.read(1024):
+                raise UsageError(f"{name} is not a Python script but a binary file", "--no-python runs a program")
+
+
+def _near_files(name: str) -> str:
+    folder, base = os.path.split(name)
+    if not os.path.isdir(folder or "."):
+        return f"there is no folder {folder!r} either"
+    names = [entry.name for entry in os.scandir(folder or ".") if not entry.name.startswith(".")]
+    near = difflib.get_close_matches(base, names, 3) or sorted(n for n in names if n.endswith(".py"))[:3]
+    if near:
+        return f"did you mean {', '.join(os.path.join(folder, n) for n in near)}?"
+    return f"{os.path.abspath(folder)} has no Python script"
+
+
+def _check_module(name: str) -> None:
+    if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return  # torchrun starts that interpreter, which has modules of its own
+    found = _find_module(name)
+    if found is None:
+        found = subprocess.run([sys.executable, "-c", _ASK_PYTHON, name], capture_output=True).returncode != 99
+    if not found:
+        raise ScriptNotFound(f"there is no module {name!r} that python -m could run", _near_modules(name))
+
+
+def _find_module(name: str) -> bool | None:
+    """Whether ``python -m name`` finds it, by looking alone: None where a package that is there may know better."""
+    top, *rest = name.split(".")
+    if not all((top, *rest)):
+        return False
+    folder = os.getcwd()  # first on the path of python -m
+    sys.path.insert(0, folder)
+    try:
+        importlib.invalidate_caches()
+        if top in sys.modules:  # this process's own, which the script's may shadow
+            return None
+        spec = importlib.util.find_spec(top)
+        if spec is None:
+            return False
+        for part in rest:
+            if spec.submodule_search_locations is None:
+                return False
+            spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+            if spec is None:
+                return None
+        if spec.submodule_search_locations is None:
+            return True
+        return PathFinder.find_spec("__main__", list(spec.submodule_search_locations)) is not None or None
+    finally:
+        sys.path.remove(folder)
+
+
+def _near_modules(name: str) -> str:
+    if os.path.isfile(name):
+        return "there is a file of that name: leave out -m"
+    *parents, last = name.split(".")
+    folder = os.path.join(*parents) if parents else "."
+    names: list[str] = []
+    if os.path.isdir(folder):
+        for entry in os.scandir(folder):
+            stem, extension = os.path.splitext(entry.name)
+            if stem.isidentifier() and (extension == ".py" or (entry.is_dir() and not stem.startswith("__"))):
+                names.append(stem)
+    near = difflib.get_close_matches(last, names, 3) or sorted(names)[:3]
+    if near:
+        return f"did you mean {', '.join('.'.join([*parents, n]) for n in near)}?"
+    return f"looked in {os.getcwd()} and on Python's path"

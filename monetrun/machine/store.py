@@ -1,0 +1,335 @@
+"""What monetrun remembers between runs: plans, probes and measured costs, as checked JSON files.
+
+    <root>/<kind>/<key>.json      two lines: a header (schema, kind, key, type, size, SHA-256), then the value
+    <root>/.lock                  one advisory lock for all writers
+
+A file is written beside its place, synced and renamed, so a reader sees the old or the new one and never half of one.
+On reading, the header is made again from the value and compared, so any other byte anywhere is a miss. Whatever is
+wrong with a file or the folder is a miss (or a value that is not kept) and one warning: a cache must not stop a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import time
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from monetrun.core import codec
+from monetrun.core.errors import UsageError
+
+T = TypeVar("T")
+
+SCHEMA = 2
+KINDS = ("plan", "probe", "costs")
+LOCK_SECONDS = 10.0
+
+_MAPPING = "mapping"
+_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # some network file systems
+_log = logging.getLogger("monetrun")
+
+
+def default_root(environ: Mapping[str, str] | None = None) -> Path:
+    """``$MONETRUN_CACHE``, else ``$XDG_CACHE_HOME/monetrun``, else ``~/.cache/monetrun``.
+
+    Raises:
+        UsageError: none of them is set and there is no home folder.
+    """
+    environ = os.environ if environ is None else environ
+    if own := environ.get("MONETRUN_CACHE"):
+        return Path(os.path.abspath(os.path.expanduser(own)))
+    xdg = environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(xdg):  # a relative one is to be ignored (XDG Base Directory Specification)
+        return Path(xdg) / "monetrun"
+    try:
+        return Path.home() / ".cache" / "monetrun"
+    except RuntimeError as failure:
+        raise UsageError(f"there is no folder for the cache: {failure}", "Set MONETRUN_CACHE to a folder.") from failure
+
+
+def key(*parts: Any) -> str:
+    """A name for what ``parts`` (scalars, tuples, mappings and codec dataclasses) say: 32 hexadecimal digits.
+
+    The same parts give the same key in every process and on every machine; ``("ab", "c")`` and ``("a", "bc")`` differ.
+    """
+    return hashlib.sha256(codec.dumps(parts).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file of the store, as ``monetrun cache list`` shows it.
+
+    Attributes:
+        kind: ``"plan"``, ``"probe"`` or ``"costs"``.
+        key: its name.
+        type: the dataclass that was stored, or ``"mapping"``; empty when the file is not readable.
+        path: the file.
+        size_bytes: its size.
+        modified_seconds: when it was written, seconds since the epoch.
+        problem: why it would be a miss, or empty.
+    """
+
+    kind: str
+    key: str
+    type: str
+    path: Path
+    size_bytes: int
+    modified_seconds: float
+    problem: str
+
+
+class Store:
+    """A folder of checked JSON files; several processes may use it at once.
+
+    Args:
+        root: the folder; made at the first ``put``.
+        lock_seconds: how long a writer waits for the others before it goes on without writing.
+    """
+
+    def __init__(self, root: Path, *, lock_seconds: float = LOCK_SECONDS) -> None:
+        self.root = root
+        self.lock_seconds = lock_seconds
+        self._warned: set[str] = set()
+
+    def path(self, kind: str, key: str) -> Path:
+        """Where an entry is kept.
+
+        Raises:
+            ValueError: the kind is unknown, or the key is no plain file name.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}, it must be one of {', '.join(KINDS)}")
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"key {key!r} is not 1 to 128 of letters, digits, '_', '.', '-'")
+        return self.root / kind / f"{key}.json"
+
+    def get(self, kind: str, key: str, type: type[T]) -> T | None:
+        """The value that ``put`` stored, or None when there is none or it cannot be trusted (one warning says why)."""
+        path = self.path(kind, key)
+        try:
+            text = self._read(path, kind, key, type.__name__)
+            return None if text is None else codec.loads(type, text)
+        except (OSError, ValueError) as failure:
+            self._warn(f"{path} is not used: {failure}")
+            return None
+
+    def put(self, kind: str, key: str, value: Any) -> Path | None:
+        """Store a codec dataclass in place of what was there.
+
+        Returns:
+            The file, or None when it could not be written (one warning says why).
+
+        Raises:
+            ValueError: the value has no JSON form (NaN, an infinity). Nothing is written then.
+        """
+        path, text = self.path(kind, key), codec.dumps(value)
+        try:
+            with self._locked():
+                self._write(path, kind, key, type(value).__name__, text)
+        except OSError as failure:
+            self._warn(f"{self.root} cannot be written, going on without it: {failure.strerror}")
+            return None
+        return path
+
+    def get_mapping(self, kind: str, key: str, item: type[T]) -> dict[str, T]:
+        """What ``update`` has gathered under this key so far; ``item`` is the type of a value."""
+        path = self.path(kind, key)
+        try:
+            text = self._read(path, kind, key, _MAPPING)
+            return {} if text is None else codec.from_plain(types.GenericAlias(dict, (str, item)), json.loads(text))
+        except (OSError, ValueError) as failure:
+            self._warn(f"{path} is not used: {failure}")
+            return {}
+
+    def update(
+        self, kind: str, key: str, mapping: Mapping[str, T], item: type[T], *, replace: bool = False
+    ) -> dict[str, T]:
+        """Add entries to a mapping that several processes fill at once.
+
+        Args:
+            kind: as in ``put``.
+            key: as in ``put``.
+            mapping: the new entries.
+            item: the type of a value.
+            replace: let the new entries win over those that are there. By default those that are there win, so that all
+                ranks that measured the same operator end with one number.
+
+        Returns:
+            The merged mapping, whether or not it could be written (a warning says when not).
+
+        Raises:
+            ValueError: a value has no JSON form. Nothing is written then.
+        """
+        path, new = self.path(kind, key), dict(mapping)
+        codec.dumps(new)
+        merged = new
+        try:
+            with self._locked():
+                old = self.get_mapping(kind, key, item)
+                merged = {**old, **new} if replace else {**new, **old}
+                if merged != old:
+                    self._write(path, kind, key, _MAPPING, codec.dumps(merged))
+        except OSError as failure:
+            self._warn(f"{self.root} cannot be written, going on without it: {failure.strerror}")
+        return merged
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Every entry, unusable ones included, by kind and newest first."""
+        found = []
+        for kind in KINDS:
+            for path in (self.root / kind).glob("*.json"):
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    found.append(_entry(kind, path))
+        return tuple(sorted(found, key=lambda entry: (KINDS.index(entry.kind), -entry.modified_seconds, entry.key)))
+
+    def remove(self, kind: str, key: str) -> bool:
+        """Remove one entry; False when there was none.
+
+        Raises:
+            OSError: it is there and cannot be removed.
+        """
+        try:
+            self.path(kind, key).unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def clear(self, kind: str | None = None) -> int:
+        """Remove every entry (of one kind), and what writers that were killed left; how many entries there were.
+
+        Only files that the store names itself are touched, so a root that holds other things is safe.
+
+        Raises:
+            OSError: an entry cannot be removed.
+        """
+        count = 0
+        for one in KINDS if kind is None else (kind,):
+            for path in [*(self.root / one).glob("*.json"), *(self.root / one).glob(".*.json.tmp")]:
+                path.unlink(missing_ok=True)
+                count += path.suffix == ".json"
+        return count
+
+    def _read(self, path: Path, kind: str, key: str, type_name: str) -> str | None:
+        try:
+            content = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return _checked(content, kind, key, type_name).decode()
+
+    def _write(self, path: Path, kind: str, key: str, type_name: str, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = text.encode()
+        temporary = path.parent / f".{path.name[:-5]}.{os.getpid()}.{secrets.token_hex(4)}.json.tmp"
+        try:
+            # Not tempfile: its files are private to the user, and a cache may be shared by a group.
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            with open(descriptor, "wb") as file:
+                file.write(_header(kind, key, type_name, body) + body + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the store's lock; ``OSError`` when the folder cannot be written or the others take too long."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            deadline = time.monotonic() + self.lock_seconds
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError(
+                            errno.ETIMEDOUT, f"another process holds the lock for over {self.lock_seconds:g} s"
+                        ) from None
+                    time.sleep(0.01)
+                except OSError as failure:
+                    if failure.errno not in _NO_LOCKS_HERE:
+                        raise
+                    # Files still replace one another whole; costs that two ranks add at once may be lost, not broken.
+                    self._warn(f"{self.root} is on a file system without locks: {failure}")
+                    break
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _log.warning("%s", message)
+
+
+def _header(kind: str, key: str, type_name: str, body: bytes) -> bytes:
+    fields = {
+        "monetrun": SCHEMA,
+        "kind": kind,
+        "key": key,
+        "type": type_name,
+        "bytes": len(body),
+        "sha256": hashlib.sha256(body).hexdigest(),
+    }
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def _checked(content: bytes, kind: str, key: str, type_name: str) -> bytes:
+    """The value of a file, when the file is exactly what ``_write`` makes of it.
+
+    Raises:
+        ValueError: it is not; the message says in what.
+    """
+    header, _, rest = content.partition(b"\n")
+    body = rest[:-1]
+    if content == _header(kind, key, type_name, body) + body + b"\n":
+        return body
+    fields = _fields(header)
+    if fields is None:
+        raise ValueError("not a file of monetrun's cache")
+    if fields["monetrun"] != SCHEMA:
+        raise ValueError(f"written with schema {fields['monetrun']!r}, this monetrun reads {SCHEMA}")
+    if (fields.get("kind"), fields.get("key")) != (kind, key):
+        raise ValueError(f"holds {fields.get('kind')!r} {fields.get('key')!r}, not {kind!r} {key!r}")
+    if fields.get("type") != type_name:
+        raise ValueError(f"holds a {fields.get('type')!r}, not a {type_name!r}")
+    if fields.get("bytes") != len(body):
+        raise ValueError(f"{len(body)} bytes where {fields.get('bytes')!r} were written")
+    raise ValueError("the checksum does not match")
+
+
+def _fields(header: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(header)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) and "monetrun" in fields else None
+
+
+def _entry(kind: str, path: Path) -> Entry:
+    stat, name, problem = path.stat(), path.name.removesuffix(".json"), ""
+    type_name = ""
+    try:
+        content = path.read_bytes()
+        fields = _fields(content.partition(b"\n")[0])
+        type_name = str((fields or {}).get("type", ""))
+        _checked(content, kind, name, type_name)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as failure:
+        problem = str(failure)
+    return Entry(kind, name, type_name, path, stat.st_size, stat.st_mtime, problem)

@@ -1,0 +1,305 @@
+"""What a plan does: which modules' operators run again and what that saves, and what lies in memory at the peak.
+
+Every figure is a sum over the steps that ``simulate`` replays, so that the parts add up: the bytes to the planned peak,
+the seconds to the planned overhead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from monetrun.core.errors import PlanMismatch
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.core.plan import Plan, Schedule, plain_schedule
+from monetrun.core.simulate import simulate
+from monetrun.core.step import OUTSIDE, StepRecord, replay
+from monetrun.planning import planner
+
+NO_MODULE = "(outside of modules)"
+
+PARAMETERS, STATE, SCRIPT = "parameters", "optimizer state", "script (batch, buffers, ...)"
+ACTIVATIONS, GRADIENTS = "activations", "gradients of weights"
+PASSING, WORKSPACE = "gradients of activations", "workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCost:
+    """What the plan does to the operators of one module, compared with the plain step.
+
+    Attributes:
+        module: its path in the model.
+        again: runs of its forward operators in the backward pass.
+        seconds: what they cost, and what its other implementations cost more than the defaults.
+        saved_bytes: held from forward to backward by the plain step and no longer (negative: held in addition).
+    """
+
+    module: str
+    again: int
+    seconds: float
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one module's operators have written and is alive at the peak: how many tensors, and their bytes."""
+
+    module: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """How often the plan runs operators of a kind with an implementation that is not the default."""
+
+    implementation: str
+    target: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found; bytes are of the whole step on one device, seconds of its graphs' calls.
+
+    Attributes:
+        plain_peak_bytes: of the step without monetrun.
+        budget_bytes: that was asked for.
+        planned_peak_bytes: what ``at_peak`` adds up to.
+        overhead: added seconds over ``plain_seconds``, as a fraction.
+        bound: no schedule within the budget has less.
+        gap: overhead less bound.
+        plain_seconds: of the plain step.
+        peak_name: the operator, or the stretch of the script, at the peak.
+        at_peak: what lies in memory there, by kind.
+        alive: activations, and gradients of them, that lie there, by module, the largest first.
+        modules: all that run again or save, the dearest first.
+        implementations: all that are not the default, the most frequent first.
+        plain_profile: bytes after each step of the plain schedules and each stretch of the script, in order.
+        planned_profile: the same under the plan.
+    """
+
+    plain_peak_bytes: int
+    budget_bytes: int
+    planned_peak_bytes: int
+    overhead: float
+    bound: float
+    gap: float
+    plain_seconds: float
+    peak_name: str
+    at_peak: dict[str, int]
+    alive: tuple[Held, ...]
+    modules: tuple[ModuleCost, ...]
+    implementations: tuple[Used, ...]
+    plain_profile: tuple[int, ...]
+    planned_profile: tuple[int, ...]
+
+
+def explain(plan: Plan, record: StepRecord) -> Explanation:
+    """Replay ``plan`` on the step that it was made from.
+
+    Raises:
+        PlanMismatch: ``record`` is of another step.
+    """
+    if not describes(record, plan):
+        raise PlanMismatch("the record is of another step than the plan", "monetrun plan SCRIPT writes a plan anew")
+    plain, fast = [plain_schedule(g) for g in record.graphs], planner.plain_in_place(record)
+    planned = [g.schedule for g in plan.graphs]
+    timeline = replay(record, planned)
+    at_peak, alive = _at_peak(record, planned, timeline.peak_event)
+    return Explanation(
+        plain_peak_bytes=plan.plain_peak_bytes,
+        budget_bytes=plan.budget_bytes,
+        planned_peak_bytes=timeline.peak_bytes,
+        overhead=plan.overhead,
+        bound=plan.bound,
+        gap=plan.gap,
+        plain_seconds=replay(record, fast).seconds,
+        peak_name=timeline.peak_name,
+        at_peak=at_peak,
+        alive=alive,
+        modules=_modules(record, fast, planned),
+        implementations=_implementations(record, planned),
+        plain_profile=_profile(record, plain),
+        planned_profile=_profile(record, planned),
+    )
+
+
+def describes(record: StepRecord, plan: Plan) -> bool:
+    """Whether ``plan`` was made from ``record``: the same graphs, and the same peak when they are replayed."""
+    if [g.fingerprint for g in record.graphs] != [g.fingerprint for g in plan.graphs]:
+        return False
+    return replay(record, [g.schedule for g in plan.graphs]).peak_bytes == plan.planned_peak_bytes
+
+
+def find_record(plan: Plan, records: Iterable[StepRecord], name: str) -> StepRecord:
+    """The record that ``plan`` was made from.
+
+    Args:
+        plan: to be explained.
+        records: what is kept, the likeliest first.
+        name: of the plan's file, for the message.
+
+    Raises:
+        PlanMismatch: it is not among them.
+    """
+    for record in records:
+        if describes(record, plan):
+            return record
+    raise PlanMismatch(
+        f"the trial run that {name} was made from is not in this machine's cache",
+        f"make both anew: monetrun plan --out {name} SCRIPT ..., without --no-cache",
+    )
+
+
+def module_of(name: str) -> str:
+    """The module's path in an operator's name (``"layer1.0.conv1.convolution_3"``)."""
+    return name.rpartition(".")[0] or NO_MODULE
+
+
+def alive_before(graph: Graph, schedule: Schedule, at: int) -> tuple[int, ...]:
+    """The tensors of ``graph`` that are allocated before step ``at`` of the whole schedule, by ``simulate``'s rules."""
+    steps = (*schedule.forward, *schedule.backward)
+    written = {t for step in steps[:at] for t in graph.operators[step.operator].outputs}
+    alive = {t for t in written if graph.tensors[t].kept}
+    for step in steps[at:]:
+        op = graph.operators[step.operator]
+        alive.update(written.intersection(op.implementations[step.implementation].inputs))
+        written.difference_update(op.outputs)
+    return tuple(sorted(alive))
+
+
+def _modules(record: StepRecord, plain: Sequence[Schedule], planned: Sequence[Schedule]) -> tuple[ModuleCost, ...]:
+    again: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    saved: Counter[str] = Counter()
+    calls = Counter(e.graph for e in record.events if e.kind == FORWARD)
+    for k, graph in enumerate(record.graphs):
+        for sign, schedule in ((1, planned[k]), (-1, plain[k])):
+            for part in (schedule.forward, schedule.backward):
+                for step in part:
+                    module = module_of(graph.operators[step.operator].name)
+                    seconds[module] += sign * calls[k] * record.costs[k].seconds[step.operator][step.implementation]
+            for step in schedule.backward:
+                if graph.operators[step.operator].phase == FORWARD:
+                    again[module_of(graph.operators[step.operator].name)] += sign * calls[k]
+            for t in alive_before(graph, schedule, len(schedule.forward)):
+                saved[module_of(graph.operators[graph.writer[t]].name)] -= sign * graph.tensors[t].nbytes
+    rows = [ModuleCost(m, again[m], seconds[m], saved[m]) for m in seconds if again[m] or saved[m] or seconds[m]]
+    return tuple(sorted(rows, key=lambda row: (-row.seconds, -row.saved_bytes, row.module)))
+
+
+def _implementations(record: StepRecord, planned: Sequence[Schedule]) -> tuple[Used, ...]:
+    used: Counter[tuple[str, str]] = Counter()
+    for graph, schedule in zip(record.graphs, planned, strict=True):
+        for step in (*schedule.forward, *schedule.backward):
+            if step.implementation:
+                op = graph.operators[step.operator]
+                used[op.implementations[step.implementation].name, op.target] += 1
+    rows = [Used(name, target, count) for (name, target), count in used.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.count, row.implementation, row.target)))
+
+
+class _Contents:
+    """What lies in memory, while a step's events pass."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self.by_kind: Counter[str] = Counter({k: record.ledger.get(k, 0) for k in (PARAMETERS, STATE)})
+        self.by_kind[SCRIPT] = record.base_bytes - sum(self.by_kind.values())
+        self.by_module: Counter[str] = Counter()
+        self.count: Counter[str] = Counter()
+
+    def add(self, graph: Graph, tensors: Iterable[int], sign: int = 1) -> None:
+        """Tensors of ``graph`` are allocated, or freed (``sign`` -1)."""
+        for t in tensors:
+            tensor, op = graph.tensors[t], graph.operators[graph.writer[t]]
+            kind = ACTIVATIONS if op.phase == FORWARD else GRADIENTS if tensor.kept else PASSING
+            self.by_kind[kind] += sign * tensor.nbytes
+            if kind != GRADIENTS:
+                self.by_module[module_of(op.name)] += sign * tensor.nbytes
+                self.count[module_of(op.name)] += sign
+
+    def release(self, graph: Graph, tensors: Iterable[int]) -> None:
+        """A backward of ``graph`` lets go of external tensors, which counted as the script's, and of its outputs."""
+        for t in tensors:
+            if graph.tensors[t].external:
+                self.by_kind[SCRIPT] -= graph.tensors[t].nbytes
+            else:
+                self.add(graph, (t,), -1)
+
+
+def _at_peak(
+    record: StepRecord, schedules: Sequence[Schedule], peak_event: int
+) -> tuple[dict[str, int], tuple[Held, ...]]:
+    """What lies in memory at the step's peak, by kind and by module."""
+    contents = _Contents(record)
+    for i, event in enumerate(record.events[: peak_event + 1]):
+        if event.kind == OUTSIDE:
+            contents.by_kind[SCRIPT] += event.peak_bytes if i == peak_event else event.delta_bytes
+            continue
+        graph, schedule = record.graphs[event.graph], schedules[event.graph]
+        cut = len(schedule.forward)
+        steps = (*schedule.forward, *schedule.backward)
+        if event.kind == BACKWARD:
+            contents.add(graph, alive_before(graph, schedule, cut), -1)
+        if i < peak_event:
+            contents.add(graph, alive_before(graph, schedule, cut if event.kind == FORWARD else len(steps)))
+            contents.release(graph, event.released)
+            continue
+        at = _peak_step(graph, record.costs[event.graph], schedule, event.kind, event.released)
+        contents.add(graph, alive_before(graph, schedule, at))
+        if event.kind == BACKWARD:
+            contents.release(graph, _freed_before(graph, schedule, at, event.released))
+        op = graph.operators[steps[at].operator]
+        implementation = op.implementations[steps[at].implementation]
+        # a copy of a kept tensor is allocated beside it; an output in place takes over what is alive already
+        contents.add(graph, op.outputs if implementation.in_place_of is None else op.outputs[1:])
+        contents.by_kind[WORKSPACE] += record.costs[event.graph].workspace_bytes[op.id][steps[at].implementation]
+    alive = [Held(m, contents.count[m], nbytes) for m, nbytes in contents.by_module.items() if nbytes]
+    by_kind = {kind: nbytes for kind, nbytes in contents.by_kind.items() if nbytes}
+    return by_kind, tuple(sorted(alive, key=lambda row: (-row.nbytes, row.module)))
+
+
+def _peak_step(graph: Graph, costs: Costs, schedule: Schedule, phase: str, released: Sequence[int]) -> int:
+    """The step of a call at which most is allocated, as ``step.call`` has it."""
+    during = simulate(graph, costs, schedule).during_bytes
+    cut = len(schedule.forward)
+    part = range(cut) if phase == FORWARD else range(cut, len(during))
+    if phase == FORWARD:
+        return max(part, key=lambda i: (during[i], -i))
+    return max(part, key=lambda i: (during[i] - _bytes_freed_before(graph, schedule, i, released), -i))
+
+
+def _freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> set[int]:
+    """Which of ``released`` the backward has let go of before step ``at``."""
+    waiting = set(released)
+    for step in schedule.backward[at - len(schedule.forward) :] if waiting else ():
+        waiting.difference_update(graph.operators[step.operator].implementations[step.implementation].inputs)
+    return waiting
+
+
+def _bytes_freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> int:
+    return sum(graph.tensors[t].nbytes for t in _freed_before(graph, schedule, at, released))
+
+
+def _profile(record: StepRecord, schedules: Sequence[Schedule]) -> tuple[int, ...]:
+    """The most that is allocated during each step of the schedules and each stretch of the script."""
+    profile: list[int] = []
+    starts = replay(record, schedules).start_bytes
+    for start, event in zip(starts, record.events, strict=True):
+        if event.kind == OUTSIDE:
+            profile.append(start + event.peak_bytes)
+            continue
+        graph, schedule = record.graphs[event.graph], schedules[event.graph]
+        timeline = simulate(graph, record.costs[event.graph], schedule)
+        cut = len(schedule.forward)
+        if event.kind == FORWARD:
+            profile += [start + high for high in timeline.during_bytes[:cut]]
+        else:
+            saved = timeline.after_bytes[cut - 1] if cut else 0
+            profile += [
+                start - saved + high - _bytes_freed_before(graph, schedule, i, event.released)
+                for i, high in enumerate(timeline.during_bytes[cut:], start=cut)
+            ]
+    return tuple(profile)

@@ -1,0 +1,149 @@
+"""Overhead against budget: a step's whole trade-off, from its plain peak down to the smallest feasible budget.
+
+Each point is planned as a launch with that budget would be. What one point shows holds for others too: a plan fits
+every larger budget, and a bound holds for every smaller one. So the table is monotone, whatever the solver's time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from monetrun.core.budget import format_budget
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.options import Options
+from monetrun.core.plan import Plan
+from monetrun.core.step import StepRecord
+from monetrun.planning import planner
+from monetrun.planning.planner import Baseline
+
+DEFAULT_POINTS = 8
+DEFAULT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One budget.
+
+    Attributes:
+        budget_bytes: of the whole step on one device.
+        planned_peak_bytes: of the cheapest plan that was found within it; None where none was.
+        overhead: that plan's, over the plain step's seconds, as a fraction; None where none was found.
+        bound: no plan within the budget has less.
+        gap: overhead less bound, None where none was found.
+        status: ``"optimal"``, ``"feasible"``, ``"infeasible"`` (less than the smallest budget) or ``"unknown"``.
+    """
+
+    budget_bytes: int
+    planned_peak_bytes: int | None
+    overhead: float | None
+    bound: float
+    gap: float | None
+    status: str
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The table, the largest budget first, and what it is measured by.
+
+    Attributes:
+        plain_peak_bytes: of the step without monetrun.
+        smallest_bytes: the smallest budget for which a plan is known.
+        algorithm: that planned.
+        device: that the costs are of.
+        points: of falling budget and rising overhead and bound.
+    """
+
+    plain_peak_bytes: int
+    smallest_bytes: int
+    algorithm: str
+    device: str
+    points: tuple[Point, ...]
+
+
+def spread(plain_peak_bytes: int, smallest_bytes: int, points: int) -> tuple[int, ...]:
+    """Budgets at equal distances, from the plain peak down to the smallest feasible one, both included."""
+    width = plain_peak_bytes - smallest_bytes
+    found = (plain_peak_bytes - width * i // (points - 1) for i in range(points))
+    return tuple(sorted({*found}, reverse=True))
+
+
+def frontier(
+    record: StepRecord,
+    budgets: Sequence[int],
+    algorithm: str = "hierarchical",
+    options: Options | None = None,
+    known: Baseline | None = None,
+    on_point: Callable[[int], None] | None = None,
+) -> Frontier:
+    """Plan the step for every budget.
+
+    Args:
+        record: from a trial run.
+        budgets: of the whole step, in bytes, in any order.
+        algorithm: a name that ``solve.solver`` knows.
+        options: for the solver; its ``seconds`` are for all points together.
+        known: the record's baseline, when the caller has it already.
+        on_point: told each budget before it is planned.
+
+    Raises:
+        InfeasibleBudget: no budget is feasible; names the smallest that is.
+    """
+    options = options or Options()
+    base = known or planner.baseline(record)
+    descending = sorted({*budgets}, reverse=True)
+    if not descending or descending[0] < base.frugal.peak_bytes:
+        raise planner.infeasible(record, max(descending, default=0), base)
+    until = time.monotonic() + options.seconds
+    plans: dict[int, Plan] = {}
+    for i, budget_bytes in enumerate(reversed(descending)):  # the schedules of a smaller one are a start for a larger
+        if on_point is not None:
+            on_point(budget_bytes)
+        share = max(0.1, until - time.monotonic()) / (len(descending) - i)
+        starts = [[g.schedule for g in plan.graphs] for plan in plans.values()]
+        with contextlib.suppress(InfeasibleBudget, NoPlanInTime):
+            plans[budget_bytes] = planner.plan_step(
+                record, budget_bytes, algorithm, replace(options, seconds=share), base, starts
+            )
+    points = _monotone(descending, [plans.get(b) for b in descending], base)
+    return Frontier(base.plain.peak_bytes, base.frugal.peak_bytes, algorithm, record.device, points)
+
+
+def _monotone(budgets: Sequence[int], plans: Sequence[Plan | None], base: Baseline) -> tuple[Point, ...]:
+    """The points: at each budget the cheapest of the plans within it, and the highest of the bounds above it."""
+    bounds: list[float] = []
+    for plan in plans:  # other implementations may cost less than the plain step, but none less than nothing
+        bounds.append(max([plan.bound if plan else -1.0, *bounds[-1:]]))
+    points: list[Point] = []
+    best: Plan | None = None
+    for budget_bytes, plan, bound in reversed(list(zip(budgets, plans, bounds, strict=True))):
+        if plan is not None and (best is None or plan.overhead <= best.overhead):
+            best = plan
+        if best is None:
+            status = "infeasible" if budget_bytes < base.frugal.peak_bytes else "unknown"
+            points.append(Point(budget_bytes, None, None, bound, None, status))
+            continue
+        proven = min(bound, best.overhead)
+        status = "optimal" if best.overhead <= proven else best.status
+        points.append(
+            Point(budget_bytes, best.planned_peak_bytes, best.overhead, proven, best.overhead - proven, status)
+        )
+    return tuple(reversed(points))
+
+
+def next_budget(found: Frontier) -> str:
+    """A budget worth typing next, as ``parse`` reads it: that of the point after which overhead rises the fastest.
+
+    The knee: the point farthest under the straight line between the two ends, both axes scaled to 1.
+    """
+    solved = [p for p in found.points if p.overhead is not None]
+    first, last = solved[0], solved[-1]
+    width = max(1, first.budget_bytes - last.budget_bytes)
+    height = max(1e-9, (last.overhead or 0.0) - (first.overhead or 0.0))
+
+    def under(p: Point) -> float:
+        return (first.budget_bytes - p.budget_bytes) / width - ((p.overhead or 0.0) - (first.overhead or 0.0)) / height
+
+    return format_budget(max(solved, key=under).budget_bytes)

@@ -1,0 +1,75 @@
+"""How a worker tells the launcher why it died.
+
+torchrun's agent gives every worker a path in ``TORCHELASTIC_ERROR_FILE`` and reads, once the worker has failed, what
+lies there; torch writes it only for scripts whose main function is decorated with ``@record``. The hook here writes
+the same file for any script, and then lets Python print the traceback as it always does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from monetrun.core.errors import BudgetExceeded, MonetrunError
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_MARK = "__monetrun_traceback_file__"
+
+
+def install_excepthook() -> None:
+    """Wrap ``sys.excepthook`` so that an uncaught exception is also written to the worker's error file.
+
+    Does nothing outside a worker (``TORCHELASTIC_ERROR_FILE`` unset or empty) and nothing the second time.
+    ``SystemExit`` never reaches an excepthook, so exit codes are untouched; ``KeyboardInterrupt`` is how a worker is
+    asked to stop, not why it failed, and is not written.
+    """
+    previous = sys.excepthook
+    if not os.environ.get(ERROR_FILE) or hasattr(previous, _MARK):
+        return
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            write(value, trace)
+        previous(kind, value, trace)
+
+    setattr(hook, _MARK, True)
+    sys.excepthook = hook
+
+
+def write(value: BaseException, trace: TracebackType | None) -> None:
+    """Write ``value`` to the error file, in the format of torch's ``ErrorHandler.record_exception``.
+
+    Two keys are added, which torch ignores: ``timestamp_ns``, since whole seconds do not tell which of two ranks
+    failed first, and ``errorCode``, the exit code of an error of monetrun's own. A file that cannot be written is
+    left out in silence: the traceback is on stderr all the same.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    now_ns = time.time_ns()
+    message: dict[str, object] = {
+        "message": f"{type(value).__name__}: {value}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(type(value), value, trace)),
+            "timestamp": str(now_ns // 10**9),
+            "timestamp_ns": str(now_ns),
+        },
+    }
+    if isinstance(value, MonetrunError):
+        message["errorCode"] = value.exit_code
+    elif type(value).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+        message["errorCode"] = BudgetExceeded.exit_code
+    # whole or not at all: a worker may be killed while it writes, and the agent fails on half a file
+    part = f"{path}.{os.getpid()}"
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(part)

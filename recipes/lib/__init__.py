@@ -1,0 +1,1 @@
+"""What only recipes and tests import."""

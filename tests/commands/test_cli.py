@@ -1,0 +1,302 @@
+"""The command line: torchrun's grammar and ours, the script, what is printed, and the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from monetrun.commands import main as cli
+from monetrun.core.errors import MonetrunError, NeverTrained, ScriptNotFound, UsageError
+from monetrun.launcher import agent as launch
+from monetrun.launcher.script import check_script
+from support.paths import SCRIPTS
+
+BEHAVE = str(SCRIPTS / "behave.py")
+
+pytestmark = pytest.mark.usefixtures("plain_surroundings")
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return launch.parser().parse_args(list(words))
+
+
+def outcome(parser: argparse.ArgumentParser, words: list[str]) -> object:
+    """The namespace that parsing gives, or what kind of failure it is."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return {k: v for k, v in vars(parser.parse_args(words)).items() if k not in parser_own}
+    except UsageError:
+        return 2
+    except SystemExit as end:
+        return end.code
+
+
+parser_own: frozenset[str] = frozenset()
+
+
+def test_every_abbreviation_of_every_torchrun_option_means_what_it_means_to_torchrun(monkeypatch):
+    from torch.distributed import run
+
+    plain, ours = run.get_args_parser(), launch.parser()
+    monkeypatch.setattr(sys.modules[__name__], "parser_own", ours.own)
+    values = {"start_method": "fork", "numa_binding": "node", "print_completion": "bash"}
+    tried = accepted = 0
+    for option, action in plain._option_string_actions.items():
+        value = values.get(action.dest, "2")
+        for length in range(2, len(option) + 1):
+            word = option[:length]
+            if word == "--":
+                continue
+            flag = [word, "train.py", "--budget", "x"]
+            for words in (flag, [word, value, *flag[1:]], [f"{word}={value}", *flag[1:]]):
+                expected = outcome(plain, words)
+                assert outcome(ours, words) == expected, words
+                tried += 1
+                accepted += isinstance(expected, dict)
+    assert tried > 1500
+    assert accepted > 500
+
+
+def test_options_of_ours_are_not_abbreviated_and_torchrun_has_none_of_that_name():
+    from torch.distributed import run
+
+    ours = launch.parser()
+    names = {name for name, action in ours._option_string_actions.items() if action.dest in ours.own}
+    assert {"--budget", "--strict", "--no-probe", "--plan", "--json", "--quiet", "--no-cache"} < names
+    assert not names & set(run.get_args_parser()._option_string_actions)
+    with pytest.raises(UsageError, match="did you mean --budget"):
+        parsed("--budge", "1GiB", "train.py")
+
+
+def test_our_options_have_the_stated_defaults_and_values():
+    defaults = parsed("train.py")
+    assert {name: getattr(defaults, name) for name in sorted(launch.parser().own - {"version"})} == {
+        "algorithm": "hierarchical",
+        "budget": "auto",
+        "cost_model": "measured",
+        "json": False,
+        "no_cache": False,
+        "implementations": "all",
+        "no_probe": False,
+        "no_recompute": False,
+        "plan": None,
+        "quiet": False,
+        "solver": "scip",
+        "solver_seconds": 20.0,
+        "strict": False,
+    }
+    args = parsed("--budget=80%", "--solver-seconds", "1.5", "--nproc-per-node", "2", "--solver", "highs", "train.py")
+    assert (args.budget, args.solver_seconds, args.nproc_per_node, args.solver) == ("80%", 1.5, "2", "highs")
+    with pytest.raises(UsageError, match="positive number of seconds, got '-1'"):
+        parsed("--solver-seconds", "-1", "train.py")
+
+
+def test_what_follows_the_script_is_the_scripts():
+    words = ["--budget", "3", "--", "-h", "--nproc-per-node=4", "", "a b", "plan"]
+    args = parsed("--budget", "1GiB", "train.py", *words)
+    assert (args.budget, args.training_script, args.nproc_per_node) == ("1GiB", "train.py", "1")
+    assert args.training_script_args == words
+
+
+def test_pet_variables_set_torchruns_defaults(monkeypatch):
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    monkeypatch.setenv("PET_STANDALONE", "1")
+    assert (parsed("train.py").nproc_per_node, parsed("train.py").standalone) == ("3", True)
+    assert parsed("--nproc-per-node", "2", "train.py").nproc_per_node == "2"
+    assert launch.local_world_size(parsed("train.py")) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nproc-per-node", "many"], "Unsupported nproc_per_node value: many"),
+        (["--nproc-per-node", "0"], "no worker to start"),
+        (["--nnodes", "2:1"], "min_nodes must be > 0"),
+        (["--nnodes", "1:2:3"], "MIN:MAX"),
+        (["--redirects", "7"], "7 does not match"),
+        (["--max-restarts", "-1"], "max_restarts must be >= 0"),
+    ],
+)
+def test_a_value_that_torchrun_refuses_is_one_message_and_exit_code_2(words, said, capsys):
+    assert cli.main([*words, BEHAVE]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.startswith("monetrun: error: ")
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("budget", ["12Gbit", "0", "-3GiB", "150%", "x", "12 GiB of it"])
+def test_a_malformed_budget_is_quoted_with_the_grammar(budget, capsys):
+    assert cli.main([f"--budget={budget}", BEHAVE]) == 2
+    printed = capsys.readouterr().err
+    assert repr(budget) in printed
+    assert "12GiB" in printed
+    assert printed.count("monetrun: error") == 1
+
+
+# ---- the script
+
+
+def test_a_missing_script_is_named_with_what_is_near(capsys, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["trian.py", "--epochs", "3"]) == 2
+    assert capsys.readouterr().err == "monetrun: error: there is no script 'trian.py'\n  did you mean train.py?\n"
+    assert cli.main([]) == 2
+    assert "no script was given" in capsys.readouterr().err
+
+
+def test_the_script_is_checked_as_python_would_look_for_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text("")
+    (tmp_path / "app" / "train.py").write_text("raise SystemExit(7)")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
+    (tmp_path / "tool").write_text("#!/bin/sh\n")
+    (tmp_path / "my-train.py").write_text("")
+    (tmp_path / "difflib").mkdir()
+    (tmp_path / "difflib" / "train.py").write_text("")  # shadows a module that the launcher has loaded
+    (tmp_path / "difflib" / "__init__.py").write_text("")
+    for words in (
+        ["-m", "my-train"],
+        ["-m", "difflib.train"],
+        ["app"],
+        ["-m", "app"],
+        ["-m", "app.train"],
+        ["app/train.py"],
+        ["-m", "timeit"],
+        ["-"],
+    ):
+        check_script(parsed(*words))
+    check_script(parsed("--no-python", "sh"))
+    for words, said in (
+        (["bare"], "bare is a folder without a __main__.py"),
+        (["nowhere/train.py"], "there is no folder 'nowhere' either"),
+        (["-m", "app.trian"], "did you mean app.train?"),
+        (["-m", "ap"], "did you mean app?"),
+        (["-m", "app/train.py"], "leave out -m"),
+        (["app.train"], "there is a module of that name: -m app.train"),
+        (["-m", "bare"], "no module 'bare'"),
+        (["-m", ""], "no module ''"),
+        (["-m", "app..train"], "no module 'app..train'"),
+        ([""], "there is no script ''"),
+        (["--no-python", "no-such-program"], "there is no program 'no-such-program'"),
+    ):
+        with pytest.raises(ScriptNotFound) as error:
+            check_script(parsed(*words))
+        assert said in str(error.value), words
+    for words, said in ((["--no-python", "./tool"], "not executable"), (["binary"], "a binary file")):
+        with pytest.raises(UsageError, match=said):
+            check_script(parsed(*words))
+
+
+def test_looking_for_a_module_runs_none_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("open('ran', 'w')")
+    with pytest.raises(ScriptNotFound):
+        check_script(parsed("-m", "script.py"))
+    check_script(parsed("-m", "script"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_package_that_builds_its_own_path_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "train.py").write_text("")
+    (tmp_path / "spread").mkdir()
+    (tmp_path / "spread" / "__init__.py").write_text("__path__.append('elsewhere')")
+    check_script(parsed("-m", "spread.train"))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("import a_module_that_is_missing")
+    check_script(parsed("-m", "broken.train"))  # the worker's own traceback says it best
+
+
+# ---- errors, and words that are no script
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (NeverTrained("no step", "train"), 85, "monetrun: error: no step\n  train\n"),
+        (MonetrunError("odd"), 70, "monetrun: error: odd\n"),
+        (KeyboardInterrupt(), 130, "monetrun: stopped by SIGINT\n"),
+    ],
+)
+def test_main_prints_an_error_once_and_ends_with_its_code(error, code, printed, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(cli, "check_script", fail)
+    assert cli.main(["train.py"]) == code
+    assert capsys.readouterr().err == printed
+
+
+def test_a_fault_of_our_own_shows_its_traceback_and_ends_with_70(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "check_script", lambda args: 1 / 0)
+    assert cli.main(["train.py"]) == 70
+    printed = capsys.readouterr().err
+    assert "ZeroDivisionError" in printed
+    assert "please report it" in printed
+
+
+def test_the_first_word_decides_between_a_command_and_a_script(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "kept"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache").write_text("print('a script')")
+    scripts = []
+    monkeypatch.setattr(cli, "run_command", lambda args: scripts.append(args.training_script) or 0)
+    assert cli.main(["./cache", "list"]) == 0
+    assert cli.main(["--quiet", "cache", "list"]) == 0
+    assert scripts == ["./cache", "cache"]
+    assert cli.main(["cache", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"root": str(tmp_path / "kept"), "entries": []}
+    assert cli.main(["cache"]) == 2
+    assert cli.main(["cache", "burn"]) == 2
+    assert "No such command 'burn'" in capsys.readouterr().err
+
+
+def test_the_cache_is_listed_and_cleared(monkeypatch, capsys, tmp_path):
+    from monetrun.core.plan import Step
+    from monetrun.machine.store import Store
+
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "kept"))
+    Store(tmp_path / "kept").put("plan", "abc", Step(3))
+    assert cli.main(["cache", "list"]) == 0
+    assert capsys.readouterr().out.split()[:2] == ["plan", "abc"]
+    assert cli.main(["cache", "clear"]) == 0
+    assert capsys.readouterr().err == f"removed 1 entries from {tmp_path / 'kept'}\n"
+    assert cli.main(["cache", "list"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_help_and_version_do_not_load_torch():
+    code = (
+        "import sys; from monetrun.commands.main import main; main(['--help']); main(['--version']); "
+        "main(['cache', 'list']); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "--budget" in done.stdout
+    assert "torchrun --help" in done.stdout
+    assert "doctor" in done.stdout
+    assert launch.parser().format_help() in launch.help_text()
+
+
+def test_doctor_says_what_is_there_and_what_is_not(monkeypatch, capsys, tmp_path):
+    (tmp_path / "closed").write_text("")
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "closed" / "kept"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code = cli.main(["doctor", "--json"])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert checks["torch"]["state"] == "ok"
+    assert checks["compiler"]["state"] == checks["allocator"]["state"] == "warning"
+    assert "no-such-compiler" in checks["compiler"]["found"]
+    assert checks["cache"]["state"] == "warning"
+    assert code == int(any(check["state"] == "missing" for check in checks.values()))

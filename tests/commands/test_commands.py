@@ -1,0 +1,137 @@
+"""Commands that plan without training, from the command line: one trial run each, and every word in its place."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from monetrun.commands import main as cli
+from monetrun.launcher import agent as launch
+
+SCRIPT = """
+import sys
+import torch
+
+batch = int(sys.argv[sys.argv.index("--batch") + 1])
+net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(6)])
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net(torch.randn(batch, 64)).square().mean().backward()
+optimizer.step()
+with open("trained", "a") as file:
+    file.write("x")
+"""
+WORDS = ("train.py", "--batch", "256", "--points", "9")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("commands")
+    (made / "train.py").write_text(SCRIPT)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch, folder):
+    monkeypatch.setenv("MONETRUN_CACHE", str(folder / "cache"))  # shared: the same trial run serves all tests
+    monkeypatch.chdir(folder)
+
+
+def run(capsys, *words, expect=0):
+    assert cli.main(words) == expect
+    return capsys.readouterr()
+
+
+def test_frontier_tables_and_draws_every_budget_from_one_trial_run(capsys):
+    out, err = run(
+        *(capsys, "frontier", "--points", "3", "--solver-seconds", "1", "--json", "f.json", "--plot", "f.svg"),
+        *WORDS,
+    )
+    found = json.loads(Path("f.json").read_text())
+    assert [p["budget_bytes"] for p in found["points"]] == sorted({p["budget_bytes"] for p in found["points"]})[::-1]
+    assert len(found["points"]) == 3
+    assert found["points"][0]["budget_bytes"] == found["plain_peak_bytes"]
+    assert found["points"][-1]["budget_bytes"] == found["smallest_bytes"] < found["plain_peak_bytes"]
+    assert "train.py --batch 256 --points 9" in out
+    assert Path("f.svg").read_text().startswith("<?xml")
+    assert err.count("trial run") == 1
+    assert "next: monetrun --budget" in err
+    assert err.rstrip().endswith("train.py --batch 256 --points 9")
+    assert not Path("trained").exists()
+
+
+def test_a_plan_is_explained_from_the_cache_and_without_it_refused_with_the_next_step(capsys, monkeypatch, tmp_path):
+    run(capsys, "plan", "--budget", "0.7x", "--solver-seconds", "1", "--out", "p.json", *WORDS)
+    out, _ = run(capsys, "explain", "p.json")
+    assert "Run again" in out
+    found = json.loads(run(capsys, "explain", "--json", "p.json").out)
+    plan = json.loads(Path("p.json").read_text())
+    assert found["planned_peak_bytes"] == plan["planned_peak_bytes"] == sum(found["at_peak"].values())
+    assert found["overhead"] == plan["overhead"]
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "empty"))
+    assert "monetrun plan --out p.json SCRIPT" in run(capsys, "explain", "p.json", expect=83).err
+    assert "nothing.json" in run(capsys, "explain", "nothing.json", expect=83).err
+    assert "train.py is not a plan" in run(capsys, "explain", "train.py", expect=83).err
+
+
+def test_batch_finds_the_largest_and_says_what_to_type(capsys):
+    words = ("--budget", "600KiB", "--max-overhead", "99%", "--multiple", "64", "--algorithm", "greedy")
+    out, err = run(capsys, "batch", *words, "--solver-seconds", "1", "--json", "train.py", "--batch", "{batch}")
+    found = json.loads(out)
+    assert found["batch"] % 64 == 0
+    assert found["planned_peak_bytes"] <= 600 << 10
+    assert found["overhead"] <= 0.99
+    assert found["verified"][-1]["batch"] == found["batch"] or not found["verified"][-1]["fits"]
+    kept = "--algorithm greedy --solver-seconds 1"
+    assert err.rstrip().endswith(f"next: monetrun --budget 600KiB {kept} train.py --batch {found['batch']}")
+    assert not Path("trained").exists()
+
+
+def test_a_script_that_never_trains_is_an_error_of_its_own(capsys, folder):
+    (folder / "idle.py").write_text("import torch\n")
+    assert "without a training step" in run(capsys, "batch", "--budget", "1GiB", "idle.py", "{batch}", expect=85).err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("frontier", "--points", "1", "train.py"), "--points 1"),
+        (("frontier", "--points", "many", "train.py"), "many"),
+        (("frontier", "--budgets", "0.8y", "train.py"), "'0.8y'"),
+        (("frontier", "--budgets", "80%", "train.py"), "a share of what is free"),
+        (("frontier", "--plot", "f.gif", "train.py"), "f.gif"),
+        (("frontier", "--json", "none/f.json", "train.py"), "no such folder"),
+        (("frontier", "--no-probe", "train.py"), "needs its trial run"),
+        (("frontier",), "usage: monetrun frontier"),
+        (("frontier", "none.py"), "none.py"),
+        (("batch", "--budget", "1GiB", "train.py", "--batch", "8"), "{batch}"),
+        (("batch", "--budget", "0.5x", "train.py", "{batch}"), "grows with the batch"),
+        (("batch", "--budget", "1GiB", "--max-overhead", "20", "train.py", "{batch}"), "'20'"),
+        (("batch", "--budget", "12Gbit", "train.py", "{batch}"), "'12Gbit'"),
+        (("explain",), "PLAN_FILE"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_any_trial_run(capsys, words, said):
+    err = run(capsys, *words, expect=2).err
+    assert said in err
+    assert err.count("monetrun: error") == 1
+    assert "trial run up" not in err
+
+
+def test_the_next_command_keeps_a_launchs_options_and_drops_the_commands():
+    def options(parser):
+        parser.add_argument("--points", type=int)
+        parser.add_argument("--json", default="")
+
+    words = ["--nproc-per-node=2", "--points", "3", "--json", "f", "--budget=1GiB", "--strict", "-m", "a.b", "--json"]
+    parser = launch.command_parser("frontier", "", options)
+    args = parser.parse_args(words)
+    assert (args.points, args.json, args.training_script_args) == (3, "f", ["--json"])
+    assert launch.launch_words(parser, words, args) == ["--nproc-per-node=2", "--strict", "-m"]
+
+
+def test_plan_leaves_a_scripts_own_out_to_the_script(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli.Job, "dry_run", lambda job, out: seen.append((out, job.args.training_script_args)))
+    assert cli.main(["plan", "train.py", "--out", "models"]) == 0
+    assert cli.main(["plan", "--budget", "0.5x", "--out", "p.json", "train.py", "--out=models", "--", "-x"]) == 0
+    assert seen == [("plan.json", ["--out", "models"]), ("p.json", ["--out=models", "--", "-x"])]

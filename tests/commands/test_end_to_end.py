@@ -1,0 +1,199 @@
+"""`monetrun script` from the command line: the same training as torchrun's, the budget, and every refusal."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from monetrun.core import codec
+from monetrun.core.plan import Plan
+from support.paths import SCRIPTS
+
+TINY = str(SCRIPTS / "tiny.py")
+
+
+def without_settings(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("PET_", "MONETRUN_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A folder with what torchrun's training leaves: of one rank ``one.0``, of two ``two.0`` and ``two.1``."""
+    folder = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        without_settings(patch)
+        torchrun(TINY, str(folder / "one"))
+        torchrun("--nproc-per-node=2", TINY, str(folder / "two"), "--ddp", "--steps=4")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch, tmp_path):
+    without_settings(monkeypatch)
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    with socket.socket() as free:  # torchrun's own is one for all that runs on this machine
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("PET_MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.chdir(tmp_path)
+
+
+def monetrun(*words, expect=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "monetrun", *words], capture_output=True, text=True, timeout=1200, check=False
+    )
+    assert done.returncode == expect, done.stderr
+    return done
+
+
+def torchrun(*words):
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+        check=True,
+        timeout=1200,
+        capture_output=True,
+    )
+
+
+def same(a, b):
+    a, b = torch.load(a), torch.load(b)
+    assert a["losses"] == b["losses"]
+    assert [k for k in a["state"] if not torch.equal(a["state"][k], b["state"][k])] == []
+
+
+def test_a_launch_trains_as_torchrun_does_within_the_budget_and_the_second_comes_from_the_cache(tmp_path, plain):
+    done = monetrun("--budget", "0.7x", "--solver-seconds", "3", "--json", TINY, "planned")
+    same(plain / "one.0", "planned.0")
+    assert Path("planned.steps").read_text() == "0 0\n0 1\n0 2\n"  # the trial run took no step
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["planned_peak_bytes"] <= found["budget_bytes"] == int(0.7 * found["plain_peak_bytes"])
+    assert found["measured_peak_bytes"] <= found["budget_bytes"]
+    assert abs(found["measured_peak_bytes"] / found["planned_peak_bytes"] - 1) < 0.02
+    assert found["steps"] == 3
+    assert "trial run" in done.stderr
+
+    again = monetrun("--budget", "0.7x", "--solver-seconds", "3", TINY, "planned")
+    assert "trial run" not in again.stderr
+    assert "plan from the cache" in again.stderr
+    same(plain / "one.0", "planned.0")
+
+    for file in (tmp_path / "cache").rglob("*.json"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    third = monetrun("--budget", "0.7x", "--solver-seconds", "3", TINY, "planned")
+    assert "is not used" in third.stderr
+    assert "trial run" in third.stderr
+    same(plain / "one.0", "planned.0")
+
+
+def test_two_ranks_train_as_under_torchrun(plain):
+    done = monetrun(
+        *("--nproc-per-node=2", "--budget", "0.75x", "--solver-seconds", "3", "--json"),
+        *(TINY, "planned", "--ddp", "--steps=4"),
+    )
+    assert "trial run failed" not in done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["measured_peak_bytes"] <= found["budget_bytes"]
+    assert found["planned_peak_bytes"] < found["plain_peak_bytes"]
+    for rank in (0, 1):
+        same(plain / f"two.{rank}", f"planned.{rank}")
+
+
+def test_without_a_probe_rank_0_plans_at_the_first_step_for_all(plain):
+    done = monetrun(
+        *("--nproc-per-node=2", "--no-probe", "--budget", "0.75x", "--solver-seconds", "2", "--json"),
+        *(TINY, "planned", "--ddp", "--steps=4"),
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["measured_peak_bytes"] <= found["budget_bytes"]
+    for rank in (0, 1):
+        same(plain / f"two.{rank}", f"planned.{rank}")
+
+
+def test_plan_writes_a_plan_that_a_launch_runs_and_another_model_refuses(tmp_path, plain):
+    done = monetrun("plan", "--out", "p.json", "--budget", "0.8x", "--solver-seconds", "2", TINY, "planned")
+    assert not Path("planned.0").exists()
+    assert "nothing trained" in done.stderr
+    plan = codec.loads(Plan, Path("p.json").read_text())
+    assert plan.planned_peak_bytes <= plan.budget_bytes
+    monetrun("--plan", "p.json", TINY, "planned")
+    same(plain / "one.0", "planned.0")
+    other = tmp_path / "other.py"
+    other.write_text(Path(TINY).read_text().replace("range(4)", "range(5)"))
+    refused = monetrun("--plan", "p.json", str(other), "refused", expect=83)
+    assert "plan" in refused.stderr
+    Path("p.json").write_text("{}")
+    refused = monetrun("--plan", "p.json", TINY, "refused", expect=83)
+    assert "p.json is not a plan" in refused.stderr
+    assert not Path("refused.steps").exists()
+
+
+def test_a_budget_under_the_smallest_feasible_names_that_and_the_operator(tmp_path):
+    done = monetrun("--budget", "3MiB", TINY, "out", expect=80)
+    assert "smallest feasible" in done.stderr
+    assert "floor: Sequential" in done.stderr
+    smallest = done.stderr.split("fits: --budget ")[1].split()[0]
+    assert not Path("out.steps").exists()
+    monetrun("--budget", smallest, "--solver-seconds", "2", TINY, "out")
+
+
+def test_a_script_whose_import_fails_shows_its_traceback_as_python_does(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("import torch\nimport no_such_module_here\n")
+    done = monetrun("--budget", "0.5x", str(script), expect=1)
+    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert plain.stderr in done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_script_that_fails_while_training_shows_its_own_traceback():
+    done = monetrun("--budget", "0.9x", TINY, "out", "--fail", "backward", expect=1)
+    assert "ValueError: a bad batch" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_script_that_never_trains_is_an_error_of_its_own(tmp_path):
+    script = tmp_path / "idle.py"
+    script.write_text("import torch\nprint(torch.nn.Linear(2, 2)(torch.zeros(1, 2)).sum())\n")
+    done = monetrun("--budget", "0.5x", str(script), expect=85)
+    assert "without a training step" in done.stderr
+
+
+def test_a_missing_script_is_found_before_anything_starts():
+    done = monetrun("--budget", "0.5x", "no_such.py", expect=2)
+    assert "no_such.py" in done.stderr
+
+
+def test_allocating_past_the_budget_is_torchs_error_and_exit_code_84():
+    done = monetrun("--budget", "0.8x", "--solver-seconds", "2", TINY, "out", "--hold", str(1 << 29), expect=84)
+    assert "OutOfMemoryError" in done.stderr
+    assert Path("out.steps").read_text() == "0 0\n0 1\n"
+
+
+def test_an_unwritable_cache_is_a_warning(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("MONETRUN_CACHE", str(blocked / "cache"))
+    done = monetrun("--budget", "0.9x", "--solver-seconds", "2", TINY, "out")
+    assert "cannot be written" in done.stderr
+    assert Path("out.0").exists()
+
+
+def test_a_model_that_cannot_be_captured_runs_as_it_is_after_one_warning_and_strict_refuses(tmp_path):
+    script = tmp_path / "scripted.py"
+    script.write_text(
+        Path(TINY).read_text().replace("net = module = model()", "net = module = torch.jit.script(model())")
+    )
+    torchrun(str(script), "plain")
+    done = monetrun("--budget", "0.8x", str(script), "planned")
+    assert done.stderr.count("monetrun: warning") == 1
+    assert "scripted" in done.stderr
+    same("plain.0", "planned.0")
+    refused = monetrun("--budget", "0.8x", "--strict", str(script), "strict", expect=82)
+    assert "scripted" in refused.stderr
+    assert not Path("strict.steps").exists()

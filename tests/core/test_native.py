@@ -1,0 +1,74 @@
+"""Building native libraries: once for each source, and a clear reason where it can not be."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from monetrun.core import native
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A source that includes a header, and a cache of its own."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "answer.cpp").write_text('#include "number.hpp"\nextern "C" int answer() { return kN; }\n')
+    (tmp_path / "sources" / "number.hpp").write_text("constexpr int kN = 41;\n")
+    monkeypatch.setattr(native, "source_folder", lambda: tmp_path / "sources")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native._load.cache_clear()
+    yield tmp_path
+    native._load.cache_clear()
+
+
+def has_compiler() -> bool:
+    try:
+        native.compiler()
+    except native.NativeBuildFailed:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+
+
+@needs_compiler
+def test_a_source_is_built_once_and_again_when_what_it_includes_changes(folder):
+    first = native.build("answer.cpp", ("-O1",))
+    stamp = first.stat().st_mtime_ns
+    assert native.build("answer.cpp", ("-O1",)) == first
+    assert first.stat().st_mtime_ns == stamp
+    assert native.build("answer.cpp", ("-O2",)) != first
+    (folder / "sources" / "number.hpp").write_text("constexpr int kN = 42;\n")
+    library, why = native.load("answer.cpp", ("-O1",))
+    assert (library.answer(), why) == (42, "")
+    assert not list(folder.glob("cache/monetrun/native/.build-*"))
+
+
+@needs_compiler
+def test_an_error_in_the_source_is_told_with_the_compilers_words(folder):
+    (folder / "sources" / "number.hpp").write_text("int kM = 1;\n")
+    library, why = native.load("answer.cpp", ("-O1",))
+    assert library is None
+    assert "kN" in why
+    assert not list(folder.glob("cache/monetrun/native/*.so"))
+
+
+def test_without_a_compiler_the_reason_names_what_is_missing(folder, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(folder))
+    assert native.load("answer.cpp", ("-O1",)) == (
+        None,
+        "there is no C++ compiler (g++, c++ or clang++)\n  install g++, or set CXX",
+    )
+
+
+@needs_compiler
+def test_a_cache_that_can_not_be_made_is_a_reason(folder, monkeypatch):
+    blocked = folder / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(blocked))
+    library, why = native.load("answer.cpp", ("-O1",))
+    assert library is None
+    assert "can not be written" in why

@@ -1,0 +1,350 @@
+"""Launches, held against torchrun's own: what workers see, how they end, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from monetrun.commands import main as cli
+from monetrun.core.errors import MonetrunError
+from monetrun.launcher import agent as launch
+from monetrun.runtime.traceback_file import install_excepthook
+from support.paths import SCRIPTS
+
+BEHAVE = str(SCRIPTS / "behave.py")
+TELL = str(SCRIPTS / "tell.py")
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+MONETRUN = [sys.executable, "-m", "monetrun", "--no-probe", "--quiet"]  # these scripts train nothing
+
+pytestmark = pytest.mark.usefixtures("plain_surroundings")
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return launch.parser().parse_args(list(words))
+
+
+def launched(*words: str) -> int:
+    """Launch from this process, which has torch loaded already: two seconds less."""
+    return launch.launch(parsed(*words), {})
+
+
+def left_behind(tmp_path: Path) -> list[str]:
+    return sorted(p.name for p in (tmp_path / "tmp").iterdir() if p.name.startswith("torchelastic_"))
+
+
+def told(folder: Path) -> dict[str, dict]:
+    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+
+
+# ---- what a worker sees
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [TELL, "--budget", "3", "", "a b"],
+        ["--nproc-per-node", "2", "-m", "tell", "--", "-x", "${local_rank}"],
+    ],
+)
+def test_a_worker_sees_exactly_what_torchrun_gives_it(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(SCRIPTS)
+    seen = []
+    for command in (TORCHRUN, MONETRUN):
+        folder = tmp_path / command[-1]
+        folder.mkdir()
+        monkeypatch.setenv("TELL", str(folder))
+        subprocess.run([*command, *words], check=True, timeout=600, capture_output=True)
+        ranks = told(folder)
+        for rank in ranks.values():
+            for varying in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TELL"):
+                assert rank["environ"].pop(varying)
+            for ours in [name for name in rank["environ"] if name.startswith("MONETRUN_")]:
+                assert command == MONETRUN
+                del rank["environ"][ours]
+        seen.append(ranks)
+    assert seen[0] == seen[1]
+    threads = [rank["environ"].get("OMP_NUM_THREADS") for rank in seen[1].values()]
+    assert threads in ([None], ["1", "1"])
+    assert len(left_behind(tmp_path)) == 1  # torchrun's
+
+
+def test_the_given_environment_reaches_the_workers_and_this_process_keeps_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("TELL", str(tmp_path))
+    before, handlers = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    args = parsed("--nproc-per-node=2", "--no-python", sys.executable, TELL)
+    assert launch.launch(args, {"MONETRUN_TEST": "planned"}) == 0
+    assert [rank["environ"]["MONETRUN_TEST"] for rank in told(tmp_path).values()] == ["planned", "planned"]
+    assert dict(os.environ) == before
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert args.rdzv_id == "none"
+
+
+def test_a_taken_default_port_does_not_stop_a_standalone_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TELL", str(tmp_path))
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # taken by another: all the better
+            taken.bind(("", 29500))
+            taken.listen()
+        assert launched("--standalone", TELL) == 0
+    assert told(tmp_path)["0"]["environ"]["MASTER_PORT"] != "29500"
+
+
+# ---- how it ends
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit:0", 0), ("exit:3", 3), ("kill:9", 137), ("kill:11", 139)])
+def test_the_exit_code_is_the_workers_own(how, code, capfd, tmp_path):
+    assert launched(BEHAVE, f"0={how}") == code
+    printed = capfd.readouterr().err
+    assert ("SIGKILL" in printed) == (how == "kill:9")
+    assert ("rank 0 failed: " in printed) == bool(code)
+    assert "torch" not in printed
+    assert left_behind(tmp_path) == []
+
+
+def test_one_workers_traceback_is_printed_as_python_prints_it_and_once(capfd):
+    assert launched(BEHAVE, "0=raise") == 1
+    ours = capfd.readouterr().err
+    environment = {**os.environ, "RANK": "0"}
+    plain = subprocess.run([sys.executable, BEHAVE, "0=raise"], env=environment, capture_output=True, text=True)
+    assert ours == plain.stderr
+    assert ours.endswith("ValueError: a bad batch\n")
+
+
+def test_the_first_rank_to_fail_is_named_and_its_traceback_comes_last(capfd, tmp_path):
+    assert launched("--nproc-per-node=2", "--quiet", BEHAVE, "0=obey", "1=raise") == 1
+    lines = capfd.readouterr().err.splitlines()
+    culprit = next(i for i, line in enumerate(lines) if line.startswith("monetrun: rank 1 failed first: "))
+    assert lines[culprit].count("rank") == 1
+    assert lines[culprit + 1] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: a bad batch"
+    assert 'raise ValueError("a bad batch")' in "\n".join(lines[culprit:])
+    assert not [line for line in lines if "torch" in line]
+    assert left_behind(tmp_path) == []
+
+
+def test_run_path_shows_the_traceback_of_a_script_that_runs_inside_torch():
+    done = subprocess.run([*MONETRUN, "--run-path", BEHAVE, "0=raise"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1
+    assert done.stdout == "ready\n"
+    assert done.stderr.count("monetrun: rank 0 failed: exit code 1") == 1
+    assert done.stderr.endswith("ValueError: a bad batch\n")
+
+
+def test_an_uncaught_error_of_our_own_ends_the_launch_with_its_own_code():
+    assert launched(BEHAVE, "0=refuse") == 84
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch leaves the log files open
+def test_redirected_output_is_kept_and_the_traceback_still_shown(capfd, tmp_path):
+    assert launched("--redirects=3", BEHAVE, "0=raise") == 1
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "ValueError: a bad batch" in printed.err
+    (folder,) = left_behind(tmp_path)
+    assert folder in printed.err
+    (log,) = (tmp_path / "tmp" / folder).rglob("stdout.log")
+    assert log.read_text() == "ready\n"
+
+
+def test_the_shutdown_timeout_holds_when_a_worker_fails(monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    began = time.monotonic()
+    assert launched("--nproc-per-node=2", BEHAVE, "0=exit:3", "1=stay") == 3
+    assert time.monotonic() - began < 15  # torch's own default is 30
+
+
+def interrupted(*words: str, signals: list[int]) -> tuple[int, float, str]:
+    """Exit code, seconds from the first signal to the end, and stderr of a launch that gets these signals."""
+    process = subprocess.Popen([*MONETRUN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    began = time.monotonic()
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.5)
+    error = process.communicate(timeout=600)[1]
+    return process.returncode, time.monotonic() - began, error
+
+
+def test_ctrl_c_and_sigterm_stop_at_once(tmp_path, monkeypatch):
+    code, _, error = interrupted(BEHAVE, "0=obey", signals=[signal.SIGTERM])
+    assert (code, error) == (143, "monetrun: stopped by SIGTERM\n")
+    # the worker does not listen: the first Ctrl-C waits for it as long as was asked for, the second does not
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
+    code, seconds, error = interrupted(BEHAVE, "0=stay", signals=[signal.SIGINT, signal.SIGINT])
+    assert code == 130
+    assert seconds < 30
+    assert error.endswith("monetrun: stopped by SIGINT\n")
+    assert left_behind(tmp_path) == []
+
+
+def test_one_ctrl_c_waits_less_than_torch_unless_told_how_long(monkeypatch):
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    closed = []
+    monkeypatch.setattr(PContext, "close", lambda self, death_sig, timeout: closed.append((death_sig, timeout)))
+    workers, args = SimpleNamespace(pids=dict), parsed("train.py")
+    with launch._prompt_shutdown(args):
+        PContext.close(workers, signal.SIGINT, 30)
+        PContext.close(workers, signal.SIGTERM, 30)
+        PContext.close(workers)
+    args.shutdown_timeout = 7
+    with launch._prompt_shutdown(args):
+        PContext.close(workers, signal.SIGINT, 30)
+        PContext.close(workers)
+    assert closed == [
+        (signal.SIGINT, launch.INTERRUPT_GRACE_SECONDS),
+        (signal.SIGTERM, 30),
+        (None, 30),
+        (signal.SIGINT, 7),
+        (None, 7),
+    ]
+
+
+def failure(exitcode: int, timestamp: int, raised_ns: int = 0, pid: int = 1) -> SimpleNamespace:
+    message = {"extraInfo": {"timestamp": str(timestamp), "timestamp_ns": str(raised_ns)}} if raised_ns else "none"
+    return SimpleNamespace(exitcode=exitcode, timestamp=timestamp, message=message, pid=pid)
+
+
+@pytest.mark.parametrize(
+    ("failures", "culprit"),
+    [
+        ([failure(1, 9, 9_600_000_000), failure(1, 9, 9_500_000_000)], 1),  # within one second, by nanoseconds
+        ([failure(1, 9, 9_600_000_000), failure(-9, 9)], 1),  # killed, which made the other's connection fail
+        ([failure(-9, 9, pid=7), failure(3, 10)], 1),  # killed, but by the agent, since the other had failed
+        ([failure(1, 9, 9_500_000_000, pid=7), failure(-15, 10)], 1),  # raised when it was told to stop
+        ([failure(1, 9), failure(1, 9, 9_500_000_000)], 1),  # who has a reason is believed
+        ([failure(1, 8), failure(1, 9, 9_500_000_000)], 0),
+    ],
+)
+def test_the_first_failure_is_told_within_a_second(failures, culprit):
+    assert launch.first_failure(dict(enumerate(failures)), {7}, 0.1) == culprit
+
+
+# ---- the error file
+
+
+def test_the_error_file_is_what_torchs_own_handler_writes(tmp_path, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
+
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    files = []
+    for name in ("torch", "ours"):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / name))
+        try:
+            raise ValueError("a bad batch")
+        except ValueError as error:
+            if name == "torch":
+                ErrorHandler().record_exception(error)
+            else:
+                install_excepthook()
+                sys.excepthook(type(error), error, error.__traceback__)
+        files.append(json.loads((tmp_path / name).read_text())["message"])
+    assert files[1]["extraInfo"].pop("timestamp_ns")[:6] == files[0]["extraInfo"]["timestamp"][:6]
+    for file in files:
+        file["extraInfo"]["timestamp"] = ""
+    assert files[0] == files[1]
+    read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "ours"))
+    assert read.message["message"] == "ValueError: a bad batch"
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["ours", "torch"]
+
+
+def test_the_excepthook_chains_once_and_keeps_quiet_outside_a_worker(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: called.append(error))
+    plain = sys.excepthook
+    install_excepthook()
+    assert sys.excepthook is plain
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no folder" / "file"))
+    install_excepthook()
+    installed = sys.excepthook
+    install_excepthook()
+    assert sys.excepthook is installed
+    error = KeyError("x")
+    sys.excepthook(KeyError, error, None)  # nor does a file that cannot be written hide the traceback
+    assert called == [(KeyError, error, None)]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "file"))
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert len(called) == 2
+    assert not (tmp_path / "file").exists()
+
+
+# ---- what stands around it
+
+
+class FakeJob:
+    """Stands for the planning before a launch and the report after it."""
+
+    seen: ClassVar[list[object]] = []
+
+    def __init__(self, args):
+        self.args = args
+
+    def prepare(self):
+        os.environ["OMP_NUM_THREADS"] = "17"  # a solver's doing, say: not the workers' business
+        return {"MONETRUN_TEST": self.args.budget}
+
+    def finish(self, exit_code):
+        self.seen.append((self.args.budget, exit_code))
+
+    def close(self):
+        self.seen.append("closed")
+
+
+def test_planning_stands_between_parsing_and_launching_and_reporting_after(tmp_path, monkeypatch):
+    monkeypatch.setenv("TELL", str(tmp_path))
+    monkeypatch.setattr(cli, "Job", FakeJob)
+    monkeypatch.setattr(FakeJob, "seen", [])
+    assert cli.run_command(parsed("--budget", "1GiB", TELL)) == 0
+    environ = told(tmp_path)["0"]["environ"]
+    assert (environ["MONETRUN_TEST"], environ.get("OMP_NUM_THREADS")) == ("1GiB", None)
+    assert FakeJob.seen == [("1GiB", 0), "closed"]
+
+
+def test_sigterm_while_planning_ends_with_143_and_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TELL", str(tmp_path))
+    monkeypatch.setattr(cli, "Job", FakeJob)
+    monkeypatch.setattr(FakeJob, "seen", [])
+    monkeypatch.setattr(FakeJob, "prepare", lambda self: os.kill(os.getpid(), signal.SIGTERM))
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        cli.run_command(parsed(TELL))
+    assert end.value.code == 143
+    assert FakeJob.seen == ["closed"]
+    assert told(tmp_path) == {}
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--master-port", "PORT"], "the nodes did not meet at 127.0.0.1:PORT: .*EADDRINUSE"),
+        (
+            ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=join_timeout=1"],
+            "the nodes did not meet at localhost:0: RendezvousTimeoutError",
+        ),
+    ],
+)
+def test_nodes_that_do_not_meet_are_one_message(words, said, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(MonetrunError, match=said.replace("PORT", port)):
+            launched(*(word.replace("PORT", port) for word in words), BEHAVE)
+    assert left_behind(tmp_path) == []

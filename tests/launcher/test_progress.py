@@ -1,0 +1,110 @@
+"""What is shown while a solver runs: overhead, bound and gap of the whole step, in a terminal and in a pipe."""
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from monetrun.core.options import Options
+from monetrun.launcher import report
+from monetrun.launcher.report import SolverProgress
+from monetrun.planning import planner
+from monetrun.planning.planner import _disjoint_sum
+from support.step_records import chain_record
+
+
+def pipe():
+    return Console(file=io.StringIO(), width=100, highlight=False)
+
+
+def said(console):
+    return console.file.getvalue().splitlines()
+
+
+def test_a_pipe_gets_a_line_for_a_better_plan_and_the_last_word(monkeypatch):
+    console = pipe()
+    with SolverProgress(console, 10.0) as progress:
+        progress(0.1, math.inf, 0.0)
+        progress(0.5, 12.0, 10.5)
+        monkeypatch.setattr(report, "_SECONDS_BETWEEN_LINES", 0.0)
+        progress(1.0, 12.0, 11.0)  # only the bound
+        progress(2.0, 11.5, 11.0)
+        monkeypatch.setattr(report, "_SECONDS_BETWEEN_LINES", 1e9)
+        progress(3.0, 11.4, 11.2)
+        progress(4.25, 11.3, 11.2)
+    assert said(console) == [
+        "monetrun: planning: +20.0% (bound 5.0%, gap 15.0%) 0.5 s",
+        "monetrun: planning: +15.0% (bound 10.0%, gap 5.0%) 2.0 s",
+        "monetrun: planning: +13.0% (bound 12.0%, gap 1.0%) 4.2 s",
+    ]
+
+
+def test_another_budget_begins_anew():
+    console = pipe()
+    with SolverProgress(console, 10.0) as progress:
+        progress.begin(3 << 20)
+        progress(0.5, 11.0, 10.0)
+        progress.begin(4 << 20)
+        progress(0.25, 12.0, 10.0)
+    assert said(console) == [
+        "monetrun: planning 3.0 MiB: +10.0% (bound 0.0%, gap 10.0%) 0.5 s",
+        "monetrun: planning 4.0 MiB: +20.0% (bound 0.0%, gap 20.0%) 0.2 s",
+    ]
+
+
+@pytest.mark.parametrize("console", [pipe(), Console(file=io.StringIO(), force_terminal=True)])
+def test_nothing_is_shown_where_nothing_is_wanted(console):
+    with SolverProgress(console, 10.0, shown=False) as progress:
+        progress(0.5, 11.0, 10.0)
+    assert said(console) == []
+
+
+def test_a_terminal_has_one_line_that_is_gone_afterwards(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
+    with SolverProgress(console, 10.0) as progress:
+        progress(0.5, 12.0, 11.0)
+        progress(0.6, 11.5, 11.0)
+        progress._live.refresh()
+    text = console.file.getvalue()
+    assert "+15.0% (bound 10.0%, gap 5.0%)" in text
+    assert "\x1b[3" not in text.replace("\x1b[?", "")  # no colour
+    assert text.endswith("\x1b[2K")  # the line has been erased
+
+
+def test_a_bound_above_the_plan_is_shown_as_the_plan():
+    progress = SolverProgress(pipe(), 10.0, shown=False)
+    assert progress.text() == "no plan yet"
+    progress(0.1, math.inf, 10.5)
+    assert progress.text() == "no plan yet (bound 5.0%)"
+    progress(0.2, 11.0, 11.5)
+    assert progress.text() == "+10.0% (bound 10.0%, gap 0.0%)"
+
+
+def twice(record):
+    """Two micro-batches: the graph is called, and called back, twice."""
+    first = [replace(e, delta_bytes=0, name="") if e.name == "" and e.kind == "outside" else e for e in record.events]
+    return replace(record, events=(*first[:4], *record.events))
+
+
+@pytest.mark.parametrize("make", [lambda r: r, twice])
+def test_progress_and_bound_are_of_the_whole_step(make):
+    record = make(chain_record(64))
+    base = planner.baseline(record)
+    budget = (base.plain.peak_bytes + base.frugal.peak_bytes) // 2
+    told = []
+    options = Options(seconds=1.0, on_progress=lambda *figures: told.append(figures))
+    plan = planner.plan_step(record, budget, "hierarchical", options, base)
+    plain = base.plain.seconds
+    best = min(seconds for _, seconds, _ in told)
+    assert plan.overhead > 0
+    assert best / plain - 1 == pytest.approx(plan.overhead)
+    assert max(bound for _, _, bound in told) / plain - 1 == pytest.approx(plan.bound, abs=1e-9)
+
+
+def test_rounds_that_share_a_graph_share_what_it_costs_more():
+    assert _disjoint_sum({(0,): 2.0, (1, 2): 1.0}) == 3.0
+    assert _disjoint_sum({(0, 1): 2.0, (1, 2): 1.5, (2,): 1.0}) == 3.0
+    assert _disjoint_sum({}) == 0.0

@@ -1,0 +1,101 @@
+"""Every implementation that the registry offers, run beside the operator that it stands for, on captured graphs.
+
+A case is a small module whose joint graph has the operators of one family. All its nodes are computed with real
+numbers; then every alternative is called with the same numbers and must give what the node gave: bit for bit where it
+says that it is exact, otherwise within a few roundings.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import fx, nn
+
+from monetrun.ops import layout, registry
+from support.captured import CASES, captured, computed, normalized_conv, pool, strides
+from support.kernel_cases import DEVICE
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def offered_everywhere(monkeypatch):
+    """What is offered on GPUs alone, because it gains nothing elsewhere, is offered here."""
+    monkeypatch.setattr(layout, "OFFERED_ON", (DEVICE,))
+
+
+@pytest.mark.usefixtures("offered_everywhere")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("case", CASES)
+def test_an_implementation_gives_what_the_operator_gives(case, form, dtype):
+    torch.manual_seed(0)
+    module, shape = CASES[case]
+    if form == "channels_last" and len(shape) != 4:
+        pytest.skip("of 4 dimensions only")
+    x = torch.randn(shape, dtype=dtype).to(DEVICE)
+    if form == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    joint = captured(module.to(dtype).train(), x)
+    values = computed(joint, dtype)
+    for (i, k), call in joint.calls.items():
+        node, impl = joint.nodes[i], joint.graph.operators[i].implementations[k]
+        copies: dict[fx.Node, object] = {}
+        arguments, keywords = fx.map_arg(
+            (call.args, call.kwargs), lambda n, copies=copies: copies.setdefault(n, _copied(values[n]))
+        )
+        result = call.target(*arguments, **keywords)
+        standing_for = values[node] if call.only is None else values[node][call.only]
+        where = f"{node.target} as {impl.name} ({call.target})"
+        pairs = list(zip(*(v if isinstance(v, tuple) else (v,) for v in (result, standing_for)), strict=True))
+        for one, other in pairs:
+            if other is not None:
+                assert_conforms(one, other, node, impl, where)
+        if impl.in_place_of is not None:
+            overwritten = [c for n, c in copies.items() if joint.storage.get(n) == impl.in_place_of]
+            first = result[0] if isinstance(result, tuple) else result
+            assert any(c.data_ptr() == first.data_ptr() for c in overwritten), where
+
+
+def assert_conforms(given, expected, node, impl, where):
+    assert (given.shape, given.dtype) == (expected.shape, expected.dtype), where
+    assert strides(given) == strides(expected), where
+    if impl.exact:
+        assert torch.equal(torch.nan_to_num(given), torch.nan_to_num(expected)), where
+        assert torch.equal(given.isnan(), expected.isnan()), where
+    else:
+        torch.testing.assert_close(given, expected, equal_nan=True, msg=lambda m: f"{where}: {m}")
+
+
+def _copied(value):
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.usefixtures("offered_everywhere")
+def test_every_registered_operator_is_in_a_case():
+    seen = set()
+    for module, shape in CASES.values():
+        joint = captured(module.to(torch.float32).train(), torch.randn(shape).to(DEVICE))
+        seen |= {joint.nodes[i].target for i, _ in joint.calls}
+    assert {str(t) for t in registry.registered()} - {str(t) for t in seen} == set()
+
+
+def test_networks_of_convolutions_batch_norms_and_relus_stay_exact():
+    offered = {}
+    for name, activation in (("relu", nn.ReLU()), ("silu", nn.SiLU()), ("conv", nn.Conv2d(16, 4, 1))):
+        joint = captured(normalized_conv(nn.BatchNorm2d(16), activation), torch.randn(2, 16, 5, 5))
+        offered[name] = {i.name for op in joint.graph.operators for i in op.implementations}
+    assert "fused:batch-norm" in offered["relu"] - offered["silu"]
+    assert "output:batch-norm" in offered["silu"] - offered["relu"] - offered["conv"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mask_takes_a_bit_and_an_index_a_byte_per_element(dtype):
+    joint = captured(pool(kernel_size=2).to(dtype), torch.randn((3, 5, 7, 6), dtype=dtype).to(DEVICE))
+    sizes = {op.target: joint.graph.tensors[op.outputs[0]].nbytes for op in joint.graph.operators if op.optional}
+    assert sizes == {
+        "monet.range_mask.default": math.ceil(3 * 5 * 7 * 6 / 8),
+        "monet.max_pool2d_index.default": 3 * 5 * 3 * 3,
+    }

@@ -1,0 +1,109 @@
+"""Rounds that do not join: a graph that is called several times before its backward."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from monetrun.core.errors import InfeasibleBudget, ScheduleError
+from monetrun.core.graph import BACKWARD, FORWARD
+from monetrun.core.options import Options
+from monetrun.core.plan import plain_schedule
+from monetrun.core.simulate import simulate
+from monetrun.core.step import call, replay, round_graph
+from monetrun.planning import planner
+from monetrun.planning.apart import Limited, Limits
+from monetrun.solve.cut import dropping
+from support.random_graphs import joint_graphs, schedules
+from support.step_records import chain_record
+
+OPTIONS = Options(seconds=2.0, implementations=())
+
+
+def looped(calls=3, batch=400):
+    """A step that calls the chain several times, then all their backwards, the last call's first."""
+    record = chain_record(batch)
+    loss = record.events[1]
+    events = (record.events[0],) * calls + (loss,) + (record.events[2],) * calls + record.events[3:]
+    return dataclasses.replace(record, events=events)
+
+
+def of_every_subset(record):
+    """Peak and seconds of the step for every set of tensors that its graph may not save."""
+    (graph,) = record.graphs
+    inner = [t for op in graph.operators[: graph.forward_count] for t in op.outputs if not graph.tensors[t].kept]
+    for count in range(len(inner) + 1):
+        for dropped in itertools.combinations(inner, count):
+            timeline = replay(record, [dropping(graph, plain_schedule(graph), set(dropped))])
+            yield timeline.peak_bytes, timeline.seconds
+
+
+@given(st.data())
+def test_a_schedule_is_within_the_budget_of_the_limited_graph_when_it_is_within_the_limits(data):
+    graph, costs = data.draw(joint_graphs())
+    schedule = data.draw(schedules(graph))
+    external = [t.id for t in graph.tensors if t.external]
+    released = data.draw(st.sets(st.sampled_from(external)) if external else st.just(set()))
+    try:
+        of = call(graph, costs, schedule, tuple(released))
+    except ScheduleError:
+        reject()
+    backward_bytes = of.saved_bytes + max(0, of.backward_peak_bytes)
+    near = st.integers(-2, 40)
+    limits = Limits(
+        max(0, of.saved_bytes + data.draw(near)),
+        max(0, of.forward_peak_bytes + data.draw(near)),
+        max(0, backward_bytes + data.draw(near)),
+    )
+    limited = Limited.of(graph, costs, limits, released)
+    inner = limited.inner(schedule)
+    fits = simulate(limited.graph, limited.costs, inner).peak_bytes <= limited.budget_bytes
+    within = of.forward_peak_bytes <= limits.forward_bytes and backward_bytes <= limits.backward_bytes
+    assert fits == (within and of.saved_bytes <= limits.saved_bytes)
+    assert limited.outer(inner) == schedule
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
+def test_a_plan_is_no_dearer_than_what_any_choice_of_saved_tensors_gives(share):
+    record = looped()
+    assert round_graph(record, record.rounds[0]) is None
+    points = list(of_every_subset(record))
+    least, most = min(p for p, _ in points), max(p for p, _ in points)
+    budget_bytes = int(least + share * (most - least))
+    plan = planner.plan_step(record, budget_bytes, options=OPTIONS)
+    assert plan.planned_peak_bytes == replay(record, [plan.graphs[0].schedule]).peak_bytes <= budget_bytes
+    seconds = (1 + plan.overhead) * planner.baseline(record).plain.seconds
+    assert seconds <= 1.000001 * min(s for p, s in points if p <= budget_bytes)
+
+
+def test_the_least_peak_counts_what_the_other_calls_save():
+    record = looped()
+    base = planner.baseline(record)
+    assert base.frugal.peak_bytes <= min(p for p, _ in of_every_subset(record))
+    assert planner.more_frugal(record, base, OPTIONS).frugal.peak_bytes <= base.frugal.peak_bytes
+    with pytest.raises(InfeasibleBudget, match="smallest feasible"):
+        planner.plan_step(record, base.frugal.peak_bytes // 2, options=OPTIONS)
+
+
+def test_two_graphs_of_which_one_is_called_twice():
+    one, two = chain_record(400), chain_record(300, (20, 40, 30))
+    events = (
+        *(dataclasses.replace(e, graph=g) for e, g in zip(one.events[:1] * 3, (0, 1, 1), strict=True)),
+        one.events[1],
+        *(dataclasses.replace(one.events[2], graph=g, released=()) for g in (1, 1, 0)),
+        *one.events[3:],
+    )
+    assert [e.graph for e in events if e.kind in (FORWARD, BACKWARD)] == [0, 1, 1, 1, 1, 0]
+    record = dataclasses.replace(one, graphs=one.graphs + two.graphs, costs=one.costs + two.costs, events=events)
+    base = planner.baseline(record)
+    plain = replay(record, [plain_schedule(g) for g in record.graphs])
+    assert base.frugal.peak_bytes < plain.peak_bytes
+    overheads = []
+    for share in (0.05, 0.5, 1.0):
+        budget_bytes = int(base.frugal.peak_bytes + share * (plain.peak_bytes - base.frugal.peak_bytes))
+        plan = planner.plan_step(record, budget_bytes, options=OPTIONS)
+        assert plan.planned_peak_bytes <= budget_bytes
+        overheads.append(plan.overhead)
+    assert overheads[0] > overheads[1] > overheads[2] == 0.0

@@ -1,0 +1,249 @@
+"""The batch finder: the line through two trial runs, the largest batch, and what it says when there is none."""
+
+import argparse
+from dataclasses import replace
+
+import pytest
+
+from monetrun.commands.batch import read_limits, with_batch
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScriptFailed, UsageError
+from monetrun.core.graph import check
+from monetrun.core.options import Options
+from monetrun.core.step import Event
+from monetrun.planning import planner
+from monetrun.planning.batch import Limits, Verified, find
+from monetrun.planning.rescale import check_alike, rescaled
+from support.step_records import chain_record
+
+OPTIONS = Options(seconds=0.3)
+
+
+def chain(batch):
+    return chain_record(batch, widths=(40,) * 10)
+
+
+class Script:
+    """Steps of a chain, as a user's script would give them."""
+
+    def __init__(self, limits, step=chain):
+        self.limits = limits
+        self.step = step
+        self.tried = []
+
+    def trial(self, batch):
+        self.tried.append(batch)
+        return self.step(batch)
+
+    def plan(self, batch):
+        return planner.plan_step(self.step(batch), self.limits.budget_bytes, self.limits.algorithm, OPTIONS)
+
+
+def limits(budget, overhead=0.3, **more):
+    return Limits(budget, overhead, algorithm="greedy", options=OPTIONS, **more)
+
+
+def search(wanted, step=chain):
+    script = Script(wanted, step)
+    said = []
+    return find(wanted, script, said.append), script, said
+
+
+def fits(wanted, batch, step=chain):
+    try:
+        plan = planner.plan_step(step(batch), wanted.budget_bytes, wanted.algorithm, OPTIONS)
+    except (InfeasibleBudget, NoPlanInTime):
+        return False
+    return plan.overhead <= wanted.max_overhead
+
+
+# ---- the line
+
+
+@pytest.mark.parametrize("batch", [1, 6, 64, 100_000])
+def test_the_step_at_another_batch_is_that_of_a_trial_there_to_the_byte(batch):
+    record = rescaled({4: chain_record(4), 8: chain_record(8)}, batch)
+    real = chain_record(batch)
+    assert record.graphs[0].tensors == real.graphs[0].tensors
+    assert record.costs[0].workspace_bytes == real.costs[0].workspace_bytes
+    assert record.events == real.events
+    assert (record.base_bytes, record.ledger) == (real.base_bytes, real.ledger)
+    seconds, expected = record.costs[0].seconds, real.costs[0].seconds
+    assert all(a == pytest.approx(b) for a, b in zip(seconds, expected, strict=True))
+    check(record.graphs[0], record.costs[0])
+
+
+def test_the_two_nearest_of_many_trials_make_the_line():
+    bent = {b: replace(chain_record(b), base_bytes=b * b) for b in (4, 8, 100, 200)}
+    assert rescaled(bent, 150).base_bytes == 25_000
+    assert rescaled(bent, 6).base_bytes == 40
+    assert rescaled(bent, 300).base_bytes == 70_000
+    assert rescaled(bent, 200) is bent[200]
+
+
+def test_bytes_are_rounded_up_and_never_negative_and_noise_does_not_make_time_negative():
+    one, other = chain_record(4), chain_record(8)
+    one = replace(one, base_bytes=100, events=(Event("outside", -1, -5, 7),))
+    other = replace(other, base_bytes=103, events=(Event("outside", -1, -10, 0),))
+    assert rescaled({4: one, 8: other}, 5).base_bytes == 101
+    assert rescaled({4: one, 8: replace(other, base_bytes=0)}, 100).base_bytes == 0
+    assert rescaled({4: one, 8: other}, 16).events[0].delta_bytes == -20
+    faster = chain_record(8, seconds=(1.0,) * 6)
+    slow = rescaled({4: chain_record(4), 8: faster}, 1000).costs[0].seconds
+    assert slow[0][0] == pytest.approx(3.0)
+
+
+def test_an_implementation_of_one_batch_only_is_left_out():
+    one, other = chain_record(4), chain_record(8)
+    graph = other.graphs[0]
+    operators = tuple(
+        replace(op, implementations=op.implementations[:1]) if op.id == 1 else op for op in graph.operators
+    )
+    costs = other.costs[0]
+    fewer = replace(
+        costs,
+        seconds=tuple(row[:1] if i == 1 else row for i, row in enumerate(costs.seconds)),
+        workspace_bytes=tuple(row[:1] if i == 1 else row for i, row in enumerate(costs.workspace_bytes)),
+    )
+    other = replace(other, graphs=(replace(graph, operators=operators),), costs=(fewer,))
+    record = rescaled({4: one, 8: other}, 16)
+    assert [i.name for i in record.graphs[0].operators[1].implementations] == ["default"]
+    assert len(record.graphs[0].operators[3].implementations) == 2
+    check(record.graphs[0], record.costs[0])
+
+
+def test_trials_of_other_structure_or_of_the_same_step_are_refused():
+    with pytest.raises(UsageError, match=r"batch 8 has not the structure of that at batch 4.*operators"):
+        check_alike({4: chain_record(4), 8: chain_record(8, widths=(40, 30))})
+    with pytest.raises(UsageError, match="batch 8 is the same as at batch 4"):
+        check_alike({4: chain_record(4), 8: chain_record(4)})
+
+
+# ---- the search
+
+
+def test_the_largest_batch_is_that_of_trying_them_all():
+    wanted = limits(30_000, 0.0)  # in place or not: no search that may miss a plan
+    found, script, _ = search(wanted)
+    assert [fits(wanted, found.batch + n) for n in (-1, 0, 1, 2)] == [True, True, False, False]
+    assert script.tried == [4, 8, found.batch]
+    assert found.next_batch == found.batch + 1
+    assert found.verified == (Verified(found.batch, True, ""),)
+
+
+def test_what_is_found_is_planned_within_both_limits():
+    found, script, _ = search(limits(30_000))
+    plan = script.plan(found.batch)
+    assert found.planned_peak_bytes == plan.planned_peak_bytes <= 30_000 < found.plain_peak_bytes
+    assert 0 < found.overhead == plan.overhead <= 0.3
+    assert max(script.tried) <= found.batch * 1.02
+
+
+def test_less_overhead_allows_less():
+    batches = [search(limits(30_000, share))[0].batch for share in (0.0, 0.1, 0.4)]
+    assert batches == sorted(batches)
+    assert batches[0] < batches[-1]
+
+
+def test_only_multiples_are_tried():
+    wanted = limits(30_000, multiple=8, trials=(8, 16))
+    found, script, _ = search(wanted)
+    assert found.batch % 8 == 0
+    assert all(b % 8 == 0 for b in script.tried)
+    assert fits(wanted, found.batch)
+    assert not fits(wanted, found.batch + 8)
+
+
+def test_a_prediction_that_does_not_hold_is_stepped_down_from():
+    def bent(batch):
+        record = chain(batch)
+        return replace(record, base_bytes=record.base_bytes + max(0, batch - 40) * 120)
+
+    wanted = limits(30_000)
+    found, script, said = search(wanted, bent)
+    assert not found.verified[0].fits
+    assert found.verified[0].batch == script.tried[2] > found.batch
+    assert fits(wanted, found.batch, bent)
+    assert not fits(wanted, int(found.batch * 1.02) + 1, bent)
+    assert any(f"batch {script.tried[2]} does not" in line for line in said)
+
+
+def test_a_script_that_has_fewer_samples_is_noticed():
+    found, _, said = search(limits(30_000), lambda batch: chain(min(batch, 50)))
+    assert found.batch == 50
+    assert found.next_batch == 51
+    assert any("feeds 50 only" in line for line in said)
+
+
+def test_a_script_that_fails_at_a_large_batch_is_stepped_down_from():
+    def failing(batch):
+        if batch > 60:
+            raise ScriptFailed("it failed in its trial run")
+        return chain(batch)
+
+    found, _, _ = search(limits(30_000), failing)
+    assert 0 < found.batch <= 60
+    with pytest.raises(ScriptFailed):
+        search(limits(30_000, trials=(64, 128)), failing)
+
+
+def test_a_budget_for_no_batch_names_what_the_smallest_needs():
+    with pytest.raises(InfeasibleBudget, match="batch 1 needs") as refused:
+        search(limits(1000))
+    smallest = refused.value.smallest_bytes
+    assert smallest == planner.baseline(chain(1)).frugal.peak_bytes
+    assert refused.value.exit_code == 80
+    with pytest.raises(InfeasibleBudget):
+        search(limits(smallest - 1, 5.0))
+    assert search(limits(smallest, 5.0))[0].batch == 1
+
+
+# ---- the command line
+
+
+def arguments(*words, **more):
+    given = {
+        "training_script": "train.py",
+        "training_script_args": list(words),
+        "budget": "1GiB",
+        "max_overhead": "20%",
+        "multiple": 1,
+        "trials": "",
+        "algorithm": "greedy",
+    }
+    return argparse.Namespace(**{**given, **more})
+
+
+def test_the_batch_is_put_in_the_place_of_the_placeholder():
+    args = arguments("--lr=1", "--batch={batch}", "{batch}")
+    assert with_batch(args, 12).training_script_args == ["--lr=1", "--batch=12", "12"]
+    assert args.training_script_args[2] == "{batch}"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"training_script_args": ["--batch", "8"]}, "says where the batch goes"),
+        ({"max_overhead": "much"}, "'much'"),
+        ({"max_overhead": "20"}, "'20'"),
+        ({"max_overhead": "-5%"}, "'-5%'"),
+        ({"multiple": 0}, "--multiple 0"),
+        ({"trials": "4"}, "'4'"),
+        ({"trials": "4,4"}, "'4,4'"),
+        ({"trials": "0,4"}, "'0,4'"),
+    ],
+)
+def test_what_cannot_be_used_is_quoted_with_an_example(change, said):
+    with pytest.raises(UsageError, match=said) as refused:
+        read_limits(arguments("{batch}", **change), 1 << 30, OPTIONS)
+    assert refused.value.hint
+
+
+def test_a_share_of_the_plain_peak_is_no_limit_for_a_batch():
+    with pytest.raises(UsageError, match=r"0\.5x grows with the batch"):
+        read_limits(arguments("{batch}", budget="0.5x"), None, OPTIONS)
+
+
+def test_limits_are_read():
+    read = read_limits(arguments("{batch}", multiple=3, max_overhead="12.5%"), 99, OPTIONS)
+    assert (read.budget_bytes, read.max_overhead, read.multiple, read.trials) == (99, 0.125, 3, (6, 12))
+    assert read_limits(arguments("{batch}", trials="32,16", max_overhead="0.1"), 99, OPTIONS).trials == (16, 32)

@@ -1,0 +1,133 @@
+"""A plan keeps to what the options allow."""
+
+import dataclasses
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from monetrun.core.errors import NoPlanInTime, UsageError
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor, dominated, without
+from monetrun.core.options import Options, parse_kinds
+from monetrun.core.plan import Step, plain_schedule
+from monetrun.core.simulate import simulate
+from monetrun.planning import planner
+from support.exhaustive import cheapest_seconds
+from support.random_graphs import joint_graphs
+from support.small_graphs import make
+from support.step_records import chain_record, graph_record
+
+
+def budget_of(record, share):
+    base = planner.baseline(record)
+    return base.frugal.peak_bytes + int(share * (base.plain.peak_bytes - base.frugal.peak_bytes))
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical", "greedy"])
+def test_without_recomputation_nothing_runs_again_or_there_is_no_plan(algorithm):
+    record = chain_record(400)
+    with pytest.raises(NoPlanInTime, match="without recomputation"):
+        planner.plan_step(record, budget_of(record, 0.2), algorithm, Options(seconds=1.0, recompute=False))
+
+
+def test_without_implementations_every_step_runs_as_eager_does():
+    record = chain_record(400)
+    plan = planner.plan_step(record, budget_of(record, 0.5), options=Options(seconds=1.0, implementations=()))
+    assert plan.planned_peak_bytes <= plan.budget_bytes
+    assert {s.implementation for g in plan.graphs for s in (*g.schedule.forward, *g.schedule.backward)} == {0}
+    assert any(s.operator < record.graphs[0].forward_count for s in plan.graphs[0].schedule.backward)
+
+
+def test_exact_among_the_kinds_leaves_those_with_the_defaults_bits():
+    ways = [
+        Implementation("output:x", (0,), exact=False),
+        Implementation("output", (0,)),
+        Implementation("conv:a", (0,)),
+    ]
+
+    def left(text):
+        return [way.allowed_by(parse_kinds(text)) for way in ways]
+
+    assert left("all") == [True, True, True]
+    assert left("exact") == [False, True, True]
+    assert left("output") == [True, True, False]
+    assert left("output,exact") == [False, True, False]
+    assert left("none") == [False, False, False]
+    assert not dataclasses.replace(ways[1], usable=False).allowed_by(None)
+    with pytest.raises(UsageError, match=r"odd is not one of .*exact"):
+        parse_kinds("exact,odd")
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(4.0, False), (8.0, True)])
+@pytest.mark.parametrize("algorithm", ["hierarchical", "greedy", "ilp"])
+def test_rounding_otherwise_than_eager_has_to_save_a_twentieth_of_the_step(algorithm, seconds, rounds):
+    """Tensor 1 has to go before operator 2 runs; operator 4 can read tensor 2 in its place, with other bits."""
+    graph, _ = make("1x 4 4 4 1 1k", "f: 0 > 1", "f: 1 > 2", "f: 2 > 3", "b: 3 2 > 4", "b: 4 1 > 5")
+    last = graph.operators[4]
+    other = Implementation("output:test", (4, 2), exact=False)
+    last = dataclasses.replace(last, implementations=(*last.implementations, other))
+    graph = dataclasses.replace(graph, operators=(*graph.operators[:4], last))
+    spent = [(seconds,), (25.0,), (25.0,), (25.0,), (25.0, 25.0)]
+    record = graph_record(graph, Costs("test", tuple(spent), ((0,), (0,), (0,), (0,), (0, 0))))
+    plan = planner.plan_step(record, 9, algorithm, Options(seconds=2.0))
+    steps = plan.graphs[0].schedule.backward
+    assert (Step(4, 1) in steps) == rounds
+    assert (Step(0) in steps) != rounds
+    assert plan.overhead == pytest.approx(0.0 if rounds else seconds / (100 + seconds))
+    assert plan.bound <= plan.overhead
+    exact = planner.plan_step(record, 9, algorithm, Options(seconds=2.0, implementations=("exact",)))
+    assert Step(0) in exact.graphs[0].schedule.backward
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(joint_graphs(max_forward=4, max_backward=3), st.integers(3, 10), st.sampled_from([None, ("other",), ("exact",)]))
+def test_without_what_is_dominated_the_cheapest_schedule_costs_the_same(problem, tenths, kinds):
+    graph, costs = problem
+    budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes * tenths // 10
+    found = [
+        cheapest_seconds(g, costs, budget_bytes, any_order=True, implementations=kinds, max_states=20_000)
+        for g in (graph, without(graph, dominated(graph, costs)))
+    ]
+    assert None in found or found[0] == found[1]
+
+
+def one_operator(rows):
+    """A graph whose last operator has a default of (2 s, 4 bytes) and other implementations."""
+    tensors = (Tensor(0, 4, external=True), Tensor(1, 4), Tensor(2, 4, kept=True))
+    ways = (Implementation("default", (0, 1)), *(way for way, *_ in rows))
+    operators = (
+        Operator(0, "first", "f", FORWARD, (1,), (Implementation("default", (0,)),)),
+        Operator(1, "last", "b", BACKWARD, (2,), ways),
+    )
+    seconds, workspaces = [2.0, *(s for _, s, _ in rows)], [4, *(w for _, _, w in rows)]
+    return Graph("one", tensors, operators), Costs("none", ((1.0,), tuple(seconds)), ((0,), tuple(workspaces)))
+
+
+def test_only_what_another_can_always_stand_for_is_dominated():
+    rows = [
+        (Implementation("layout", (0, 1)), 3.0, 4),  # 1: the default is as good
+        (Implementation("layout", (0, 1)), 3.0, 3),  # 2: less workspace
+        (Implementation("conv:a", (0, 1), exact=False), 1.0, 3),  # 3: of another kind than 2, and less exact
+        (Implementation("conv:b", (0, 1)), 1.0, 8),  # 4
+        (Implementation("conv:c", (0, 1)), 1.0, 8),  # 5: the same again
+        (Implementation("conv:d", (0,)), 4.0, 8),  # 6: reads less
+        (Implementation("conv:e", (0, 1), exact=False), 1.0, 9),  # 7: 3 is cheaper
+        (Implementation("in-place", (0, 1), in_place_of=1), 2.0, 4),  # 8: takes less memory than the default
+        (Implementation("conv:f", (0, 1), usable=False), 0.5, 0),  # 9: may not be used, and stands for nothing
+    ]
+    graph, costs = one_operator(rows)
+    assert dominated(graph, costs) == {(1, 1), (1, 5), (1, 7)}
+
+
+def test_the_planner_searches_without_what_is_dominated():
+    graph, costs = one_operator([(Implementation("layout", (0, 1)), 3.0, 4)])
+    base = planner.baseline(graph_record(graph, costs))
+    (joined,) = base.rounds
+    assert [i.usable for op in joined.graph.operators for i in op.implementations if i.name == "layout"] == [False]
+
+
+def test_how_many_implementations_read_the_same_is_no_part_of_the_structure():
+    few, many = (one_operator([(Implementation("conv:a", (0, 1)), 1.0, 1)] * n)[0] for n in (1, 3))
+    other = one_operator([(Implementation("conv:a", (0,)), 1.0, 1)])[0]
+    assert few.structural_fingerprint == many.structural_fingerprint != other.structural_fingerprint
+    assert few.fingerprint != many.fingerprint

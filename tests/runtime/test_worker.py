@@ -1,0 +1,218 @@
+"""What the hook does to a model, and what it leaves alone."""
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import monetrun
+from monetrun.capture import cpu_allocator
+from monetrun.core.errors import BudgetSyntaxError, CaptureFailed
+from monetrun.core.graph import BACKWARD
+from monetrun.runtime import worker
+from monetrun.runtime.settings import RUN, Settings
+from support import zoo
+
+
+@pytest.fixture
+def session():
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+    opened = worker.Session(Settings(mode=RUN, budget="4GiB", solver_seconds=1.0))
+    opened.watch_process()
+    yield opened
+    opened.close()
+
+
+def small():
+    return zoo.SmallResNet(channels=8, blocks=2)
+
+
+def step(model, optimizer, size=32):
+    optimizer.zero_grad()
+    x, y = zoo.images(4, size)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def test_a_planned_model_keeps_its_type_keys_copies_and_pickles(session):
+    model = small()
+    keys, kind = list(model.state_dict()), type(model)
+    optimizer = zoo.sgd(model)
+    for _ in range(3):
+        step(model, optimizer)
+    assert session.engine.plan is not None
+    assert list(model.state_dict()) == keys
+    assert type(model) is kind
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other._compiled_call_impl is None
+        assert all(
+            torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True)
+        )
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=False)._compiled_call_impl is None
+
+
+def test_evaluation_and_no_grad_run_as_they_are(session):
+    model = small()
+    optimizer = zoo.sgd(model)
+    step(model, optimizer)
+    captured = sum(p.backend.captured for p in session.planned)
+    x, _ = zoo.images(4, 32)
+    with torch.no_grad():
+        model(x)
+    model.eval()
+    assert model(x).grad_fn.name() == "AddmmBackward0"
+    assert sum(p.backend.captured for p in session.planned) == captured
+
+
+def test_a_teacher_without_an_optimizer_is_never_touched(session):
+    elder, model = small(), small()
+    optimizer = zoo.sgd(model)
+    step(model, optimizer)
+    assert elder._compiled_call_impl is None
+    assert [p.module() for p in session.planned] == [model]
+
+
+def test_the_outermost_training_call_is_the_model(session):
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small()
+
+        def forward(self, x):
+            return self.inner(x) * 2
+
+    model = Wrapper()
+    step(model, zoo.sgd(model))
+    assert [p.name for p in session.planned] == ["Wrapper"]
+    assert model.inner._compiled_call_impl is None
+
+
+def test_an_exception_in_forward_shows_the_users_frames(session):
+    class Wrong(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            raise KeyError("not in this batch")
+
+    model = Wrong()
+    zoo.sgd(model)
+    with pytest.raises(KeyError, match="not in this batch") as raised:
+        model(torch.zeros(1, 3))
+    assert "in forward" in "".join(traceback.format_exception(raised.value))
+
+
+def test_a_model_that_is_compiled_already_is_left_alone_with_one_warning(session, capsys):
+    model = small()
+    model.compile(backend="eager")
+    optimizer = zoo.sgd(model)
+    step(model, optimizer)
+    assert session.planned == []
+    assert capsys.readouterr().err.count("compiled already") == 1
+
+
+def test_what_capture_passes_over_in_silence_is_noticed(session, capsys):
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        @torch._dynamo.disable
+        def forward(self, x):
+            return self.layer(x)
+
+    model = Hidden()
+    optimizer = zoo.sgd(model)
+    model(torch.zeros(2, 3)).sum().backward()
+    optimizer.step()
+    assert "nothing of its forward was captured" in capsys.readouterr().err
+
+
+def test_apply_refuses_what_it_cannot_plan_and_malformed_budgets():
+    with pytest.raises(CaptureFailed, match="scripted"):
+        monetrun.apply(torch.jit.script(nn.Linear(2, 2)), "1GiB")
+    with pytest.raises(BudgetSyntaxError, match="12 furlongs"):
+        monetrun.apply(nn.Linear(2, 2), "12 furlongs")
+
+
+def test_apply_plans_a_model_whose_optimizer_exists():
+    assert cpu_allocator.install()
+    torch.manual_seed(0)
+    model = small()
+    optimizer = zoo.sgd(model)
+    try:
+        assert monetrun.apply(model, "0.9x", solver_seconds=1.0) is model
+        losses = [step(model, optimizer, 64) for _ in range(3)]
+        plan = worker._session.engine.plan
+        assert plan.planned_peak_bytes <= plan.budget_bytes
+    finally:
+        worker._session.close()
+    torch.manual_seed(0)
+    model = small()
+    optimizer = zoo.sgd(model)
+    assert losses == [step(model, optimizer, 64) for _ in range(3)]
+
+
+def test_more_lengths_than_dynamo_recompiles_by_default_keep_the_budget_and_the_losses():
+    steps = 12  # Dynamo's limit is 8
+    plain, state = zoo.train("lengths", steps)
+    opened = worker.Session(Settings(mode=RUN, budget="0.6x", solver_seconds=1.0, implementations="exact"))
+    opened.watch_process()
+    try:
+        losses, planned = zoo.train("lengths", steps)
+        engine, warned = opened.engine, opened.warned
+        assert len(engine.schedules) == steps  # a graph for each: none fell back to the plain forward
+    finally:
+        opened.close()
+    assert losses == plain
+    assert all(torch.equal(planned[k], state[k]) for k in state)
+    assert engine.peak_bytes <= engine.budget_bytes
+    assert warned == set()
+
+
+def test_an_installed_monetrun_does_nothing_in_other_processes():
+    code = (
+        "import sys, torch; "
+        "ours = sorted(m for m in sys.modules if m.split('.')[0] == 'monetrun'); "
+        "assert ours == ['monetrun', 'monetrun.runtime', 'monetrun.runtime.autoload'], ours; "
+        "assert torch.optim.Optimizer.__init__.__module__ == 'torch.optim.optimizer'"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MONETRUN_")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_a_hook_that_cannot_start_does_not_break_import_torch():
+    environment = {**os.environ, "MONETRUN_MODE": "run", "MONETRUN_BUDGET_BYTES": "many"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.ones(1).item())"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "1.0\n"
+    assert "could not start" in done.stderr
+
+
+def test_one_plan_has_backward_recomputation_only_in_the_backward_part(session):
+    model = small()
+    optimizer = zoo.sgd(model)
+    for _ in range(2):
+        step(model, optimizer)
+    (graph,) = session.engine.record.graphs
+    forward = [s.operator for s in session.engine.plan.graphs[0].schedule.forward]
+    assert not [i for i in forward if graph.operators[i].phase == BACKWARD]

@@ -1,0 +1,8 @@
+"""Where the checkout's folders are."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes"
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+README = ROOT / "README.md"

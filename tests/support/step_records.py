@@ -1,0 +1,88 @@
+"""Small training steps for tests, without torch: a chain of layers of any width at any batch."""
+
+from __future__ import annotations
+
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor
+from monetrun.core.step import OUTSIDE, Event, StepRecord
+
+WEIGHT_BYTES = 500
+
+
+def graph_record(graph: Graph, costs: Costs) -> StepRecord:
+    """A step of nothing but one graph."""
+    events = (Event(FORWARD, 0), Event(BACKWARD, 0))
+    return StepRecord((graph,), (costs,), events, 0, {}, "cpu", "2.15.0")
+
+
+def chain_record(
+    batch: int, widths: tuple[int, ...] = (40, 30, 50, 20, 40, 30), seconds: tuple[float, ...] | None = None
+) -> StepRecord:
+    """A step of layers ``block<i>.linear`` and ``block<i>.relu``.
+
+    Layer ``i`` has ``widths[i]`` bytes per sample and a weight of ``WEIGHT_BYTES``; a ReLU may run in place, and a
+    linear needs 2 bytes per sample and 7 more beside its output. A linear costs 1 + batch seconds, or ``seconds[i]``.
+    """
+    tensors: list[Tensor] = []
+    operators: list[Operator] = []
+    rows: list[tuple[float, ...]] = []
+    workspaces: list[tuple[int, ...]] = []
+
+    def tensor(nbytes: int, *, external: bool = False, kept: bool = False, name: str = "") -> int:
+        tensors.append(Tensor(len(tensors), nbytes, external, kept, name))
+        return len(tensors) - 1
+
+    def operator(name: str, phase: str, inputs: tuple[int, ...], outputs: tuple[int, ...], cost: float) -> None:
+        ways = [Implementation("default", inputs)]
+        if name.endswith("relu"):
+            ways.append(Implementation("in-place", inputs, in_place_of=inputs[0]))
+        target = "aten." + name.rpartition(".")[2]
+        operators.append(Operator(len(operators), name, target, phase, outputs, tuple(ways)))
+        rows.append((cost,) * len(ways))
+        workspaces.append((0 if name.endswith("relu") else 2 * batch + 7,) * len(ways))
+
+    costs = seconds or (1.0 + batch,) * len(widths)
+    x = tensor(8 * batch, external=True, name="x")
+    weights = [tensor(WEIGHT_BYTES, external=True, name=f"weight{i}") for i in range(len(widths))]
+    inputs, outputs = [], []
+    for i, width in enumerate(widths):
+        inputs.append(x)
+        before, after = tensor(width * batch), tensor(width * batch, kept=i == len(widths) - 1)
+        operator(f"block{i}.linear", FORWARD, (x, weights[i]), (before,), costs[i])
+        operator(f"block{i}.relu", FORWARD, (before,), (after,), 0.5)
+        x = after
+        outputs.append(after)
+    tangent = tensor(widths[-1] * batch, external=True, name="tangent")
+    gradient = tangent
+    for i in reversed(range(len(widths))):
+        masked = tensor(widths[i] * batch)
+        operator(f"block{i}.relu_backward", BACKWARD, (gradient, outputs[i]), (masked,), 0.5)
+        operator(
+            f"block{i}.weight_grad", BACKWARD, (masked, inputs[i]), (tensor(WEIGHT_BYTES, kept=True),), 1.0 + batch
+        )
+        if i:
+            gradient = tensor(widths[i - 1] * batch)
+            operator(f"block{i}.input_grad", BACKWARD, (masked, weights[i]), (gradient,), 1.0 + batch)
+    graph = Graph("Chain", tuple(tensors), tuple(operators))
+    held = widths[-1] * batch + 11  # the loss, and the tangent
+    events = (
+        Event(FORWARD, 0),
+        Event(OUTSIDE, -1, held, held + 3 * batch, "loss"),
+        Event(BACKWARD, 0, released=(tangent,)),
+        Event(OUTSIDE, -1, -11 - widths[-1] * batch - len(widths) * WEIGHT_BYTES, 0, ""),
+        Event(OUTSIDE, -1, 0, 40, "SGD.step"),
+    )
+    parameters = WEIGHT_BYTES * len(widths)
+    return StepRecord(
+        graphs=(graph,),
+        costs=(Costs("test", tuple(rows), tuple(workspaces)),),
+        events=events,
+        base_bytes=2 * parameters + 8 * batch,
+        ledger={
+            "parameters": parameters,
+            "gradients": parameters,
+            "optimizer state": parameters,
+            "script (batch, buffers, ...)": 8 * batch,
+        },
+        device="cpu",
+        torch_version="2.15.0",
+    )
