@@ -10,7 +10,7 @@ from monetrun.core.budget import format_budget, format_bytes
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
 from monetrun.core.graph import EXACT, FORWARD, KINDS, Costs, Graph, dominated, without
 from monetrun.core.options import Options
-from monetrun.core.plan import GraphPlan, Plan, Schedule, Step, plain_schedule
+from monetrun.core.plan import GraphPlan, Plan, Schedule, StepSchedules, plain_schedule
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, RoundGraph, StepRecord, StepTimeline, replay, round_graph
 from monetrun.planning.apart import ApartRound
@@ -129,7 +129,7 @@ def plan_step(
         starts: schedules of all graphs to begin with, for the solvers that can; those over the budget are harmless.
 
     Raises:
-        InfeasibleBudget: less than the smallest budget known to be feasible; names it and the operator that sets it.
+        BudgetBelowSmallest: less than the smallest budget known to be feasible; names it and the operator that sets it.
         NoPlanInTime: the solver found nothing within the budget in its time.
     """
     options = options or Options()
@@ -137,7 +137,7 @@ def plan_step(
     if base.frugal.peak_bytes > budget_bytes:
         base = more_frugal(record, base, options)
     if base.frugal.peak_bytes > budget_bytes:
-        raise infeasible(record, budget_bytes, base)
+        raise BudgetBelowSmallest(record, budget_bytes, base)
 
     def solved(options: Options) -> _Found:
         return _solve(record, budget_bytes, algorithm, options, base, starts)
@@ -155,10 +155,7 @@ def plan_step(
     plain_seconds = base.plain.seconds
     overhead = timeline.seconds / plain_seconds - 1.0 if plain_seconds else 0.0
     return Plan(
-        graphs=tuple(
-            GraphPlan(g.fingerprint, g.structural_fingerprint, s)
-            for g, s in zip(record.graphs, found.schedules, strict=True)
-        ),
+        graphs=tuple(GraphPlan.of(g, s) for g, s in zip(record.graphs, found.schedules, strict=True)),
         budget_bytes=budget_bytes,
         plain_peak_bytes=base.plain.peak_bytes,
         planned_peak_bytes=timeline.peak_bytes,
@@ -190,19 +187,25 @@ def _permitted(record: StepRecord, schedules: Sequence[Schedule], options: Optio
     return True
 
 
-def infeasible(record: StepRecord, budget_bytes: int, base: Baseline) -> InfeasibleBudget:
-    """The error that names the smallest feasible budget, and what sets it."""
-    smallest = base.frugal.peak_bytes
-    return InfeasibleBudget(
-        f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}\n"
-        f"  floor: {base.frugal.peak_name}",
-        f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(base.plain.peak_bytes)})",
-        budget_bytes=budget_bytes,
-        smallest_bytes=smallest,
-        plain_bytes=base.plain.peak_bytes,
-        operator=base.frugal.peak_name,
-        schedules=base.frugal_schedules,
-    )
+class BudgetBelowSmallest(InfeasibleBudget):
+    """The budget is below the smallest one known to be feasible.
+
+    Attributes:
+        smallest_schedules: under which the step takes ``smallest_bytes``: the next search must do at least as well.
+    """
+
+    def __init__(self, record: StepRecord, budget_bytes: int, base: Baseline) -> None:
+        smallest = base.frugal.peak_bytes
+        super().__init__(
+            f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}\n"
+            f"  floor: {base.frugal.peak_name}",
+            f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(base.plain.peak_bytes)})",
+            budget_bytes=budget_bytes,
+            smallest_bytes=smallest,
+            plain_bytes=base.plain.peak_bytes,
+            operator=base.frugal.peak_name,
+        )
+        self.smallest_schedules = StepSchedules.of(record.graphs, base.frugal_schedules)
 
 
 def ledger(record: StepRecord, peak_bytes: int) -> dict[str, int]:
@@ -321,20 +324,12 @@ def _peak_in(record: StepRecord, schedules: Sequence[Schedule], bounds: tuple[in
     return replay(own, schedules).peak_bytes
 
 
-def carry_over(plan_schedule: Schedule, graph: Graph, costs: Costs, budget_bytes: int) -> Schedule | None:
-    """The same steps for the same model at other shapes, if ``simulate`` accepts them there and they fit.
+def carry_over(plan: GraphPlan, graph: Graph, costs: Costs, budget_bytes: int) -> Schedule | None:
+    """The schedule of ``plan`` for the same model at other shapes; None where it is not valid there or does not fit.
 
-    Steps that the other shapes or the weights do not allow there are dropped to the default.
+    Implementations are resolved by name, see ``GraphPlan.schedule_for``.
     """
-
-    def fitted(step: Step) -> Step:
-        known = graph.operators[step.operator].implementations
-        allowed = step.implementation < len(known) and known[step.implementation].usable
-        return step if allowed else Step(step.operator)
-
-    schedule = Schedule(
-        tuple(fitted(s) for s in plan_schedule.forward), tuple(fitted(s) for s in plan_schedule.backward)
-    )
+    schedule = plan.schedule_for(graph)
     try:
         peak = simulate(graph, costs, schedule).peak_bytes
     except ScheduleError:

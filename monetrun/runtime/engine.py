@@ -264,7 +264,7 @@ class Engine:
                 "the plan is of another model, or the model has changed: monetrun plan writes a new one",
             )
         for candidate in alike:
-            carried = planner.carry_over(candidate.schedule, graph, costs, available)
+            carried = planner.carry_over(candidate, graph, costs, available)
             if carried is not None:
                 return carried
         solution: Solution = greedy.solve(graph, costs, available, self.options(min(2.0, self.settings.solver_seconds)))
