@@ -201,4 +201,5 @@ def parse_plan(text: str) -> Plan:
     schema = plain.get("schema", PLAN_SCHEMA) if isinstance(plain, dict) else PLAN_SCHEMA
     if schema != PLAN_SCHEMA:
         raise ValueError(f"it has schema {schema!r}, this monetrun reads schema {PLAN_SCHEMA}")
-    return codec.from_plain(Plan, plain)
+    plan: Plan = codec.from_plain(Plan, plain)
+    return plan

@@ -236,7 +236,7 @@ class Halves(nn.Module):
 
 
 def test_a_guard_that_fails_is_noticed_before_any_graph_of_the_call_has_run(monkeypatch):
-    monkeypatch.setattr(planner, "ROUNDING_SAVES", 0.01)
+    monkeypatch.setattr(planner, "INEXACT_MUST_SAVE", 0.01)
 
     def halves():
         torch.manual_seed(0)
