@@ -148,7 +148,8 @@ class Recorded:
         """
         base = self.baseline(options)
         if base.frugal.peak_bytes > budget_bytes and algorithm == "greedy":
-            raise planner.infeasible(self.record, budget_bytes, base)  # looking further takes the other solvers
+            # looking further takes the other solvers
+            raise planner.BudgetBelowSmallest(self.record, budget_bytes, base)
         return planner.plan_step(self.record, budget_bytes, algorithm, options, base)
 
     @contextlib.contextmanager

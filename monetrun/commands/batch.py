@@ -12,7 +12,7 @@ from monetrun.core.budget import format_bytes
 from monetrun.core.errors import UsageError
 from monetrun.core.options import Options
 from monetrun.launcher import report
-from monetrun.planning.batch import SMALLEST_TRIAL, Found, Limits
+from monetrun.planning.batch import SMALLEST_TRIAL, BatchRequest, Found
 
 PLACEHOLDER = "{batch}"
 
@@ -28,7 +28,7 @@ def add_options(parser: argparse._ActionsContainer) -> None:
     add("--trials", default="", metavar="A,B", help="the two small batches to begin with (default: 4,8)")
 
 
-def read_limits(args: argparse.Namespace, budget_bytes: int | None, options: Options) -> Limits:
+def read_limits(args: argparse.Namespace, budget_bytes: int | None, options: Options) -> BatchRequest:
     """The limits that were given on the command line.
 
     Args:
@@ -58,7 +58,7 @@ def read_limits(args: argparse.Namespace, budget_bytes: int | None, options: Opt
         if len(words) != 2 or not all(w.strip().isdecimal() and int(w) > 0 for w in words) or len({*words}) != 2:
             raise UsageError(f"--trials {args.trials!r} is not two different batches", "--trials 4,8")
         trials = (min(map(int, words)), max(map(int, words)))
-    return Limits(budget_bytes, _share(args.max_overhead), args.multiple, trials, args.algorithm, options)
+    return BatchRequest(budget_bytes, _share(args.max_overhead), args.multiple, trials, args.algorithm, options)
 
 
 def _share(text: str) -> float:

@@ -20,10 +20,7 @@ Only the command line prints them; everything below raises.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from monetrun.core.plan import Schedule
+from typing import Any
 
 
 class MonetrunError(Exception):
@@ -67,7 +64,6 @@ class InfeasibleBudget(MonetrunError):
         smallest_bytes: the smallest budget for which a schedule is known, in bytes.
         plain_bytes: what the plain step takes, 0 when unknown.
         operator: the name of the operator that sets it.
-        schedules: of all graphs of the step, under which it takes ``smallest_bytes``; empty when unknown.
     """
 
     exit_code = 80
@@ -81,14 +77,12 @@ class InfeasibleBudget(MonetrunError):
         smallest_bytes: int = 0,
         plain_bytes: int = 0,
         operator: str = "",
-        schedules: tuple[Schedule, ...] = (),
     ) -> None:
         super().__init__(message, hint)
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
         self.plain_bytes = plain_bytes
         self.operator = operator
-        self.schedules = schedules
 
 
 class NoPlanInTime(MonetrunError):

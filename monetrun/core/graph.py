@@ -140,30 +140,34 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of structure, shapes, dtypes and layouts; names are left out."""
+        """Hash of structure, shapes, dtypes, layouts, and each operator's implementations in order.
+
+        Two graphs of one fingerprint agree on what an implementation's index means. Left out are the names of tensors
+        and operators, and what changes after capture: ``usable`` (weights change) and ``exact`` (a trial sets it).
+        """
         return _digest(
             [
                 [(t.nbytes, t.external, t.kept) for t in self.tensors],
-                [(_structure(op), op.signature) for op in self.operators],
+                [
+                    (_structure(op), op.signature, [(i.name, i.inputs, i.in_place_of) for i in op.implementations])
+                    for op in self.operators
+                ],
             ]
         )
 
     @cached_property
     def structural_fingerprint(self) -> str:
-        """Hash of the structure alone: the same model at another batch size or length has the same one."""
-        return _digest(
-            [[(t.external, t.kept) for t in self.tensors], [_structure(op, ways=False) for op in self.operators]]
-        )
+        """Hash of the structure alone: the same model at another batch size or length has the same one.
+
+        Implementations beside the default are left out: a library offers its algorithms by size, and whether an
+        operator can run in place depends on which inputs are broadcast.
+        """
+        return _digest([[(t.external, t.kept) for t in self.tensors], [_structure(op) for op in self.operators]])
 
 
-def _structure(op: Operator, *, ways: bool = True) -> tuple[object, ...]:
-    """What ``op`` reads and writes; with ``ways``, by how many implementations.
-
-    A smaller batch may have fewer of those that read the same: a library has its algorithms by size.
-    """
-    # in place or not is left out: it follows from shapes, which a smaller batch may broadcast differently
-    reads = [i.inputs for i in op.implementations if i.in_place_of is None]
-    return (op.target, op.phase, op.outputs, reads if ways else list(dict.fromkeys(reads)), op.replayable, op.optional)
+def _structure(op: Operator) -> tuple[object, ...]:
+    """What ``op`` calls, reads and writes, whatever the shapes."""
+    return (op.target, op.phase, op.inputs, op.outputs, op.replayable, op.optional)
 
 
 def _digest(value: object) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from monetrun.core import codec
 from monetrun.core.graph import Graph
 
-SCHEMA = 1
+PLAN_SCHEMA = 2  # of a plan in JSON; goes up when an older plan cannot be read or would mean something else
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,19 +63,100 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSchedules:
-    """One schedule for each graph of a training step."""
+class NamedImplementation:
+    """What an implementation's index means in the graph that a schedule was made for.
 
-    schedules: tuple[Schedule, ...]
+    Attributes:
+        operator: the operator's id.
+        index: in ``Operator.implementations`` of that graph.
+        name: ``Implementation.name``.
+        inputs: ``Implementation.inputs``.
+        in_place_of: ``Implementation.in_place_of``.
+    """
+
+    operator: int
+    index: int
+    name: str
+    inputs: tuple[int, ...]
+    in_place_of: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """One captured graph's share of the plan."""
+    """The schedule of one graph, in a form that can be kept.
+
+    The indices in ``schedule`` are those of the graph that was planned. The same operator may have its implementations
+    in another order, or fewer of them, in another version of monetrun or at another batch size: ``schedule_for``
+    resolves them by name.
+
+    Attributes:
+        fingerprint: of the graph that was planned.
+        structural_fingerprint: of the same graph.
+        schedule: for that graph.
+        implementations: every implementation that ``schedule`` uses beside the defaults.
+    """
 
     fingerprint: str
     structural_fingerprint: str
     schedule: Schedule
+    implementations: tuple[NamedImplementation, ...]
+
+    @classmethod
+    def of(cls, graph: Graph, schedule: Schedule) -> GraphPlan:
+        """The plan that runs ``graph`` with ``schedule``."""
+        steps = (*schedule.forward, *schedule.backward)
+        named = []
+        for operator, index in sorted({(s.operator, s.implementation) for s in steps if s.implementation}):
+            chosen = graph.operators[operator].implementations[index]
+            named.append(NamedImplementation(operator, index, chosen.name, chosen.inputs, chosen.in_place_of))
+        return cls(graph.fingerprint, graph.structural_fingerprint, schedule, tuple(named))
+
+    def schedule_for(self, graph: Graph) -> Schedule:
+        """The same steps with the indices of ``graph``, which has this plan's structural fingerprint.
+
+        A step whose implementation ``graph`` does not have, or must not use now, runs the variant of the same name and
+        inputs that is not in place, else the default. The result need not be valid or as frugal: ``simulate`` decides.
+        """
+        index = {(n.operator, n.index): _index_in(graph, n) for n in self.implementations}
+
+        def resolved(step: Step) -> Step:
+            return Step(step.operator, index.get((step.operator, step.implementation), 0))
+
+        return Schedule(tuple(map(resolved, self.schedule.forward)), tuple(map(resolved, self.schedule.backward)))
+
+
+def _index_in(graph: Graph, named: NamedImplementation) -> int:
+    """The index of ``named`` in ``graph``, see ``GraphPlan.schedule_for``."""
+    if not 0 <= named.operator < len(graph.operators):
+        return named.index  # a damaged plan: ``simulate`` rejects its steps
+    implementations = graph.operators[named.operator].implementations
+    usable = [k for k, impl in enumerate(implementations) if impl.usable]
+    for in_place_of in (named.in_place_of, None):
+        wanted = (named.name, named.inputs, in_place_of)
+        alike = [
+            k
+            for k in usable
+            if (implementations[k].name, implementations[k].inputs, implementations[k].in_place_of) == wanted
+        ]
+        if alike:  # several only where a graph has the same implementation twice
+            return named.index if named.index in alike else alike[0]
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSchedules:
+    """One schedule for each graph of a training step."""
+
+    graphs: tuple[GraphPlan, ...]
+
+    @classmethod
+    def of(cls, graphs: Sequence[Graph], schedules: Sequence[Schedule]) -> StepSchedules:
+        """The plans that run each of ``graphs`` with the schedule at its index."""
+        return cls(tuple(GraphPlan.of(g, s) for g, s in zip(graphs, schedules, strict=True)))
+
+    def schedules_for(self, graphs: Sequence[Graph]) -> tuple[Schedule, ...]:
+        """The schedules with the indices of ``graphs``, see ``GraphPlan.schedule_for``."""
+        return tuple(plan.schedule_for(g) for plan, g in zip(self.graphs, graphs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -95,7 +178,7 @@ class Plan:
     device: str
     torch_version: str
     ledger: dict[str, int] = field(default_factory=dict)
-    schema: int = SCHEMA
+    schema: int = PLAN_SCHEMA
 
     @cached_property
     def digest(self) -> str:
@@ -106,3 +189,17 @@ class Plan:
     def gap(self) -> float:
         """How far the overhead may be from the optimum, as a fraction of the step."""
         return max(0.0, self.overhead - self.bound)
+
+
+def parse_plan(text: str) -> Plan:
+    """Read a plan that ``codec.dumps`` wrote.
+
+    Raises:
+        ValueError: not a plan, or one of another schema; the message says which.
+    """
+    plain = json.loads(text)
+    schema = plain.get("schema", PLAN_SCHEMA) if isinstance(plain, dict) else PLAN_SCHEMA
+    if schema != PLAN_SCHEMA:
+        raise ValueError(f"it has schema {schema!r}, this monetrun reads schema {PLAN_SCHEMA}")
+    plan: Plan = codec.from_plain(Plan, plain)
+    return plan

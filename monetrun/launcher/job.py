@@ -25,9 +25,9 @@ from typing import Any
 from monetrun import __version__
 from monetrun.core import codec, errors
 from monetrun.core.budget import Budget, format_bytes, parse, resolve
-from monetrun.core.errors import InfeasibleBudget, MonetrunError, NeverTrained, PlanMismatch, ScriptFailed, UsageError
+from monetrun.core.errors import MonetrunError, NeverTrained, PlanMismatch, ScriptFailed, UsageError
 from monetrun.core.options import Options, parse_kinds
-from monetrun.core.plan import Plan, StepSchedules
+from monetrun.core.plan import PLAN_SCHEMA, Plan, StepSchedules, parse_plan
 from monetrun.core.step import StepRecord
 from monetrun.launcher import report
 from monetrun.launcher.agent import local_world_size
@@ -210,19 +210,19 @@ class Job:
         self.plan = self.store.get("plan", plan_key, Plan) if self.store else None
         if self.plan is None:
             self.cached = False
-            frugal_key = key("frugal", probe_key, *(g.fingerprint for g in self.record.graphs))
+            frugal_key = key("frugal", PLAN_SCHEMA, probe_key, *(g.fingerprint for g in self.record.graphs))
             # a budget that was named as the smallest one must do, however short this search is
             frugal = self.store.get("plan", frugal_key, StepSchedules) if self.store else None
-            base = planner.baseline(self.record, frugal.schedules if frugal else None)
+            base = planner.baseline(self.record, frugal.schedules_for(self.record.graphs) if frugal else None)
             if budget_bytes is None:
                 budget_bytes = resolve(self.budget, None, base.plain.peak_bytes)
             try:
                 with report.SolverProgress(self.console, base.plain.seconds, shown=not self.args.quiet) as progress:
                     options = replace(self.options(), on_progress=progress)
                     self.plan = planner.plan_step(self.record, budget_bytes, self.args.algorithm, options, base)
-            except InfeasibleBudget as refused:
+            except planner.BudgetBelowSmallest as refused:
                 if self.store is not None:
-                    self.store.put("plan", frugal_key, StepSchedules(refused.schedules))
+                    self.store.put("plan", frugal_key, refused.smallest_schedules)
                 raise
             if self.store is not None:
                 self.store.put("plan", plan_key, self.plan)
@@ -252,7 +252,7 @@ class Job:
         budget_bytes = self.budget_bytes()
         wanted = a.budget if budget_bytes is None else budget_bytes
         parts = (wanted, a.algorithm, a.solver, a.solver_seconds, a.no_recompute, a.implementations)
-        return key("plan", probe_key, *parts), budget_bytes
+        return key("plan", PLAN_SCHEMA, probe_key, *parts), budget_bytes
 
     def _probe_key(self) -> str:
         a = self.args
@@ -399,14 +399,15 @@ def read_plan(path: str) -> Plan:
     """A plan that ``monetrun plan`` wrote.
 
     Raises:
-        PlanMismatch: no such file, or not a plan.
+        PlanMismatch: no such file, or not a plan that this version reads.
     """
     try:
-        return codec.loads(Plan, Path(path).read_text())
+        return parse_plan(Path(path).read_text())
     except OSError as error:
         raise PlanMismatch(f"the plan {path}: {error.strerror}", "monetrun plan SCRIPT writes one") from error
     except ValueError as error:
-        raise PlanMismatch(f"{path} is not a plan: {error}", "monetrun plan SCRIPT writes one") from error
+        message = f"{path} is not a plan that this monetrun reads: {error}"
+        raise PlanMismatch(message, "monetrun plan SCRIPT writes one") from error
 
 
 def _own_error(path: Path) -> MonetrunError | None:

@@ -1,35 +1,35 @@
 """The largest batch that trains within a budget: predicted from two small trial runs, verified by one at that batch.
 
-A model's graph at two batches has the same structure, and its bytes and seconds grow along a line. So the step at any
-other batch is written down without running it, and planned as if it had been recorded. What is found is tried for real:
-its record makes the line through the nearest two better, and the search goes on from there.
+A model's graph has the same structure at two batches, and its bytes and seconds grow linearly with the batch. So the
+step at any other batch can be computed without running it, and planned as if it had been recorded. The predicted batch
+is then tried for real: its record improves the line through the two nearest batches, and the search continues from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from monetrun.core.budget import format_budget, format_bytes
 from monetrun.core.errors import InfeasibleBudget, NeverTrained, NoPlanInTime, ScheduleError, ScriptFailed
 from monetrun.core.options import Options
-from monetrun.core.plan import Plan, Schedule
+from monetrun.core.plan import Plan, StepSchedules
 from monetrun.core.step import StepRecord, StepTimeline, replay
 from monetrun.planning import planner
 from monetrun.planning.planner import Baseline
 from monetrun.planning.rescale import check_alike, difference, rescaled
 
-SMALLEST_TRIAL = 4  # less, and convolutions and normalizations run other kernels than they will
-_MOST_VERIFIED = 6
-_FARTHEST = 1024  # no line is followed farther than so many times the largest batch that was tried
-_NEAR = 0.01  # a batch larger by less than this share is not worth another trial run
-_FED = 0.95  # tensors smaller than this share of what the line says: the script had fewer samples to feed
+SMALLEST_TRIAL = 4  # with fewer samples, convolutions and normalizations run other kernels than in training
+_MAX_VERIFIED = 6
+_MAX_EXTRAPOLATION = 1024  # no prediction goes beyond this multiple of the largest batch that was tried
+_MIN_GAIN = 0.01  # a batch larger by less than this share is not worth another trial run
+_MIN_FED = 0.95  # a smaller share of the predicted bytes means that the script had fewer samples to feed
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What is looked for.
+class BatchRequest:
+    """The limits that the largest batch must keep, and how to search for it.
 
     Attributes:
         budget_bytes: of a training step on one device.
@@ -69,7 +69,7 @@ class Verified:
     Attributes:
         batch: its size.
         fits: within both limits.
-        reason: why not, or empty.
+        reason: why it does not fit, or empty.
     """
 
     batch: int
@@ -82,15 +82,15 @@ class Found:
     """The largest batch; bytes are of its step on one device, ``overhead`` and ``bound`` of the plan made for it.
 
     Attributes:
-        batch: seen to fit in a trial run of its own.
-        next_batch: the smallest that is predicted, or was seen, not to fit.
+        batch: verified to fit in a trial run.
+        next_batch: the smallest that did not fit, in a trial run or by prediction.
         budget_bytes: the limit.
         max_overhead: the limit.
         plain_peak_bytes: of the step without monetrun.
         planned_peak_bytes: of the plan.
         overhead: of the plan.
         bound: no plan within the budget has less.
-        verified: what was tried on the way, in order.
+        verified: every batch that was verified on the way, in order.
     """
 
     batch: int
@@ -104,82 +104,150 @@ class Found:
     verified: tuple[Verified, ...]
 
 
-def find(limits: Limits, script: Script, say: Callable[[str], None]) -> Found:
-    """The largest batch within the limits, seen to be so in a trial run.
+def find(request: BatchRequest, script: Script, report: Callable[[str], None]) -> Found:
+    """The largest batch within the limits, verified in a trial run.
 
     Args:
-        limits: what is looked for.
+        request: the limits.
         script: to be tried.
-        say: told, in a line, what is being done.
+        report: called with a line that describes each step of the search.
 
     Raises:
         InfeasibleBudget: not even the smallest batch is within the limits.
-        UsageError: the script's batch does not vary, or its structure does.
+        UsageError: the trial runs do not differ, or differ in structure.
         NeverTrained, ScriptFailed: the first trial runs failed.
     """
     samples = {}
-    for batch in limits.trials:
-        say(f"trying batch {batch}")
+    for batch in request.trials:
+        report(f"trying batch {batch}")
         samples[batch] = script.trial(batch)
     check_alike(samples)
-    say("predicting the largest batch from both")
-    prediction = _Prediction(limits)
-    fits = 0  # the largest seen to fit
-    fails: int | None = None  # the smallest seen not to
-    plan: Plan | None = None
-    verified: list[Verified] = []
-    while len(verified) < _MOST_VERIFIED:
-        batch = prediction.largest(samples, fits, fails)
-        if verified and fails is not None and fails not in samples:  # it failed, and nothing is known but that
-            known = max(b for b in samples if b < fails)
-            batch = min(batch, (known + fails) // 2 // limits.multiple * limits.multiple)
-        if batch <= fits * (1 + _NEAR):
+    report("predicting the largest batch from both")
+    search = _Search(request, script, samples)
+    while len(search.verified) < _MAX_VERIFIED:
+        batch = search.next_batch()
+        if batch <= search.largest_fitting * (1 + _MIN_GAIN):
             break
-        say(f"batch {batch} is predicted to fit, trying it")
-        reason = ""
+        report(f"batch {batch} is predicted to fit, trying it")
+        report(search.verify(batch))
+    return search.found()
+
+
+class _Search:
+    """What the trial runs so far have shown.
+
+    Attributes:
+        samples: the steps recorded, by batch.
+        largest_fitting: the largest batch verified to fit, 0 before any.
+        smallest_failing: the smallest batch known not to fit, None before any.
+        plan: of ``largest_fitting``.
+        verified: every batch verified, in order.
+    """
+
+    def __init__(self, request: BatchRequest, script: Script, samples: dict[int, StepRecord]) -> None:
+        self.request = request
+        self.script = script
+        self.samples = samples
+        self.prediction = _Prediction(request)
+        self.largest_fitting = 0
+        self.smallest_failing: int | None = None
+        self.plan: Plan | None = None
+        self.verified: list[Verified] = []
+
+    def next_batch(self) -> int:
+        """The batch to verify next."""
+        fails = self.smallest_failing
+        batch = self.prediction.largest(self.samples, self.largest_fitting, fails)
+        if self.verified and fails is not None and fails not in self.samples:  # it failed without giving a record
+            known = max(b for b in self.samples if b < fails)
+            batch = min(batch, self._multiple_below((known + fails) // 2))
+        return batch
+
+    def verify(self, batch: int) -> str:
+        """Try and plan ``batch``; returns a line that says what came out."""
+        plan, reason = None, ""
         try:
-            record = script.trial(batch)
-            fed = _fed(samples, record, batch) // limits.multiple * limits.multiple
-            if difference(samples[limits.trials[0]], record):
-                reason = "its step has another structure"
-            elif fed < _FED * batch:
-                reason = f"the script feeds {fed} only"
-                samples[fed], fails = record, fed + limits.multiple
-            else:
-                samples[batch] = record
-                own = script.plan(batch)
-                if own.overhead > limits.max_overhead:
-                    reason = f"it needs {own.overhead:+.1%} overhead"
+            plan, reason = self._tried(batch)
         except InfeasibleBudget as error:
             reason = f"it needs {format_bytes(error.smallest_bytes)}"
         except NoPlanInTime:
             reason = "no plan was found in time"
         except (NeverTrained, ScriptFailed) as error:
             reason = error.message
-        verified.append(Verified(batch, not reason, reason))
-        if reason:
-            fails = batch if fails is None else min(fails, batch)
-            say(f"batch {batch} does not: {reason}")
+        self.verified.append(Verified(batch, not reason, reason))
+        if plan is None:
+            self.smallest_failing = batch if self.smallest_failing is None else min(self.smallest_failing, batch)
+            return f"batch {batch} does not: {reason}"
+        self.largest_fitting, self.plan = batch, plan
+        return f"batch {batch} fits: planned {format_bytes(plan.planned_peak_bytes)}, overhead {plan.overhead:+.1%}"
+
+    def found(self) -> Found:
+        """The largest batch that fits.
+
+        Raises:
+            InfeasibleBudget: none does; says what the smallest one needs.
+        """
+        request, plan = self.request, self.plan
+        if plan is None:
+            raise self._nothing_fits()
+        next_batch = self.smallest_failing
+        if next_batch is None:
+            next_batch = self.prediction.largest(self.samples, self.largest_fitting, None) + request.multiple
+        return Found(
+            batch=self.largest_fitting,
+            next_batch=next_batch,
+            budget_bytes=request.budget_bytes,
+            max_overhead=request.max_overhead,
+            plain_peak_bytes=plan.plain_peak_bytes,
+            planned_peak_bytes=plan.planned_peak_bytes,
+            overhead=plan.overhead,
+            bound=plan.bound,
+            verified=tuple(self.verified),
+        )
+
+    def _tried(self, batch: int) -> tuple[Plan | None, str]:
+        """The plan of ``batch`` and an empty reason, or None and why it does not fit."""
+        record = self.script.trial(batch)
+        fed = self._multiple_below(_batch_fed(self.samples, record, batch))
+        if difference(self.samples[self.request.trials[0]], record):
+            return None, "its step has another structure"
+        if fed < _MIN_FED * batch:
+            self.samples[fed], self.smallest_failing = record, fed + self.request.multiple
+            return None, f"the script feeds {fed} only"
+        self.samples[batch] = record
+        plan = self.script.plan(batch)
+        if plan.overhead > self.request.max_overhead:
+            return None, f"it needs {plan.overhead:+.1%} overhead"
+        return plan, ""
+
+    def _multiple_below(self, batch: int) -> int:
+        """The largest multiple that is at most ``batch``."""
+        return batch // self.request.multiple * self.request.multiple
+
+    def _nothing_fits(self) -> InfeasibleBudget:
+        """The error that says what the smallest batch needs."""
+        request = self.request
+        base = self.prediction.baseline(rescaled(self.samples, request.multiple))
+        smallest = base.frugal.peak_bytes
+        budget = format_bytes(request.budget_bytes)
+        hint = f"fits: --budget {format_budget(smallest)}"
+        if smallest > request.budget_bytes:
+            needed = format_bytes(smallest, exact=True)
+            message = f"batch {request.multiple} needs {needed} at least, the budget is {budget}"
         else:
-            fits, plan = batch, own
-            say(f"batch {batch} fits: planned {format_bytes(own.planned_peak_bytes)}, overhead {own.overhead:+.1%}")
-    if plan is None:
-        raise _nothing_fits(limits, prediction, samples, verified)
-    return Found(
-        batch=fits,
-        next_batch=fails if fails is not None else prediction.largest(samples, fits, fails) + limits.multiple,
-        budget_bytes=limits.budget_bytes,
-        max_overhead=limits.max_overhead,
-        plain_peak_bytes=plan.plain_peak_bytes,
-        planned_peak_bytes=plan.planned_peak_bytes,
-        overhead=plan.overhead,
-        bound=plan.bound,
-        verified=tuple(verified),
-    )
+            share = f"{request.max_overhead:.0%}"
+            message = f"no batch from {request.multiple} on trains within {budget} at {share} overhead"
+            more = min(0.99, 2 * request.max_overhead or 0.1)
+            hint = f"give more (--budget), or allow more: --max-overhead {more:.0%}"
+        for one in self.verified:
+            message += f"\n  batch {one.batch}: {one.reason}"
+        return InfeasibleBudget(
+            message, hint, budget_bytes=request.budget_bytes, smallest_bytes=smallest, operator=base.frugal.peak_name
+        )
 
 
-def _fed(samples: Mapping[int, StepRecord], record: StepRecord, batch: int) -> int:
-    """How large the batch in ``record`` is, by its tensors' bytes."""
+def _batch_fed(samples: Mapping[int, StepRecord], record: StepRecord, batch: int) -> int:
+    """The batch in ``record``, by its tensors' bytes; ``batch`` where these do not grow with the batch."""
     first, second = sorted(samples)[:2]
     one, other, now = (
         sum(t.nbytes for g in r.graphs for t in g.tensors) for r in (samples[first], samples[second], record)
@@ -188,76 +256,83 @@ def _fed(samples: Mapping[int, StepRecord], record: StepRecord, batch: int) -> i
 
 
 class _Prediction:
-    """Plans the step at batches that were not tried; schedules found for one batch are candidates for all."""
+    """Plans the step at batches that were not tried; schedules found for one batch are candidates for all.
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.options = replace(limits.options, seconds=max(0.3, limits.options.seconds / 10))
-        self.found: list[Sequence[Schedule]] = []
-        self.frugal: list[tuple[Schedule, ...]] = []
+    Attributes:
+        found: the schedules of all plans made so far.
+        frugal: the most frugal schedules found so far.
+    """
+
+    def __init__(self, request: BatchRequest) -> None:
+        self.request = request
+        self.options = replace(request.options, seconds=max(0.3, request.options.seconds / 10))
+        self.found: list[StepSchedules] = []
+        self.frugal: list[StepSchedules] = []
 
     def largest(self, samples: Mapping[int, StepRecord], fits: int, fails: int | None) -> int:
-        """The largest batch that is predicted to be within the limits, at least ``fits`` and less than ``fails``."""
-        step = self.limits.multiple
+        """The largest batch predicted to be within both limits, at least ``fits`` and less than ``fails``."""
+        multiple = self.request.multiple
 
         def feasible(n: int) -> bool:
-            return self._feasible(samples, n * step)
+            return self._feasible(samples, n * multiple)
 
-        low = fits // step  # in multiples: is within the limits, or 0
+        low = fits // multiple  # from here on counted in multiples; ``low`` is within the limits, or 0
         if fails is None:
-            high = max(low, max(samples) // step, 1) + 1
-            far = _FARTHEST * max(samples) // step
-            while high < far and (feasible(high) or self._more_frugal(samples, high * step)):
+            high = max(low, max(samples) // multiple, 1) + 1
+            farthest = _MAX_EXTRAPOLATION * max(samples) // multiple
+            while high < farthest and (feasible(high) or self._feasible_after_search(samples, high * multiple)):
                 high *= 2
         else:
-            high = -(-fails // step)
-        most = _split(low, high, feasible)
-        while most + 1 < high and self._more_frugal(samples, (most + 1) * step):
-            most = _split(most, high, feasible)
-        return _split(low, most + 1, lambda n: self.within(samples, n * step)) * step
+            high = -(-fails // multiple)
+        most = _bisect(low, high, feasible)
+        while most + 1 < high and self._feasible_after_search(samples, (most + 1) * multiple):
+            most = _bisect(most, high, feasible)
+        return _bisect(low, most + 1, lambda n: self.within(samples, n * multiple)) * multiple
 
     def within(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
-        """Whether a plan within the limits is known for the step at ``batch``, or found now."""
+        """Whether a plan within both limits is known for the step at ``batch``, or found now."""
         record = rescaled(samples, batch)
         base = self.baseline(record)
-        budget_bytes = self.limits.budget_bytes
+        budget_bytes = self.request.budget_bytes
         if base.plain.peak_bytes <= budget_bytes:
             return True
+        most_seconds = (1 + self.request.max_overhead) * base.plain.seconds
         for schedules in self.found:
             timeline = _replayed(record, schedules)
-            if timeline is not None and timeline.peak_bytes <= budget_bytes and self._cheap(timeline.seconds, base):
+            if timeline is not None and timeline.peak_bytes <= budget_bytes and timeline.seconds <= most_seconds:
                 return True
         try:
-            plan = planner.plan_step(record, budget_bytes, self.limits.algorithm, self.options, base)
+            plan = planner.plan_step(record, budget_bytes, self.request.algorithm, self.options, base)
         except (InfeasibleBudget, NoPlanInTime):
             return False
-        self.found.append([g.schedule for g in plan.graphs])
-        return plan.overhead <= self.limits.max_overhead
+        self.found.append(StepSchedules(plan.graphs))
+        return plan.overhead <= self.request.max_overhead
 
     def baseline(self, record: StepRecord) -> Baseline:
-        """The record's plain step, and the most frugal one that is known so far."""
+        """The record's baseline with the most frugal schedules known so far; searched for where none are valid."""
         known = [(timeline.peak_bytes, f) for f in self.frugal if (timeline := _replayed(record, f)) is not None]
         if known:
-            return planner.baseline(record, min(known, key=lambda one: one[0])[1])
-        base = planner.baseline(record)
-        self.frugal.append(base.frugal_schedules)
-        return base
-
-    def _cheap(self, seconds: float, base: Baseline) -> bool:
-        return seconds <= (1 + self.limits.max_overhead) * base.plain.seconds
+            most_frugal = min(known, key=lambda one: one[0])[1]
+            return planner.baseline(record, most_frugal.schedules_for(record.graphs))
+        return self._searched_baseline(record)
 
     def _feasible(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
-        """Whether the step at ``batch`` is known to fit, whatever its overhead."""
-        return self.baseline(rescaled(samples, batch)).frugal.peak_bytes <= self.limits.budget_bytes
+        """Whether the step at ``batch`` is known to fit the budget, whatever its overhead."""
+        return self.baseline(rescaled(samples, batch)).frugal.peak_bytes <= self.request.budget_bytes
 
-    def _more_frugal(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
-        """Whether it is after a search at that batch: what is frugal at one need not be at another."""
-        self.frugal.append(planner.baseline(rescaled(samples, batch)).frugal_schedules)
+    def _feasible_after_search(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
+        """``_feasible`` after a search at that batch: a schedule that is frugal at one need not be at another."""
+        self._searched_baseline(rescaled(samples, batch))
         return self._feasible(samples, batch)
 
+    def _searched_baseline(self, record: StepRecord) -> Baseline:
+        base = planner.baseline(record)
+        self.frugal.append(StepSchedules.of(record.graphs, base.frugal_schedules))
+        return base
 
-def _split(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The largest number under ``high`` for which ``holds``, which it does for ``low`` and all below."""
+
+def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The largest number from ``low`` to below ``high`` for which ``holds``; it holds for ``low``."""
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle):
@@ -267,30 +342,9 @@ def _split(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _replayed(record: StepRecord, schedules: Sequence[Schedule]) -> StepTimeline | None:
-    """The step, or None where an implementation that the schedules use is not there at this batch."""
+def _replayed(record: StepRecord, schedules: StepSchedules) -> StepTimeline | None:
+    """The step, or None where the schedules are not valid at this batch, which may offer fewer implementations."""
     try:
-        return replay(record, schedules)
+        return replay(record, schedules.schedules_for(record.graphs))
     except ScheduleError:
         return None
-
-
-def _nothing_fits(
-    limits: Limits, prediction: _Prediction, samples: Mapping[int, StepRecord], verified: Sequence[Verified]
-) -> InfeasibleBudget:
-    """The error that says what the smallest batch needs."""
-    record = rescaled(samples, limits.multiple)
-    base = prediction.baseline(record)
-    smallest = base.frugal.peak_bytes
-    budget = format_bytes(limits.budget_bytes)
-    hint = f"fits: --budget {format_budget(smallest)}"
-    if smallest > limits.budget_bytes:
-        message = f"batch {limits.multiple} needs {format_bytes(smallest, exact=True)} at least, the budget is {budget}"
-    else:
-        message = f"no batch from {limits.multiple} on trains within {budget} at {limits.max_overhead:.0%} overhead"
-        hint = f"give more (--budget), or allow more: --max-overhead {min(0.99, 2 * limits.max_overhead or 0.1):.0%}"
-    for one in verified:
-        message += f"\n  batch {one.batch}: {one.reason}"
-    return InfeasibleBudget(
-        message, hint, budget_bytes=limits.budget_bytes, smallest_bytes=smallest, operator=base.frugal.peak_name
-    )

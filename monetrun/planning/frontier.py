@@ -95,7 +95,7 @@ def frontier(
     base = known or planner.baseline(record)
     descending = sorted({*budgets}, reverse=True)
     if not descending or descending[0] < base.frugal.peak_bytes:
-        raise planner.infeasible(record, max(descending, default=0), base)
+        raise planner.BudgetBelowSmallest(record, max(descending, default=0), base)
     until = time.monotonic() + options.seconds
     plans: dict[int, Plan] = {}
     for i, budget_bytes in enumerate(reversed(descending)):  # the schedules of a smaller one are a start for a larger

@@ -1,4 +1,4 @@
-"""The conductor: from a recorded training step and a budget to the plan of all its graphs."""
+"""From a recorded training step and a budget to the plan of all its graphs."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from monetrun.core.budget import format_budget, format_bytes
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
 from monetrun.core.graph import EXACT, FORWARD, KINDS, Costs, Graph, dominated, without
 from monetrun.core.options import Options
-from monetrun.core.plan import GraphPlan, Plan, Schedule, Step, plain_schedule
+from monetrun.core.plan import GraphPlan, Plan, Schedule, StepSchedules, plain_schedule
+from monetrun.core.round_graph import RoundGraph, join_round
 from monetrun.core.simulate import simulate
-from monetrun.core.step import OUTSIDE, RoundGraph, StepRecord, StepTimeline, replay, round_graph
-from monetrun.planning.apart import ApartRound
+from monetrun.core.step import OUTSIDE, StepRecord, StepTimeline, replay
+from monetrun.planning.separate_graphs import SeparateRound
 from monetrun.solve import greedy
 from monetrun.solve.tidy import in_place_where_legal
 
 Progress = Callable[[float, float, float], None]
 
-# The share of the step's time that other bits than eager's have to save.
-ROUNDING_SAVES = 0.05
+# Implementations that are not bitwise identical to eager are used only where they save this share of the step's time.
+INEXACT_MUST_SAVE = 0.05
 
 
 @dataclass(frozen=True)
 class Baseline:
     """What is known of a step before any budget: the plain step, and the most frugal one.
 
-    The plain step's bytes are those of every operator with its default implementation; its seconds are less where
-    running in place is faster, since the script may do that itself: what a plan adds is added to the faster of the two.
+    The plain step's bytes are those of every operator with its default implementation. Its seconds are fewer where
+    running in place is faster, since the script may do that itself: a plan's overhead is over the faster of the two.
 
     Attributes:
         plain: the plain step.
-        frugal: the step with the least peak that is known to be possible.
-        fast_schedules: the plain step in place wherever an operand dies, which is never slower.
+        frugal: the step with the lowest peak known to be possible.
+        fast_schedules: the plain step, in place wherever an operand is read for the last time; never slower.
         frugal_schedules: of ``frugal``.
-        rounds: of the record's rounds, each as one graph where it joins.
+        rounds: of the record's rounds, each as one graph where its graphs can be joined.
         searched: the record without implementations that no schedule needs.
     """
 
@@ -43,66 +44,87 @@ class Baseline:
     frugal: StepTimeline
     fast_schedules: tuple[Schedule, ...]
     frugal_schedules: tuple[Schedule, ...]
-    rounds: tuple[RoundGraph | ApartRound, ...]
+    rounds: tuple[RoundGraph | SeparateRound, ...]
     searched: StepRecord
 
 
+class BudgetBelowSmallest(InfeasibleBudget):
+    """The budget is below the smallest one known to be feasible.
+
+    Attributes:
+        smallest_schedules: of the step that takes ``smallest_bytes``; kept, so that this budget is met from now on.
+    """
+
+    def __init__(self, record: StepRecord, budget_bytes: int, base: Baseline) -> None:
+        smallest = base.frugal.peak_bytes
+        super().__init__(
+            f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}\n"
+            f"  floor: {base.frugal.peak_name}",
+            f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(base.plain.peak_bytes)})",
+            budget_bytes=budget_bytes,
+            smallest_bytes=smallest,
+            plain_bytes=base.plain.peak_bytes,
+            operator=base.frugal.peak_name,
+        )
+        self.smallest_schedules = StepSchedules.of(record.graphs, base.frugal_schedules)
+
+
 def plain_in_place(record: StepRecord, options: Options | None = None) -> tuple[Schedule, ...]:
-    """The plain step in place wherever an operand dies (and ``options`` allow it): never slower."""
+    """The plain step, in place wherever an operand is read for the last time and ``options`` allow it; never slower."""
     pairs = zip(record.graphs, record.costs, strict=True)
     return tuple(in_place_where_legal(g, c, plain_schedule(g), options or Options()) for g, c in pairs)
 
 
 def _without_dominated(record: StepRecord) -> StepRecord:
-    """The record, in whose graphs implementations that no schedule needs are not usable: less to search."""
+    """The record with implementations that no schedule needs marked as not usable: less to search."""
     pairs = zip(record.graphs, record.costs, strict=True)
     return replace(record, graphs=tuple(without(g, dominated(g, c)) for g, c in pairs))
 
 
 def baseline(record: StepRecord, frugal: Sequence[Schedule] | None = None) -> Baseline:
-    """Replay the step plainly, and with the least memory that is known to be possible.
+    """Replay the plain step, and the step with the lowest peak known to be possible.
 
     Args:
         record: of the step.
-        frugal: the most frugal schedules that are known; None: they are looked for.
+        frugal: the most frugal schedules known; None to search for them.
     """
     record = _without_dominated(record)
     plain = replay(record, [plain_schedule(g) for g in record.graphs])
     fast = plain_in_place(record)
-    rounds = tuple(round_graph(record, bounds) or ApartRound(record, bounds, fast) for bounds in record.rounds)
+    rounds = tuple(join_round(record, bounds) or SeparateRound(record, bounds, fast) for bounds in record.rounds)
     pairs = zip(record.graphs, record.costs, strict=True)
     known = tuple(greedy.most_frugal(g, c) for g, c in pairs) if frugal is None else tuple(frugal)
     fastest = replace(plain, seconds=replay(record, fast).seconds)
     base = Baseline(fastest, replay(record, known), fast, known, rounds, record)
     if frugal is None:
-        # the least peak of a graph alone need not give that of the step: what it saves counts for the others
+        # the lowest peak of each graph need not give the step's lowest: what one graph saves adds to the others' peaks
         for joined in rounds:
-            if isinstance(joined, ApartRound):
-                base = _with_lower(record, base, joined.thrifty)
+            if isinstance(joined, SeparateRound):
+                base = _with_lower(record, base, joined.least_saving)
             else:
                 base = _with_lower(record, base, joined.split(greedy.most_frugal(joined.graph, joined.costs)))
     return base
 
 
 def more_frugal(record: StepRecord, base: Baseline, options: Options) -> Baseline:
-    """The baseline with a most frugal step that was looked for longer, before a budget is refused.
+    """The baseline after a longer search for its most frugal step, which comes before a budget is refused.
 
-    Takes at most about ``options.seconds``.
+    Takes about ``options.seconds`` at most.
     """
     from monetrun.solve.least import least_budget  # cvxpy takes long to import, and most budgets are feasible
 
     share = replace(options, seconds=options.seconds / max(1, len(base.rounds)), on_progress=None)
     for joined in base.rounds:
-        if isinstance(joined, ApartRound):
-            base = _with_lower(record, base, joined.least(base.frugal_schedules, share.seconds))
+        if isinstance(joined, SeparateRound):
+            base = _with_lower(record, base, joined.lowest_peak(base.frugal_schedules, share.seconds))
         else:
             base = _with_lower(record, base, joined.split(least_budget(joined.graph, joined.costs, share).schedule))
     return base
 
 
-def _with_lower(record: StepRecord, base: Baseline, parts: Mapping[int, Schedule]) -> Baseline:
-    """The baseline with ``parts`` (schedules by graph) in its most frugal step, where they lower its peak."""
-    frugal = tuple(parts.get(k, s) for k, s in enumerate(base.frugal_schedules))
+def _with_lower(record: StepRecord, base: Baseline, found: Mapping[int, Schedule]) -> Baseline:
+    """The baseline with ``found`` (schedules by graph index) in its most frugal step, where they lower its peak."""
+    frugal = tuple(found.get(k, s) for k, s in enumerate(base.frugal_schedules))
     timeline = replay(record, frugal)
     if timeline.peak_bytes >= base.frugal.peak_bytes:
         return base
@@ -117,19 +139,19 @@ def plan_step(
     known: Baseline | None = None,
     starts: Sequence[Sequence[Schedule]] = (),
 ) -> Plan:
-    """Find the cheapest schedules under which no moment of the step holds more than ``budget_bytes``.
+    """Find the cheapest schedules under which the step never allocates more than ``budget_bytes``.
 
     Args:
         record: from a trial run.
         budget_bytes: of the whole step on one device.
         algorithm: a name that ``solve.solver`` knows.
-        options: for the solver; its ``seconds`` are shared by the rounds that need solving, and its ``on_progress`` is
-            told the seconds of the whole step.
+        options: for the solver; its ``seconds`` are shared by the rounds that need solving, and its ``on_progress``
+            gets the seconds of the whole step.
         known: the record's baseline, when the caller has it already.
         starts: schedules of all graphs to begin with, for the solvers that can; those over the budget are harmless.
 
     Raises:
-        InfeasibleBudget: less than the smallest budget known to be feasible; names it and the operator that sets it.
+        BudgetBelowSmallest: no schedule known fits; names the smallest feasible budget and the operator that sets it.
         NoPlanInTime: the solver found nothing within the budget in its time.
     """
     options = options or Options()
@@ -137,15 +159,15 @@ def plan_step(
     if base.frugal.peak_bytes > budget_bytes:
         base = more_frugal(record, base, options)
     if base.frugal.peak_bytes > budget_bytes:
-        raise infeasible(record, budget_bytes, base)
+        raise BudgetBelowSmallest(record, budget_bytes, base)
 
-    def solved(options: Options) -> _Found:
-        return _solve(record, budget_bytes, algorithm, options, base, starts)
+    def solved(options: Options) -> _Solved:
+        return _solve_rounds(record, budget_bytes, algorithm, options, base, starts)
 
-    may_round = any(_may_round(g, options) for g in base.searched.graphs)
-    found = _with_eagers_bits(record, budget_bytes, options, solved) if may_round else solved(options)
+    inexact = any(_offers_inexact(g, options) for g in base.searched.graphs)
+    found = _exact_where_nearly_as_fast(record, budget_bytes, options, solved) if inexact else solved(options)
     timeline = replay(record, found.schedules)
-    if timeline.peak_bytes > budget_bytes or not _permitted(record, found.schedules, options):
+    if timeline.peak_bytes > budget_bytes or not _allowed(record, found.schedules, options):
         raise NoPlanInTime(
             f"{algorithm} has no plan within {format_bytes(budget_bytes)} after {options.seconds:g} s"
             f"{'' if options.recompute else ', without recomputation'}"
@@ -155,10 +177,7 @@ def plan_step(
     plain_seconds = base.plain.seconds
     overhead = timeline.seconds / plain_seconds - 1.0 if plain_seconds else 0.0
     return Plan(
-        graphs=tuple(
-            GraphPlan(g.fingerprint, g.structural_fingerprint, s)
-            for g, s in zip(record.graphs, found.schedules, strict=True)
-        ),
+        graphs=tuple(GraphPlan.of(g, s) for g, s in zip(record.graphs, found.schedules, strict=True)),
         budget_bytes=budget_bytes,
         plain_peak_bytes=base.plain.peak_bytes,
         planned_peak_bytes=timeline.peak_bytes,
@@ -172,14 +191,21 @@ def plan_step(
     )
 
 
-def _may_round(graph: Graph, options: Options) -> bool:
-    """Whether the options allow an implementation with other bits than eager's."""
+def ledger(record: StepRecord, peak_bytes: int) -> dict[str, int]:
+    """What the peak consists of, by name, adding up to it; the last row is the graphs' own."""
+    rows = {name: nbytes for name, nbytes in record.ledger.items() if nbytes > 0}
+    rest = peak_bytes - sum(rows.values())
+    return {**rows, "activations and workspace": max(0, rest)}
+
+
+def _offers_inexact(graph: Graph, options: Options) -> bool:
+    """Whether the options allow an implementation that is not bitwise identical to eager."""
     implementations = (i for op in graph.operators for i in op.implementations)
     return any(not i.exact and i.allowed_by(options.implementations) for i in implementations)
 
 
-def _permitted(record: StepRecord, schedules: Sequence[Schedule], options: Options) -> bool:
-    """Whether schedules keep to what the options allow of recomputation and of implementations."""
+def _allowed(record: StepRecord, schedules: Sequence[Schedule], options: Options) -> bool:
+    """Whether the options allow what the schedules recompute and all implementations they use."""
     for graph, schedule in zip(record.graphs, schedules, strict=True):
         if not options.recompute and any(s.operator < graph.forward_count for s in schedule.backward):
             return False
@@ -190,107 +216,86 @@ def _permitted(record: StepRecord, schedules: Sequence[Schedule], options: Optio
     return True
 
 
-def infeasible(record: StepRecord, budget_bytes: int, base: Baseline) -> InfeasibleBudget:
-    """The error that names the smallest feasible budget, and what sets it."""
-    smallest = base.frugal.peak_bytes
-    return InfeasibleBudget(
-        f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}\n"
-        f"  floor: {base.frugal.peak_name}",
-        f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(base.plain.peak_bytes)})",
-        budget_bytes=budget_bytes,
-        smallest_bytes=smallest,
-        plain_bytes=base.plain.peak_bytes,
-        operator=base.frugal.peak_name,
-        schedules=base.frugal_schedules,
-    )
-
-
-def ledger(record: StepRecord, peak_bytes: int) -> dict[str, int]:
-    """What the peak consists of, adding up to it; what is not named is the graphs' own."""
-    rows = {name: nbytes for name, nbytes in record.ledger.items() if nbytes > 0}
-    rest = peak_bytes - sum(rows.values())
-    return {**rows, "activations and workspace": max(0, rest)}
-
-
 @dataclass(frozen=True)
-class _Found:
+class _Solved:
     schedules: tuple[Schedule, ...]
     bound_seconds: float
     status: str
 
 
-def _with_eagers_bits(
-    record: StepRecord, budget_bytes: int, options: Options, solved: Callable[[Options], _Found]
-) -> _Found:
-    """What is ``solved``; where implementations with other bits save no more than ``ROUNDING_SAVES``, without them."""
+def _exact_where_nearly_as_fast(
+    record: StepRecord, budget_bytes: int, options: Options, solved: Callable[[Options], _Solved]
+) -> _Solved:
+    """Solve twice, the second time with exact implementations only; the others have to save ``INEXACT_MUST_SAVE``."""
     kinds = KINDS if options.implementations is None else options.implementations
     half = replace(options, seconds=options.seconds / 2)
     exact = replace(half, implementations=(*kinds, EXACT), on_progress=None)
     found = solved(half)
-    if _permitted(record, found.schedules, exact):
+    if _allowed(record, found.schedules, exact):
         return found
     other = solved(exact)
     timeline, seconds = replay(record, other.schedules), replay(record, found.schedules).seconds
-    if timeline.peak_bytes > budget_bytes or not _permitted(record, other.schedules, exact):
+    if timeline.peak_bytes > budget_bytes or not _allowed(record, other.schedules, exact):
         return found
-    if timeline.seconds > seconds * (1 + ROUNDING_SAVES):
+    if timeline.seconds > seconds * (1 + INEXACT_MUST_SAVE):
         return found
     proven = timeline.seconds <= found.bound_seconds * (1 + options.gap)
     return replace(found, schedules=other.schedules, status=found.status if proven else "feasible")
 
 
-def _solve(
+def _solve_rounds(
     record: StepRecord,
     budget_bytes: int,
     algorithm: str,
     options: Options,
     base: Baseline,
     starts: Sequence[Sequence[Schedule]],
-) -> _Found:
+) -> _Solved:
+    """Solve the rounds in which the plain step exceeds the budget, one after the other."""
     solver = solve.solver(algorithm)
     known: list[Sequence[Schedule]] | None = None
     if algorithm == "hierarchical":
-        known = [s for s in (base.frugal_schedules, *starts) if _permitted(base.searched, s, options)]
-    schedules, fast = plain_in_place(record, options), base.fast_schedules
-    # seconds that the graphs of a round cost more, at least: less where other implementations are faster
+        known = [s for s in (base.frugal_schedules, *starts) if _allowed(base.searched, s, options)]
+    schedules = plain_in_place(record, options)
+    # by the graphs of a round: by how much more seconds they cost at least (negative: other implementations are faster)
     added: dict[tuple[int, ...], float] = {}
     status = "optimal"
     pairs = zip(record.rounds, base.rounds, strict=True)
     tight = [(b, joined) for b, joined in pairs if _peak_in(record, schedules, b) > budget_bytes]
-    # the round that needs most first: the schedules it is given then hold in most others too
+    # the round that needs most comes first: its schedules then fit most of the others too
     tight.sort(key=lambda pair: -_peak_in(record, base.frugal_schedules, pair[0]))
     for bounds, joined in tight:
         if _peak_in(record, schedules, bounds) <= budget_bytes:
             continue
         share = replace(options, seconds=options.seconds / len(tight), on_progress=None)
-        if isinstance(joined, ApartRound):
-            apart = joined.solve(schedules, budget_bytes, solver, share)
-            schedules = tuple(apart.get(k, s) for k, s in enumerate(schedules))
-            status = "feasible" if apart else "unknown"
+        if isinstance(joined, SeparateRound):
+            found = joined.solve(schedules, budget_bytes, solver, share)
+            schedules = tuple(found.get(k, s) for k, s in enumerate(schedules))
+            status = "feasible" if found else "unknown"
             continue
         timeline = replay(record, schedules)
-        graphs, calls = _members(record, bounds)
-        plain = sum(simulate(record.graphs[k], record.costs[k], fast[k]).seconds for k in graphs)
-        now = sum(simulate(record.graphs[k], record.costs[k], schedules[k]).seconds for k in graphs)
-        share = replace(share, on_progress=_of_the_step(options.on_progress, timeline.seconds - calls * now, calls))
+        graphs, calls = _graphs_and_calls(record, bounds)
+        plain_seconds = _seconds_of(record, graphs, base.fast_schedules)
+        rest_seconds = timeline.seconds - calls * _seconds_of(record, graphs, schedules)
+        share = replace(share, on_progress=_of_the_step(options.on_progress, rest_seconds, calls))
         warm = {} if known is None else {"known": [joined.join(s) for s in known]}
         free_bytes = budget_bytes - timeline.start_bytes[bounds[0]]
         solution = solver(joined.graph, joined.costs, free_bytes, share, **warm)
         if solution.schedule is None:
             status = "unknown"
             continue
-        parts = joined.split(solution.schedule)
-        schedules = tuple(parts.get(k, s) for k, s in enumerate(schedules))
-        more = calls * (solution.bound_seconds - plain)
+        found = joined.split(solution.schedule)
+        schedules = tuple(found.get(k, s) for k, s in enumerate(schedules))
+        more = calls * (solution.bound_seconds - plain_seconds)
         added[graphs] = max(added.get(graphs, more), more)
         status = solution.status if status == "optimal" else status
     if replay(record, schedules).peak_bytes > budget_bytes:
         schedules, status = base.frugal_schedules, "feasible"
-    return _Found(schedules, base.plain.seconds + _disjoint_sum(added), status)
+    return _Solved(schedules, base.plain.seconds + _disjoint_sum(added), status)
 
 
 def _disjoint_sum(added: dict[tuple[int, ...], float]) -> float:
-    """The largest values whose keys have no graph in common, added up: what rounds share they cost only once."""
+    """The largest values whose keys share no graph, added up: rounds that share a graph pay for it only once."""
     total, counted = 0.0, set[int]()
     for graphs, seconds in sorted(added.items(), key=lambda item: (-item[1], item[0])):
         if counted.isdisjoint(graphs):
@@ -299,18 +304,23 @@ def _disjoint_sum(added: dict[tuple[int, ...], float]) -> float:
     return total
 
 
-def _members(record: StepRecord, bounds: tuple[int, int]) -> tuple[tuple[int, ...], int]:
+def _graphs_and_calls(record: StepRecord, bounds: tuple[int, int]) -> tuple[tuple[int, ...], int]:
     """The graphs of a round, and how often a step calls each of them (1 where that differs)."""
     graphs = tuple(sorted({e.graph for e in record.events[slice(*bounds)] if e.kind != OUTSIDE}))
     calls = {sum(e.kind == FORWARD and e.graph == k for e in record.events) for k in graphs}
     return graphs, calls.pop() if len(calls) == 1 else 1
 
 
-def _of_the_step(tell: Progress | None, rest_seconds: float, calls: int) -> Progress | None:
-    """``tell`` for a solver of one round: the step has ``calls`` such rounds and ``rest_seconds`` of others."""
-    if tell is None:
+def _seconds_of(record: StepRecord, graphs: Sequence[int], schedules: Sequence[Schedule]) -> float:
+    """The seconds of one call of each of ``graphs``."""
+    return sum(simulate(record.graphs[k], record.costs[k], schedules[k]).seconds for k in graphs)
+
+
+def _of_the_step(report: Progress | None, rest_seconds: float, calls: int) -> Progress | None:
+    """``report`` for the solver of one round: the step has ``calls`` such rounds and ``rest_seconds`` of others."""
+    if report is None:
         return None
-    return lambda seconds, best, bound: tell(seconds, rest_seconds + calls * best, rest_seconds + calls * bound)
+    return lambda seconds, best, bound: report(seconds, rest_seconds + calls * best, rest_seconds + calls * bound)
 
 
 def _peak_in(record: StepRecord, schedules: Sequence[Schedule], bounds: tuple[int, int]) -> int:
@@ -321,20 +331,12 @@ def _peak_in(record: StepRecord, schedules: Sequence[Schedule], bounds: tuple[in
     return replay(own, schedules).peak_bytes
 
 
-def carry_over(plan_schedule: Schedule, graph: Graph, costs: Costs, budget_bytes: int) -> Schedule | None:
-    """The same steps for the same model at other shapes, if ``simulate`` accepts them there and they fit.
+def carry_over(plan: GraphPlan, graph: Graph, costs: Costs, budget_bytes: int) -> Schedule | None:
+    """The schedule of ``plan`` for the same model at other shapes; None where it is not valid there or does not fit.
 
-    Steps that the other shapes or the weights do not allow there are dropped to the default.
+    Implementations are resolved by name, see ``GraphPlan.schedule_for``.
     """
-
-    def fitted(step: Step) -> Step:
-        known = graph.operators[step.operator].implementations
-        allowed = step.implementation < len(known) and known[step.implementation].usable
-        return step if allowed else Step(step.operator)
-
-    schedule = Schedule(
-        tuple(fitted(s) for s in plan_schedule.forward), tuple(fitted(s) for s in plan_schedule.backward)
-    )
+    schedule = plan.schedule_for(graph)
     try:
         peak = simulate(graph, costs, schedule).peak_bytes
     except ScheduleError:

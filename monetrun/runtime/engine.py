@@ -23,7 +23,7 @@ from monetrun.core.graph import BACKWARD, FORWARD, Graph, without
 from monetrun.core.options import Options, parse_kinds
 from monetrun.core.plan import Plan, Schedule, Solution
 from monetrun.core.simulate import simulate
-from monetrun.core.step import StepRecord, call, replay
+from monetrun.core.step import StepRecord, call_footprint, replay
 from monetrun.machine.device import default_kind, query, smallest
 from monetrun.machine.store import Store
 from monetrun.ops import kernels
@@ -264,7 +264,7 @@ class Engine:
                 "the plan is of another model, or the model has changed: monetrun plan writes a new one",
             )
         for candidate in alike:
-            carried = planner.carry_over(candidate.schedule, graph, costs, available)
+            carried = planner.carry_over(candidate, graph, costs, available)
             if carried is not None:
                 return carried
         solution: Solution = greedy.solve(graph, costs, available, self.options(min(2.0, self.settings.solver_seconds)))
@@ -374,7 +374,7 @@ class Engine:
 def _outside_of(record: StepRecord, schedules: list[Schedule], k: int) -> int:
     """How much more lies under graph ``k``'s backward than under its forward, at most."""
     starts = list(zip(record.events, replay(record, schedules).start_bytes, strict=True))
-    saved = call(record.graphs[k], record.costs[k], schedules[k]).saved_bytes
+    saved = call_footprint(record.graphs[k], record.costs[k], schedules[k]).saved_bytes
     forward = [start for event, start in starts if event.graph == k and event.kind == FORWARD]
     backward = [start - saved for event, start in starts if event.graph == k and event.kind == BACKWARD]
     return max(0, max(backward, default=0) - min(forward, default=0))

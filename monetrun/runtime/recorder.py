@@ -16,7 +16,7 @@ from monetrun.capture.lifetimes import Lifetimes
 from monetrun.capture.meter import Meter
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, without
 from monetrun.core.plan import Schedule
-from monetrun.core.step import OUTSIDE, Event, StepRecord, call
+from monetrun.core.step import OUTSIDE, Event, StepRecord, call_footprint
 from monetrun.machine.store import Store, key
 from monetrun.solve import greedy
 
@@ -183,7 +183,7 @@ class Recorder:
             joint, schedule = self.joints[stretch.graph], self.schedules[stretch.graph]
             released = self.lifetimes.released(i)
             events.append(Event(stretch.kind, stretch.graph, released=released))
-            known = call(joint.graph, costs[stretch.graph], schedule, released)
+            known = call_footprint(joint.graph, costs[stretch.graph], schedule, released)
             now += known.saved_bytes if stretch.kind == FORWARD else known.backward_delta_bytes
             _log.debug("%s %d: simulated %d, measured %d", stretch.kind, stretch.graph, now, stretch.end_bytes)
         end = self.stretches[-1].end_bytes if self.stretches else 0

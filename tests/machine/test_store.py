@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from monetrun.core import codec
 from monetrun.core.errors import UsageError
-from monetrun.core.plan import GraphPlan, Plan, Schedule, Step
+from monetrun.core.plan import GraphPlan, NamedImplementation, Plan, Schedule, Step
 from monetrun.machine.store import Store, default_root, key
 from support.paths import ROOT as REPOSITORY
 
@@ -33,11 +33,23 @@ class Measured:
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 steps = st.lists(st.builds(Step, st.integers(0, 5000), st.integers(0, 3)), max_size=20).map(tuple)
+numbers = st.integers(0, 5000)
+named = st.lists(
+    st.builds(
+        NamedImplementation,
+        numbers,
+        numbers,
+        st.text(),
+        st.lists(numbers, max_size=3).map(tuple),
+        st.none() | numbers,
+    ),
+    max_size=3,
+).map(tuple)
 plans = st.builds(
     Plan,
-    graphs=st.lists(st.builds(GraphPlan, st.text(), st.text(), st.builds(Schedule, steps, steps)), max_size=3).map(
-        tuple
-    ),
+    graphs=st.lists(
+        st.builds(GraphPlan, st.text(), st.text(), st.builds(Schedule, steps, steps), named), max_size=3
+    ).map(tuple),
     budget_bytes=st.integers(0, 1 << 60),
     plain_peak_bytes=st.integers(0, 1 << 60),
     planned_peak_bytes=st.integers(0, 1 << 60),
@@ -50,7 +62,14 @@ plans = st.builds(
     ledger=st.dictionaries(st.text(), st.integers()),
 )
 PLAN = Plan(
-    graphs=(GraphPlan("f", "s", Schedule((Step(0), Step(1, 2)), (Step(0), Step(3)))),),
+    graphs=(
+        GraphPlan(
+            "f",
+            "s",
+            Schedule((Step(0), Step(1, 2)), (Step(0), Step(3))),
+            (NamedImplementation(1, 2, "output", (1, 3), None),),
+        ),
+    ),
     budget_bytes=10 << 30,
     plain_peak_bytes=20 << 30,
     planned_peak_bytes=9 << 30,

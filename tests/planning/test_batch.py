@@ -7,11 +7,12 @@ import pytest
 
 from monetrun.commands.batch import read_limits, with_batch
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScriptFailed, UsageError
-from monetrun.core.graph import check
+from monetrun.core.graph import Implementation, check
 from monetrun.core.options import Options
-from monetrun.core.step import Event
+from monetrun.core.plan import StepSchedules
+from monetrun.core.step import Event, replay
 from monetrun.planning import planner
-from monetrun.planning.batch import Limits, Verified, find
+from monetrun.planning.batch import BatchRequest, Verified, _replayed, find
 from monetrun.planning.rescale import check_alike, rescaled
 from support.step_records import chain_record
 
@@ -39,7 +40,7 @@ class Script:
 
 
 def limits(budget, overhead=0.3, **more):
-    return Limits(budget, overhead, algorithm="greedy", options=OPTIONS, **more)
+    return BatchRequest(budget, overhead, algorithm="greedy", options=OPTIONS, **more)
 
 
 def search(wanted, step=chain):
@@ -109,6 +110,34 @@ def test_an_implementation_of_one_batch_only_is_left_out():
     assert [i.name for i in record.graphs[0].operators[1].implementations] == ["default"]
     assert len(record.graphs[0].operators[3].implementations) == 2
     check(record.graphs[0], record.costs[0])
+
+
+def with_more_implementations(record):
+    """The record with another implementation before the last one of each ReLU."""
+    (graph,), (costs,) = record.graphs, record.costs
+
+    def more(op):
+        if len(op.implementations) == 1:
+            return op
+        default, in_place = op.implementations
+        return replace(op, implementations=(default, Implementation("fused:test", op.inputs), in_place))
+
+    graph = replace(graph, operators=tuple(more(op) for op in graph.operators))
+    rows = [
+        tuple(row if len(row) == 1 else (row[0], row[0], row[1]) for row in table)
+        for table in (costs.seconds, costs.workspace_bytes)
+    ]
+    return replace(record, graphs=(graph,), costs=(replace(costs, seconds=rows[0], workspace_bytes=rows[1]),))
+
+
+def test_schedules_found_at_one_batch_mean_the_same_at_a_batch_that_offers_fewer_implementations():
+    samples = {4: with_more_implementations(chain(4)), 8: with_more_implementations(chain(8))}
+    fewer = {16: chain(16), 32: chain(32)}
+    more, less = rescaled(samples, 12), rescaled(fewer, 24)
+    kept = StepSchedules.of(more.graphs, planner.plain_in_place(more))
+    assert {s.implementation for s in kept.graphs[0].schedule.forward} == {0, 2}
+    assert kept.schedules_for(less.graphs) == planner.plain_in_place(less)
+    assert _replayed(less, kept) == replay(less, planner.plain_in_place(less))
 
 
 def test_trials_of_other_structure_or_of_the_same_step_are_refused():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from monetrun.core.errors import NoPlanInTime, UsageError
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor, dominated, without
 from monetrun.core.options import Options, parse_kinds
-from monetrun.core.plan import Step, plain_schedule
+from monetrun.core.plan import GraphPlan, Schedule, Step, plain_schedule
 from monetrun.core.simulate import simulate
 from monetrun.planning import planner
 from support.exhaustive import cheapest_seconds
@@ -126,8 +126,19 @@ def test_the_planner_searches_without_what_is_dominated():
     assert [i.usable for op in joined.graph.operators for i in op.implementations if i.name == "layout"] == [False]
 
 
-def test_how_many_implementations_read_the_same_is_no_part_of_the_structure():
+def test_which_implementations_there_are_is_no_part_of_the_structure():
     few, many = (one_operator([(Implementation("conv:a", (0, 1)), 1.0, 1)] * n)[0] for n in (1, 3))
     other = one_operator([(Implementation("conv:a", (0,)), 1.0, 1)])[0]
-    assert few.structural_fingerprint == many.structural_fingerprint != other.structural_fingerprint
-    assert few.fingerprint != many.fingerprint
+    assert few.structural_fingerprint == many.structural_fingerprint == other.structural_fingerprint
+    assert len({g.fingerprint for g in (few, many, other)}) == 3
+
+
+def test_a_plan_is_carried_over_to_a_graph_that_offers_fewer_implementations():
+    rows = [(Implementation("conv:a", (0, 1)), 1.0, 8), (Implementation("conv:b", (0, 1)), 0.5, 9)]
+    (many, _), (fewer, costs) = one_operator(rows), one_operator(rows[1:])
+    (plan_a, plan_b) = (GraphPlan.of(many, Schedule((Step(0),), (Step(1, k),))) for k in (1, 2))
+    # the second of two is the only one left: its index means the default there, or the other one
+    assert planner.carry_over(plan_b, fewer, costs, 100) == Schedule((Step(0),), (Step(1, 1),))
+    assert planner.carry_over(plan_a, fewer, costs, 100) == Schedule((Step(0),), (Step(1, 0),))
+    peak_bytes = simulate(fewer, costs, Schedule((Step(0),), (Step(1, 1),))).peak_bytes
+    assert planner.carry_over(plan_b, fewer, costs, peak_bytes - 1) is None

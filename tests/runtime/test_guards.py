@@ -201,9 +201,9 @@ def test_a_graph_whose_implementations_are_not_usable_keeps_its_fingerprints_and
     assert codec.loads(type(less), codec.dumps(less)) == less
     frugal = greedy.most_frugal(less, costs)
     assert not guarded & {(s.operator, s.implementation) for s in frugal.backward}
-    (schedule,) = (g.schedule for g in engine.plan.graphs)
-    assert planner.carry_over(schedule, graph, costs, 1 << 40) == schedule
-    carried = planner.carry_over(schedule, less, costs, 1 << 40)
+    (plan,) = engine.plan.graphs
+    assert planner.carry_over(plan, graph, costs, 1 << 40) == plan.schedule
+    carried = planner.carry_over(plan, less, costs, 1 << 40)
     assert carried is None or not guarded & {(s.operator, s.implementation) for s in carried.backward}
 
 
@@ -236,7 +236,7 @@ class Halves(nn.Module):
 
 
 def test_a_guard_that_fails_is_noticed_before_any_graph_of_the_call_has_run(monkeypatch):
-    monkeypatch.setattr(planner, "ROUNDING_SAVES", 0.01)
+    monkeypatch.setattr(planner, "INEXACT_MUST_SAVE", 0.01)
 
     def halves():
         torch.manual_seed(0)

@@ -145,9 +145,7 @@ def test_on_progress_is_told_the_best_and_the_bound_and_is_no_part_of_what_is_as
 @given(st.data())
 def test_a_plan_is_the_same_after_json(data):
     graph, _ = data.draw(joint_graphs())
-    parts = tuple(
-        GraphPlan(graph.fingerprint, graph.structural_fingerprint, data.draw(schedules(graph))) for _ in range(2)
-    )
+    parts = tuple(GraphPlan.of(graph, data.draw(schedules(graph))) for _ in range(2))
     numbers = st.floats(0, 10)
     plan = Plan(parts, 5, 9, 4, data.draw(numbers), data.draw(numbers), "feasible", "ilp", "cpu", "2", {"weights": 1})
     assert codec.loads(Plan, codec.dumps(plan)) == plan

@@ -9,7 +9,7 @@ WEIGHT_BYTES = 500
 
 
 def graph_record(graph: Graph, costs: Costs) -> StepRecord:
-    """A step of nothing but one graph."""
+    """A step of one graph and nothing else."""
     events = (Event(FORWARD, 0), Event(BACKWARD, 0))
     return StepRecord((graph,), (costs,), events, 0, {}, "cpu", "2.15.0")
 
@@ -19,8 +19,8 @@ def chain_record(
 ) -> StepRecord:
     """A step of layers ``block<i>.linear`` and ``block<i>.relu``.
 
-    Layer ``i`` has ``widths[i]`` bytes per sample and a weight of ``WEIGHT_BYTES``; a ReLU may run in place, and a
-    linear needs 2 bytes per sample and 7 more beside its output. A linear costs 1 + batch seconds, or ``seconds[i]``.
+    Layer ``i`` has ``widths[i]`` bytes per sample and a weight of ``WEIGHT_BYTES``. A ReLU may run in place. A linear
+    has a workspace of 2 bytes per sample and 7 more, and costs 1 + batch seconds, or ``seconds[i]``.
     """
     tensors: list[Tensor] = []
     operators: list[Operator] = []
@@ -32,13 +32,13 @@ def chain_record(
         return len(tensors) - 1
 
     def operator(name: str, phase: str, inputs: tuple[int, ...], outputs: tuple[int, ...], cost: float) -> None:
-        ways = [Implementation("default", inputs)]
+        implementations = [Implementation("default", inputs)]
         if name.endswith("relu"):
-            ways.append(Implementation("in-place", inputs, in_place_of=inputs[0]))
+            implementations.append(Implementation("in-place", inputs, in_place_of=inputs[0]))
         target = "aten." + name.rpartition(".")[2]
-        operators.append(Operator(len(operators), name, target, phase, outputs, tuple(ways)))
-        rows.append((cost,) * len(ways))
-        workspaces.append((0 if name.endswith("relu") else 2 * batch + 7,) * len(ways))
+        operators.append(Operator(len(operators), name, target, phase, outputs, tuple(implementations)))
+        rows.append((cost,) * len(implementations))
+        workspaces.append((0 if name.endswith("relu") else 2 * batch + 7,) * len(implementations))
 
     costs = seconds or (1.0 + batch,) * len(widths)
     x = tensor(8 * batch, external=True, name="x")
@@ -86,3 +86,31 @@ def chain_record(
         device="cpu",
         torch_version="2.15.0",
     )
+
+
+def output_of(graph: Graph) -> int:
+    """The forward's output: the one tensor that a forward operator writes and that is kept."""
+    (t,) = (t for op in graph.operators[: graph.forward_count] for t in op.outputs if graph.tensors[t].kept)
+    return t
+
+
+def tangent_of(graph: Graph) -> int:
+    """The gradient of the output, which the backward is given."""
+    return next(t.id for t in graph.tensors if t.name == "tangent")
+
+
+def chained_graphs_record(batch: int = 100) -> StepRecord:
+    """A step of two graphs: graph 0's output is only graph 1's input, and its own backward is its last reader."""
+    one, two = (chain_record(batch, widths) for widths in ((40, 60), (30, 50, 20)))
+    graphs = one.graphs + two.graphs
+    events = (
+        Event(FORWARD, 0),
+        Event(OUTSIDE, -1, 8, 8),
+        Event(FORWARD, 1),
+        Event(OUTSIDE, -1, 20 * batch, 20 * batch, "loss"),
+        Event(BACKWARD, 1, released=(tangent_of(graphs[1]), output_of(graphs[1]))),
+        Event(OUTSIDE, -1, 60 * batch, 60 * batch, "what lies between"),
+        Event(BACKWARD, 0, released=(tangent_of(graphs[0]), output_of(graphs[0]))),
+        Event(OUTSIDE, -1, -8, 0),
+    )
+    return StepRecord(graphs, one.costs + two.costs, events, 1000, {}, "cpu", "2.15.0")

@@ -1,4 +1,4 @@
-"""Rounds that do not join: a graph that is called several times before its backward."""
+"""Rounds whose graphs cannot be joined: a graph is called several times before its backward."""
 
 import dataclasses
 import itertools
@@ -11,10 +11,11 @@ from monetrun.core.errors import InfeasibleBudget, ScheduleError
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
+from monetrun.core.round_graph import join_round
 from monetrun.core.simulate import simulate
-from monetrun.core.step import call, replay, round_graph
+from monetrun.core.step import call_footprint, replay
 from monetrun.planning import planner
-from monetrun.planning.apart import Limited, Limits
+from monetrun.planning.separate_graphs import GraphLimits, LimitedGraph
 from monetrun.solve.cut import dropping
 from support.random_graphs import joint_graphs, schedules
 from support.step_records import chain_record
@@ -47,28 +48,28 @@ def test_a_schedule_is_within_the_budget_of_the_limited_graph_when_it_is_within_
     external = [t.id for t in graph.tensors if t.external]
     released = data.draw(st.sets(st.sampled_from(external)) if external else st.just(set()))
     try:
-        of = call(graph, costs, schedule, tuple(released))
+        of = call_footprint(graph, costs, schedule, tuple(released))
     except ScheduleError:
         reject()
     backward_bytes = of.saved_bytes + max(0, of.backward_peak_bytes)
     near = st.integers(-2, 40)
-    limits = Limits(
+    limits = GraphLimits(
         max(0, of.saved_bytes + data.draw(near)),
         max(0, of.forward_peak_bytes + data.draw(near)),
         max(0, backward_bytes + data.draw(near)),
     )
-    limited = Limited.of(graph, costs, limits, released)
-    inner = limited.inner(schedule)
+    limited = LimitedGraph.of(graph, costs, limits, released)
+    inner = limited.from_original(schedule)
     fits = simulate(limited.graph, limited.costs, inner).peak_bytes <= limited.budget_bytes
     within = of.forward_peak_bytes <= limits.forward_bytes and backward_bytes <= limits.backward_bytes
     assert fits == (within and of.saved_bytes <= limits.saved_bytes)
-    assert limited.outer(inner) == schedule
+    assert limited.to_original(inner) == schedule
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
 def test_a_plan_is_no_dearer_than_what_any_choice_of_saved_tensors_gives(share):
     record = looped()
-    assert round_graph(record, record.rounds[0]) is None
+    assert join_round(record, record.rounds[0]) is None
     points = list(of_every_subset(record))
     least, most = min(p for p, _ in points), max(p for p, _ in points)
     budget_bytes = int(least + share * (most - least))

@@ -1,0 +1,230 @@
+"""The graphs of one round of a training step, joined into a single graph for the solvers.
+
+A round goes from where nothing is saved for a backward pass to where nothing is saved again. Its joined graph has all
+forward calls, then all backward calls. What the script does between the calls becomes operators that cost nothing and
+must run once; the tensors they write stand for the bytes that the script holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor
+from monetrun.core.plan import Schedule, Step
+from monetrun.core.step import OUTSIDE, Event, StepRecord
+
+
+@dataclass(frozen=True)
+class RoundGraph:
+    """The graphs of one round as a single graph.
+
+    Attributes:
+        graph: all forward calls, then all backward calls, with what lies between.
+        costs: of ``graph``.
+        members: for each operator of ``graph`` (index of the graph it comes from, its id there), or None.
+    """
+
+    graph: Graph
+    costs: Costs
+    members: tuple[tuple[int, int] | None, ...]
+
+    def split(self, schedule: Schedule) -> dict[int, Schedule]:
+        """The schedules of the single graphs, by graph index."""
+        forward: dict[int, list[Step]] = {}
+        backward: dict[int, list[Step]] = {}
+        for steps, into in ((schedule.forward, forward), (schedule.backward, backward)):
+            for step in steps:
+                member = self.members[step.operator]
+                if member is not None:
+                    into.setdefault(member[0], []).append(Step(member[1], step.implementation))
+        return {k: Schedule(tuple(forward.get(k, ())), tuple(backward.get(k, ()))) for k in {*forward, *backward}}
+
+    def join(self, schedules: Sequence[Schedule]) -> Schedule:
+        """The schedule of the joined graph that runs ``schedules`` one after the other."""
+        joined_id = {member: i for i, member in enumerate(self.members) if member is not None}
+        passes = []
+        for phase in (FORWARD, BACKWARD):
+            steps: list[Step] = []
+            done: set[int] = set()
+            for op in self.graph.operators:
+                member = self.members[op.id]
+                if op.phase != phase:
+                    continue
+                if member is None:
+                    steps.append(Step(op.id))
+                elif member[0] not in done:
+                    done.add(member[0])
+                    own = getattr(schedules[member[0]], phase)
+                    steps += [Step(joined_id[member[0], s.operator], s.implementation) for s in own]
+            if phase == BACKWARD:
+                steps = without_forbidden_reruns(self.graph, steps)
+            passes.append(tuple(steps))
+        return Schedule(*passes)
+
+
+def join_round(record: StepRecord, bounds: tuple[int, int]) -> RoundGraph | None:
+    """Join the graphs of the round ``record.events[bounds[0]:bounds[1]]``.
+
+    Returns None where that is impossible: a graph is called twice in the round, or a forward follows a backward.
+    """
+    events = record.events[slice(*bounds)]
+    calls = [(e.kind, e.graph) for e in events if e.kind != OUTSIDE]
+    if len(set(calls)) != len(calls) or [k for k, _ in calls] != sorted((k for k, _ in calls), reverse=True):
+        return None
+    return _RoundBuilder(record).build(events)
+
+
+def outside_operator(
+    operator: int, name: str, phase: str, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> Operator:
+    """An operator for what happens outside of a captured graph: it must run once."""
+    implementations = (Implementation("default", inputs),)
+    return Operator(operator, name, OUTSIDE, phase, outputs, implementations, replayable=False)
+
+
+def outputs_freed_in_backward(graph: Graph, released: Collection[int]) -> set[int]:
+    """The outputs among ``released`` that can be written as tensors freed after their last reader.
+
+    Such an output is held by another graph until the backward begins: it must not be freed before and written again.
+    So the operator that writes it must not run again, and none of its other outputs may have a reader.
+    """
+    read = {t for op in graph.operators for impl in op.implementations for t in impl.inputs}
+    outputs = {t for t in released if not graph.tensors[t].external}
+    return {t for t in outputs if not read.intersection(graph.operators[graph.writer[t]].outputs) - {t}}
+
+
+def without_forbidden_reruns(graph: Graph, backward: Sequence[Step]) -> list[Step]:
+    """``backward`` without further runs of forward operators that are not replayable: their outputs are still there."""
+    return [s for s in backward if s.operator >= graph.forward_count or graph.operators[s.operator].replayable]
+
+
+class _RoundBuilder:
+    """Builds a ``RoundGraph`` from a round's events, in order."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self.record = record
+        self.tensors: list[Tensor] = []
+        self.operators: list[Operator] = []
+        self.seconds: list[tuple[float, ...]] = []
+        self.workspace: list[tuple[int, ...]] = []
+        self.members: list[tuple[int, int] | None] = []
+        self.joined_tensor: dict[tuple[int, int], int] = {}  # (graph index, tensor id) -> tensor id in the joined graph
+        self.script_tensors: list[int] = []  # what the script holds, the latest last
+
+    def build(self, events: Sequence[Event]) -> RoundGraph:
+        phase = FORWARD
+        for event in events:
+            if event.kind == OUTSIDE:
+                self._add_script(event, phase)
+            else:
+                phase = event.kind
+                self._add_call(event)
+        for t in self.script_tensors:  # never freed within the round
+            self.tensors[t] = dataclasses.replace(self.tensors[t], kept=True)
+        graph = Graph(self.record.graphs[0].name, tuple(self.tensors), tuple(self.operators))
+        costs = Costs(self.record.costs[0].device, tuple(self.seconds), tuple(self.workspace))
+        return RoundGraph(graph, costs, tuple(self.members))
+
+    def _add_call(self, event: Event) -> None:
+        """Append the operators of a forward or backward call."""
+        graph, costs = self.record.graphs[event.graph], self.record.costs[event.graph]
+        self._release_script_tensors(event)
+        self._release_outputs(event)
+        if event.kind == FORWARD:
+            for tensor in graph.tensors:
+                self.joined_tensor[event.graph, tensor.id] = len(self.tensors)
+                self.tensors.append(dataclasses.replace(tensor, id=len(self.tensors)))
+        for op in graph.operators:
+            if op.phase == event.kind:
+                self.operators.append(self._renumbered(event.graph, op))
+                self.seconds.append(costs.seconds[op.id])
+                self.workspace.append(costs.workspace_bytes[op.id])
+                self.members.append((event.graph, op.id))
+
+    def _renumbered(self, k: int, op: Operator) -> Operator:
+        """``op`` of graph ``k`` with the ids of the joined graph."""
+        implementations = tuple(
+            dataclasses.replace(
+                i,
+                inputs=tuple(self.joined_tensor[k, t] for t in i.inputs),
+                in_place_of=None if i.in_place_of is None else self.joined_tensor[k, i.in_place_of],
+            )
+            for i in op.implementations
+        )
+        outputs = tuple(self.joined_tensor[k, t] for t in op.outputs)
+        return dataclasses.replace(op, id=len(self.operators), outputs=outputs, implementations=implementations)
+
+    def _release_script_tensors(self, event: Event) -> None:
+        """Make each released external tensor one that the script has written, so that its last reader frees it.
+
+        Not one that a forward operator reads too: that may run again after the last backward reader.
+        """
+        graph = self.record.graphs[event.graph]
+        for t in event.released:
+            if not graph.tensors[t].external:
+                continue
+            readers = {op.phase for op in graph.operators for i in op.implementations if t in i.inputs}
+            nbytes = graph.tensors[t].nbytes
+            found = next((h for h in reversed(self.script_tensors) if self.tensors[h].nbytes >= nbytes), None)
+            if readers == {BACKWARD} and found is not None:
+                self.script_tensors.remove(found)
+                self._shrink(found, nbytes)
+                self.joined_tensor[event.graph, t] = found
+
+    def _release_outputs(self, event: Event) -> None:
+        """Let the graph's released outputs be freed in this backward, and live until it begins whatever it reads."""
+        own = sorted(outputs_freed_in_backward(self.record.graphs[event.graph], event.released))
+        outputs = tuple(self.joined_tensor[event.graph, t] for t in own)
+        for i, op in enumerate(self.operators):
+            if not set(outputs).isdisjoint(op.outputs):
+                self.operators[i] = dataclasses.replace(op, replayable=False)
+        for t in outputs:
+            self.tensors[t] = dataclasses.replace(self.tensors[t], kept=False)
+        if outputs:
+            self._add_outside_operator(OUTSIDE, BACKWARD, outputs, (), 0)
+
+    def _add_script(self, event: Event, phase: str) -> None:
+        """Append the script's work between two calls: it allocates or frees ``delta_bytes``, ``peak_bytes`` at most."""
+        written: tuple[int, ...] = ()
+        if event.delta_bytes > 0:
+            written = (self._new_script_tensor(event.delta_bytes),)
+        freed = self._free(-event.delta_bytes) if event.delta_bytes < 0 else []
+        workspace = max(0, event.peak_bytes - max(0, event.delta_bytes))
+        self._add_outside_operator(event.name or OUTSIDE, phase, tuple(freed), written, workspace)
+        self.script_tensors += written
+
+    def _add_outside_operator(
+        self, name: str, phase: str, inputs: tuple[int, ...], outputs: tuple[int, ...], workspace_bytes: int
+    ) -> None:
+        self.operators.append(outside_operator(len(self.operators), name, phase, inputs, outputs))
+        self.seconds.append((0.0,))
+        self.workspace.append((workspace_bytes,))
+        self.members.append(None)
+
+    def _new_script_tensor(self, nbytes: int) -> int:
+        self.tensors.append(Tensor(len(self.tensors), nbytes, name=OUTSIDE))
+        return len(self.tensors) - 1
+
+    def _free(self, nbytes: int) -> list[int]:
+        """The latest script tensors that make up ``nbytes``, no longer held; fewer where the script holds less."""
+        freed = []
+        while nbytes > 0 and self.script_tensors:
+            t = self.script_tensors.pop()
+            size = self.tensors[t].nbytes
+            self._shrink(t, nbytes)
+            nbytes -= min(size, nbytes)
+            freed.append(t)
+        return freed
+
+    def _shrink(self, t: int, nbytes: int) -> None:
+        """Shrink script tensor ``t`` to at most ``nbytes``; the rest becomes a script tensor of its own."""
+        size = self.tensors[t].nbytes
+        if size <= nbytes:
+            return
+        rest = self._new_script_tensor(size - nbytes)
+        self.tensors[t] = Tensor(t, nbytes, name=OUTSIDE)
+        writer = next(op for op in self.operators if t in op.outputs)
+        self.operators[writer.id] = dataclasses.replace(writer, outputs=(*writer.outputs, rest))
+        self.script_tensors.append(rest)

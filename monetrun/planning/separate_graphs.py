@@ -1,0 +1,287 @@
+"""Rounds whose graphs cannot be joined into one: every graph is solved separately, within limits of its own.
+
+In such a round a graph is called several times before its backward (a discriminator that sees real and generated
+samples, a block that the script calls in a loop), or a forward follows a backward. All calls of a graph run under one
+schedule, and what one call saves adds to the peaks of the others. So each graph gets a limit on the bytes it saves,
+between the least that it can save and what the plain step saves. These limits determine the bytes at every call's
+start, and so how much its forward and its backward may allocate. All graphs' limits move together, by one share, and
+each graph is solved within its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Operator, Tensor
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, Solution, Step
+from monetrun.core.round_graph import outputs_freed_in_backward, outside_operator, without_forbidden_reruns
+from monetrun.core.simulate import simulate
+from monetrun.core.step import OUTSIDE, StepRecord, call_footprint, replay
+from monetrun.solve import greedy
+
+_SHARES = 16  # shares tried between the least and the most that can be saved
+_HALVINGS = 5  # of the distance between shares around the cheapest; of budgets in the search for the lowest peak
+_QUICK_SECONDS = 0.1  # for one graph under one share
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """The most a graph may have allocated: at its forward's end, during its forward, and during its backward."""
+
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True)
+class LimitedGraph:
+    """A graph with operators added so that fitting ``budget_bytes`` means keeping the original graph's limits.
+
+    Two operators are added, which must run once and cost nothing: one before the forward pass, and one at its end,
+    whose workspace leaves room for no more saved bytes than the limit. A tensor as large as the difference between
+    what the two passes may allocate is alive before the second operator or after it. External tensors that every
+    backward releases are internal here, written by the first operator; they, and released outputs, are freed after
+    their last reader.
+    """
+
+    graph: Graph
+    costs: Costs
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, graph: Graph, costs: Costs, limits: GraphLimits, released: Collection[int] = ()) -> LimitedGraph:
+        """``graph`` within ``limits``, where every backward frees ``released`` (external tensors, outputs)."""
+        cut, size = graph.forward_count, len(graph.tensors)
+        forward_filler = max(0, limits.backward_bytes - limits.forward_bytes)
+        backward_filler = max(0, limits.forward_bytes - limits.backward_bytes)
+        external = tuple(sorted(t for t in released if graph.tensors[t].external))
+        outputs = outputs_freed_in_backward(graph, released)
+        freed = (*external, *sorted(outputs))
+        own = [replace(t, external=False, kept=False) if t.id in freed else t for t in graph.tensors]
+        tensors = (*own, Tensor(size, forward_filler), Tensor(size + 1, backward_filler, kept=True))
+
+        def moved(op: Operator, by: int) -> Operator:
+            implementations = (replace(i, usable=i.usable and i.in_place_of not in freed) for i in op.implementations)
+            replayable = op.replayable and outputs.isdisjoint(op.outputs)
+            return replace(op, id=op.id + by, implementations=tuple(implementations), replayable=replayable)
+
+        operators = (
+            outside_operator(0, "first", FORWARD, (), (size, *external)),
+            *(moved(op, 1) for op in graph.operators[:cut]),
+            outside_operator(cut + 1, "saved", FORWARD, (size, *freed), (size + 1,)),
+            *(moved(op, 2) for op in graph.operators[cut:]),
+        )
+        external_bytes = sum(graph.tensors[t].nbytes for t in external)
+        workspace_bytes = max(0, min(limits.forward_bytes, limits.backward_bytes) - limits.saved_bytes)
+        seconds, workspace = costs.seconds, costs.workspace_bytes
+        return cls(
+            Graph(graph.name, tensors, operators),
+            Costs(
+                costs.device,
+                ((0.0,), *seconds[:cut], (0.0,), *seconds[cut:]),
+                ((0,), *workspace[:cut], (workspace_bytes,), *workspace[cut:]),
+            ),
+            max(limits.forward_bytes, limits.backward_bytes, 0) + external_bytes,
+        )
+
+    def from_original(self, schedule: Schedule) -> Schedule:
+        """The schedule of this graph that does what ``schedule`` does in the original one."""
+        last = self.graph.forward_count - 1
+
+        def moved(steps: Sequence[Step]) -> tuple[Step, ...]:
+            return tuple(Step(s.operator + (1 if s.operator < last - 1 else 2), s.implementation) for s in steps)
+
+        backward = without_forbidden_reruns(self.graph, moved(schedule.backward))
+        return Schedule((Step(0), *moved(schedule.forward), Step(last)), tuple(backward))
+
+    def to_original(self, schedule: Schedule) -> Schedule:
+        """The schedule of the original graph that does what ``schedule`` does in this one."""
+        last = self.graph.forward_count - 1
+
+        def moved(steps: Sequence[Step]) -> tuple[Step, ...]:
+            own = [s for s in steps if s.operator not in (0, last)]
+            return tuple(Step(s.operator - (1 if s.operator < last else 2), s.implementation) for s in own)
+
+        return Schedule(moved(schedule.forward), moved(schedule.backward))
+
+
+class SeparateRound:
+    """The round ``record.events[bounds[0]:bounds[1]]``, whose graphs are solved separately.
+
+    Args:
+        record: of the step.
+        bounds: of the round.
+        plain: schedules of all graphs, which save as much as is of any use.
+    """
+
+    def __init__(self, record: StepRecord, bounds: tuple[int, int], plain: Sequence[Schedule]) -> None:
+        self._record = record
+        self._events = record.events[slice(*bounds)]
+        self._start_bytes = replay(record, plain).start_bytes[bounds[0]]
+        self._calls = Counter(e.graph for e in self._events if e.kind == FORWARD)
+        self._released = {
+            k: frozenset.intersection(*(frozenset(e.released) for e in calls))
+            for k in self._calls
+            if (calls := [e for e in self._events if e.kind == BACKWARD and e.graph == k])
+        }
+        self._kept_bytes = {k: sum(t.nbytes for t in record.graphs[k].tensors if t.kept) for k in self._calls}
+        self._most_saved_bytes = {k: self._saved_bytes(k, plain[k]) for k in self._calls}
+
+    @cached_property
+    def least_saving(self) -> dict[int, Schedule]:
+        """For each graph the schedule found that saves least between forward and backward."""
+        return {k: _least_saving(self._record.graphs[k], self._record.costs[k]) for k in self._calls}
+
+    @cached_property
+    def _least_saved_bytes(self) -> dict[int, int]:
+        return {k: self._saved_bytes(k, schedule) for k, schedule in self.least_saving.items()}
+
+    def lowest_peak(self, schedules: Sequence[Schedule], seconds: float) -> dict[int, Schedule]:
+        """Schedules of this round's graphs under which the step's peak is the lowest found.
+
+        Args:
+            schedules: of all graphs; those of other rounds' graphs stay.
+            seconds: that the search may take, about.
+        """
+        best: dict[int, Schedule] = {}
+        low, high = 0, self._peak_bytes(schedules, {})
+        if (peak_bytes := self._peak_bytes(schedules, self.least_saving)) < high:
+            best, high = self.least_saving, peak_bytes
+        for _ in range(_HALVINGS):
+            target_bytes = (low + high) // 2
+            limits = self._limits(target_bytes, self._least_saved_bytes)
+            found = self._solve_greedily(limits, Options(seconds=seconds / _HALVINGS))
+            if found is not None and (peak_bytes := self._peak_bytes(schedules, found)) < high:
+                best, high = found, peak_bytes
+            else:
+                low = target_bytes
+        return best
+
+    def solve(
+        self, schedules: Sequence[Schedule], budget_bytes: int, solver: Callable[..., Solution], options: Options
+    ) -> dict[int, Schedule]:
+        """Cheap schedules of this round's graphs within the budget; empty where none were found.
+
+        Args:
+            schedules: of all graphs; those of other rounds' graphs stay.
+            budget_bytes: of the whole step.
+            solver: for one graph.
+            options: two fifths of the seconds are for the choice of the limits.
+        """
+        found = self._cheapest_share(schedules, budget_bytes, options)
+        if not found:
+            return {}
+        # a graph that saves less than its share leaves the rest to all peaks
+        limits = self._limits(budget_bytes, {k: self._saved_bytes(k, schedule) for k, schedule in found.items()})
+        own = replace(options, seconds=0.6 * options.seconds / len(self._calls))
+        for k in self._calls:
+            limited = self._limited(k, limits[k])
+            schedule = solver(limited.graph, limited.costs, limited.budget_bytes, own).schedule
+            if schedule is None:
+                continue
+            improved = {**found, k: limited.to_original(schedule)}
+            if self._seconds(improved) < self._seconds(found) and (
+                self._peak_bytes(schedules, improved) <= budget_bytes
+            ):
+                found = improved
+        return found
+
+    def _cheapest_share(
+        self, schedules: Sequence[Schedule], budget_bytes: int, options: Options
+    ) -> dict[int, Schedule]:
+        """The greedy solver's cheapest schedules within the budget, over shares of what can be saved."""
+        tries = _SHARES + 2 * _HALVINGS
+        quick = replace(options, seconds=min(_QUICK_SECONDS * len(self._calls), 0.4 * options.seconds / tries))
+        found: dict[int, Schedule] = {}
+        best_share = 0.0
+
+        def try_shares(shares: Iterable[float]) -> None:
+            nonlocal found, best_share
+            for share in shares:
+                tried = self._solve_greedily(self._limits(budget_bytes, self._saved_at(share)), quick)
+                if tried is None or self._peak_bytes(schedules, tried) > budget_bytes:
+                    continue
+                if not found or self._seconds(tried) < self._seconds(found):
+                    found, best_share = tried, share
+
+        spacing = self._largest_share(budget_bytes) / (_SHARES - 1)
+        try_shares(i * spacing for i in range(_SHARES))
+        for i in range(_HALVINGS):
+            distance = 0.5 ** (i + 1) * spacing
+            try_shares([best_share + distance, best_share - distance])
+        return found
+
+    def _saved_bytes(self, k: int, schedule: Schedule) -> int:
+        return call_footprint(self._record.graphs[k], self._record.costs[k], schedule).saved_bytes
+
+    def _seconds(self, own: Mapping[int, Schedule]) -> float:
+        """Of this round's calls under ``own`` schedules."""
+        graphs, costs = self._record.graphs, self._record.costs
+        return sum(n * simulate(graphs[k], costs[k], own[k]).seconds for k, n in self._calls.items())
+
+    def _peak_bytes(self, schedules: Sequence[Schedule], own: Mapping[int, Schedule]) -> int:
+        """The step's peak under ``schedules``, with ``own`` in place of some of them."""
+        return replay(self._record, [own.get(k, s) for k, s in enumerate(schedules)]).peak_bytes
+
+    def _limited(self, k: int, limits: GraphLimits) -> LimitedGraph:
+        return LimitedGraph.of(self._record.graphs[k], self._record.costs[k], limits, self._released.get(k, ()))
+
+    def _saved_at(self, share: float) -> dict[int, int]:
+        """The bytes each graph may save: ``share`` of the way from the least to the most."""
+        least, most = self._least_saved_bytes, self._most_saved_bytes
+        return {k: least[k] + int(share * (most[k] - least[k])) for k in self._calls}
+
+    def _largest_share(self, budget_bytes: int) -> float:
+        """The share at which the saved bytes are about all that may be allocated."""
+        low, high = 0.0, 1.0
+        for _ in range(20):
+            share = (low + high) / 2
+            limits = self._limits(budget_bytes, self._saved_at(share)).values()
+            if all(of.saved_bytes <= min(of.forward_bytes, of.backward_bytes) for of in limits):
+                low = share
+            else:
+                high = share
+        return low
+
+    def _limits(self, budget_bytes: int, saved: Mapping[int, int]) -> dict[int, GraphLimits]:
+        """The limits that keep the step within the budget when every graph saves its part of ``saved``."""
+        highest = {(phase, k): 0 for phase in (FORWARD, BACKWARD) for k in self._calls}  # bytes beside the call's own
+        now = self._start_bytes
+        for event in self._events:
+            if event.kind == OUTSIDE:
+                now += event.delta_bytes
+                continue
+            k, key = event.graph, (event.kind, event.graph)
+            highest[key] = max(highest[key], now - (saved[k] if event.kind == BACKWARD else 0))
+            if event.kind == FORWARD:
+                now += saved[k]
+            else:
+                tensors = self._record.graphs[k].tensors
+                now += self._kept_bytes[k] - saved[k] - sum(tensors[t].nbytes for t in event.released)
+        return {
+            k: GraphLimits(saved[k], budget_bytes - highest[FORWARD, k], budget_bytes - highest[BACKWARD, k])
+            for k in self._calls
+        }
+
+    def _solve_greedily(self, limits: Mapping[int, GraphLimits], options: Options) -> dict[int, Schedule] | None:
+        """Schedules within the limits; None where the greedy solver finds none for some graph."""
+        own = replace(options, seconds=options.seconds / len(self._calls), on_progress=None)
+        found = {}
+        for k in self._calls:
+            limited = self._limited(k, limits[k])
+            schedule = greedy.solve(limited.graph, limited.costs, limited.budget_bytes, own).schedule
+            if schedule is None:
+                return None
+            found[k] = limited.to_original(schedule)
+        return found
+
+
+def _least_saving(graph: Graph, costs: Costs) -> Schedule:
+    """The schedule found that saves least."""
+    unlimited = sum(t.nbytes for t in graph.tensors) + max((max(row) for row in costs.workspace_bytes), default=0)
+    limited = LimitedGraph.of(graph, costs, GraphLimits(0, unlimited, unlimited))
+    return limited.to_original(greedy.most_frugal(limited.graph, limited.costs))

@@ -1,0 +1,52 @@
+"""Two graphs of which one gives the other its input, joined into one graph."""
+
+import pytest
+
+from monetrun.core.graph import BACKWARD
+from monetrun.core.plan import Schedule, Step, plain_schedule
+from monetrun.core.round_graph import join_round
+from monetrun.core.simulate import simulate
+from monetrun.core.step import replay
+from monetrun.solve.cut import dropping
+from support.step_records import chained_graphs_record, output_of
+
+
+def frugal(graph):
+    """The schedule that recomputes all but the output."""
+    inner = {t for op in graph.operators[: graph.forward_count] for t in op.outputs} - {output_of(graph)}
+    return dropping(graph, plain_schedule(graph), inner)
+
+
+@pytest.mark.parametrize("first", [plain_schedule, frugal])
+@pytest.mark.parametrize("second", [plain_schedule, frugal])
+def test_the_round_as_one_graph_allocates_what_the_step_does(first, second):
+    record = chained_graphs_record()
+    schedules = [first(record.graphs[0]), second(record.graphs[1])]
+    joined = join_round(record, record.rounds[0])
+    schedule = joined.join(schedules)
+    timeline, peak = simulate(joined.graph, joined.costs, schedule), replay(record, schedules)
+    assert timeline.peak_bytes == peak.peak_bytes - record.base_bytes
+    assert timeline.seconds == peak.seconds
+    assert joined.split(schedule) == dict(enumerate(schedules))
+
+
+def test_an_output_that_goes_is_there_until_the_other_graph_has_read_it_for_the_last_time():
+    record = chained_graphs_record()
+    joined = join_round(record, record.rounds[0])
+    last_of_two = max(i for i, member in enumerate(joined.members) if member and member[0] == 1)
+    first_of_one = min(
+        i for i, m in enumerate(joined.members) if m and m[0] == 0 and joined.graph.operators[i].phase == BACKWARD
+    )
+    relu = joined.members.index((0, record.graphs[0].writer[output_of(record.graphs[0])]))
+    (output,) = joined.graph.operators[relu].outputs
+    readers = [op.id for op in joined.graph.operators if output in op.inputs]
+    assert any(last_of_two < i < first_of_one and joined.members[i] is None for i in readers)
+
+
+def test_steps_of_a_schedule_are_renumbered():
+    record = chained_graphs_record()
+    joined = join_round(record, record.rounds[0])
+    schedules = [plain_schedule(g) for g in record.graphs]
+    assert joined.join(schedules) == plain_schedule(joined.graph)
+    own = joined.split(Schedule((Step(0),), ()))
+    assert own == {0: Schedule((Step(0),), ())}
