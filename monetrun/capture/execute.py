@@ -235,44 +235,38 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 class Stopwatch:
-    """Adds up the seconds of the stretches in which a backward runs forward operators again."""
+    """Adds up the seconds between its starts and stops.
 
-    def __init__(self) -> None:
+    Args:
+        synchronize: called before the clock is read; waits for the device.
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
         self.seconds = 0.0
+        self._synchronize = synchronize
         self._started = 0.0
-        self.synchronize: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """A stretch begins."""
-        self.synchronize()
+        """Start to count."""
+        self._synchronize()
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """It ends."""
-        self.synchronize()
+        """Stop, and add the seconds since ``start``."""
+        self._synchronize()
         self.seconds += time.perf_counter() - self._started
 
 
-stopwatch = Stopwatch()
-
-
-def _start_again() -> None:
-    stopwatch.start()
-
-
-def _stop_again() -> None:
-    stopwatch.stop()
-
-
-def timed(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a backward module that reports to ``stopwatch``; for a few steps, the rest run without it."""
+def timed(module: fx.GraphModule, stopwatch: Stopwatch) -> fx.GraphModule:
+    """A copy of a backward module in which ``stopwatch`` runs while forward operators run again."""
+    start, stop = stopwatch.start, stopwatch.stop
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     running = False
     for node in module.graph.nodes:
         again = bool(node.meta.get("monetrun_again", running and node.op == "call_function"))
         if node.op != "placeholder" and again != running:
-            graph.call_function(_start_again if again else _stop_again)
+            graph.call_function(start if again else stop)
             running = again
         copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, graph)

@@ -17,8 +17,8 @@ def autoload() -> None:
     import logging
 
     try:
-        from monetrun.runtime import worker
+        from monetrun.runtime import session
 
-        worker.start(os.environ)
+        session.start(os.environ)
     except Exception:
         logging.getLogger("monetrun").exception("monetrun could not start in this process; the script runs as it is")

@@ -10,8 +10,8 @@ from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.graph import without
 from monetrun.core.plan import Plan
 from monetrun.planning import planner
-from monetrun.runtime import worker
 from monetrun.runtime.engine import Engine
+from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from monetrun.solve import greedy
 from support import zoo
@@ -72,7 +72,7 @@ def planned(
     ``see`` is shown the engine before each step but the first.
     """
     settings = Settings(mode=RUN, budget=budget, recompute=recompute, solver_seconds=2.0, **options)
-    session = worker.Session(settings, plan)
+    session = Session(settings, plan)
     session.watch_process()
 
     def before_and_seen(step):
@@ -81,7 +81,7 @@ def planned(
             see(session.engine)
 
     try:
-        return train(model, steps, before_and_seen), session.engine, session.warned
+        return train(model, steps, before_and_seen), session.engine, session.reporter.warned
     finally:
         session.close()
         torch._dynamo.reset()

@@ -7,7 +7,7 @@ import torch
 
 from monetrun.capture import cpu_allocator
 from monetrun.core.errors import InfeasibleBudget
-from monetrun.runtime import worker
+from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from support import zoo
 
@@ -19,11 +19,11 @@ SHARES = {"vgg16": "0.98x", "zero_init": "0.92x"}
 
 def trained(case, budget, steps=4, **options):
     """Losses and state of ``case`` trained under ``budget``, and the engine that ran it."""
-    session = worker.Session(Settings(mode=RUN, budget=budget, solver_seconds=2.0, **options))
+    session = Session(Settings(mode=RUN, budget=budget, solver_seconds=2.0, **options))
     session.watch_process()
     try:
         losses, state = zoo.train(case, steps)
-        return losses, state, session.engine, session.warned
+        return losses, state, session.engine, session.reporter.warned
     finally:
         session.close()
         torch._dynamo.reset()

@@ -17,7 +17,8 @@ import monetrun
 from monetrun.capture import cpu_allocator
 from monetrun.core.errors import BudgetSyntaxError, CaptureFailed
 from monetrun.core.graph import BACKWARD
-from monetrun.runtime import worker
+from monetrun.runtime import session as process
+from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from support import zoo
 
@@ -25,7 +26,7 @@ from support import zoo
 @pytest.fixture
 def session():
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
-    opened = worker.Session(Settings(mode=RUN, budget="4GiB", solver_seconds=1.0))
+    opened = Session(Settings(mode=RUN, budget="4GiB", solver_seconds=1.0))
     opened.watch_process()
     yield opened
     opened.close()
@@ -157,10 +158,10 @@ def test_apply_plans_a_model_whose_optimizer_exists():
     try:
         assert monetrun.apply(model, "0.9x", solver_seconds=1.0) is model
         losses = [step(model, optimizer, 64) for _ in range(3)]
-        plan = worker._session.engine.plan
+        plan = process._session.engine.plan
         assert plan.planned_peak_bytes <= plan.budget_bytes
     finally:
-        worker._session.close()
+        process._session.close()
     torch.manual_seed(0)
     model = small()
     optimizer = zoo.sgd(model)
@@ -170,11 +171,11 @@ def test_apply_plans_a_model_whose_optimizer_exists():
 def test_more_lengths_than_dynamo_recompiles_by_default_keep_the_budget_and_the_losses():
     steps = 12  # Dynamo's limit is 8
     plain, state = zoo.train("lengths", steps)
-    opened = worker.Session(Settings(mode=RUN, budget="0.6x", solver_seconds=1.0, implementations="exact"))
+    opened = Session(Settings(mode=RUN, budget="0.6x", solver_seconds=1.0, implementations="exact"))
     opened.watch_process()
     try:
         losses, planned = zoo.train("lengths", steps)
-        engine, warned = opened.engine, opened.warned
+        engine, warned = opened.engine, opened.reporter.warned
         assert len(engine.schedules) == steps  # a graph for each: none fell back to the plain forward
     finally:
         opened.close()
