@@ -168,6 +168,29 @@ def test_apply_plans_a_model_whose_optimizer_exists():
     assert losses == [step(model, optimizer, 64) for _ in range(3)]
 
 
+def test_a_second_session_does_not_see_the_firsts_figures():
+    assert cpu_allocator.install()
+    for _ in range(2):
+        model = small()
+        optimizer = zoo.sgd(model)
+        try:
+            monetrun.apply(model, "0.8x", solver_seconds=1.0)
+            step(model, optimizer)
+            engine = process._session.engine
+            begun = engine.findings()
+            for _ in range(4):
+                step(model, optimizer)
+            ended = engine.findings()
+        finally:
+            process._session.close()
+        assert (begun["measured_overhead"], begun["measured_peak_bytes"], begun["steps"]) == (None, 0, 0)
+        assert begun["intervals"] == []
+        assert ended["measured_overhead"] > 0
+        assert ended["measured_peak_bytes"] > 0
+        assert ended["steps"] == 4
+    assert process._session is None
+
+
 def test_more_lengths_than_dynamo_recompiles_by_default_keep_the_budget_and_the_losses():
     steps = 12  # Dynamo's limit is 8
     plain, state = zoo.train("lengths", steps)

@@ -84,6 +84,23 @@ def test_only_exact_implementations_train_a_transformer_to_the_bit():
     assert [k for k in state if not torch.equal(state[k], plain_state[k])] == []
 
 
+def test_planned_and_measured_bytes_agree_in_every_stretch_of_a_step():
+    _, _, engine, _ = trained("small_resnet", SHARE)
+    found = engine.findings()["intervals"]
+    assert [(i["kind"], i["name"]) for i in found] == [
+        ("forward", "SmallResNet"),
+        ("outside", ""),
+        ("backward", "SmallResNet"),
+        ("outside", ""),
+        ("outside", "SGD.step"),
+    ]
+    for interval in found:
+        assert interval["measured_start_bytes"] == pytest.approx(interval["planned_start_bytes"], rel=0.005)
+        assert interval["measured_peak_bytes"] == pytest.approx(interval["planned_peak_bytes"], rel=0.005)
+    assert max(i["measured_peak_bytes"] for i in found) == engine.peak_bytes
+    assert max(i["planned_peak_bytes"] for i in found) == engine.plan.planned_peak_bytes
+
+
 @pytest.mark.parametrize("case", ["small_resnet", "gpt"])
 def test_half_of_the_plain_peak_is_kept(case):
     """torch's own activation_memory_budget never comes under 0.87 and 0.52 of it on such models."""
