@@ -181,7 +181,7 @@ def run_planned(plain: Reference, recorded: Recorded, plan: Plan, pairs: int) ->
         if peak is None:  # only here, since the exception held the step's tensors
             set_limit(device, None)
             peak = warm_peak(trainer)
-        if set(session.engine.schedules) != {g.fingerprint for g in plan.graphs}:
+        if set(session.engine.running.schedules) != {g.fingerprint for g in plan.graphs}:
             raise MonetrunError("the graph that was captured is not the one that was planned")
         set_limit(device, None)
         others = plain.others()

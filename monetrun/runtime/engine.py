@@ -1,4 +1,4 @@
-"""Runs the planned models of one process: record a step, plan it, run the plan, keep other shapes within its budget."""
+"""Runs the planned models of one process: record a step, plan it, run the plan, and measure how it goes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,28 @@ from typing import Any
 
 import torch
 
-from monetrun.capture import cost, cost_store, roofline
+from monetrun.capture import cost_store, roofline
 from monetrun.capture.guards import Failed
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import meter_for
 from monetrun.core import codec
 from monetrun.core.budget import parse, resolve
-from monetrun.core.errors import PlanMismatch
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
 from monetrun.machine.device import default_kind, query, smallest
 from monetrun.machine.store import Store
 from monetrun.ops import kernels
 from monetrun.planning import planner
-from monetrun.planning.intervals import Interval, intervals, optimizer_steps
-from monetrun.runtime import adaptation, agreement, probe
+from monetrun.runtime import agreement, probe
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.backend import Backend, PlannedCallMeters
 from monetrun.runtime.call_timing import CallTiming
 from monetrun.runtime.recorder import Recorder
-from monetrun.runtime.ruled_out import RuledOut
+from monetrun.runtime.running_plan import RunningPlan
 from monetrun.runtime.settings import PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
 
 _log = logging.getLogger("monetrun")
-
-# A new shape is solved within a training step: no longer than this.
-_ADAPTATION_SECONDS = 2.0
 
 
 class Engine:
@@ -53,12 +48,9 @@ class Engine:
 
     Attributes:
         generation: goes up when models have to be compiled anew.
-        plan: that runs, once there is one.
-        record: of the planned step, where known.
-        schedules: that run under the plan, by the graphs' fingerprints.
         recorder: while a step is recorded.
+        running: from then on, the plan that runs.
         known: measured costs, by the operators' signatures.
-        budget_bytes: of the process on its device; 0 before it is known.
 
     Raises:
         PlanMismatch: the plan was made with another torch, or is not rank 0's.
@@ -83,12 +75,8 @@ class Engine:
         self.known = cost_store.load(self.store, device)
         self.meters = PlannedCallMeters(CallTiming(self.meter), StepMeter(self.meter))
         self.generation = 0
-        self.budget_bytes = settings.budget_bytes
-        self.plan: Plan | None = None
-        self.record: StepRecord | None = None
-        self.schedules: dict[str, Schedule] = {}
         self.recorder: Recorder | None = None
-        self._ruled_out = RuledOut()
+        self.running: RunningPlan | None = None
         self._step_recorded = False
         self._compiled = False  # a graph, since traces were dropped last
         if plan is None and settings.plan_file:
@@ -96,9 +84,8 @@ class Engine:
         if plan is None:
             self.recorder = Recorder(self.meter, device, self.known, roofline.parse(settings.cost_model))
             return
-        if settings.record_file:
-            self._keep_record(codec.loads(StepRecord, Path(settings.record_file).read_text()))
-        self._follow(plan)
+        record = codec.loads(StepRecord, Path(settings.record_file).read_text()) if settings.record_file else None
+        self._run(plan, record)
         agreement.check_same_plan(plan)
 
     def close(self) -> None:
@@ -107,28 +94,19 @@ class Engine:
         self.recorder = None
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan that runs, once there is one."""
+        return None if self.running is None else self.running.plan
+
+    @property
     def peak_bytes(self) -> int:
         """The most that was allocated in any training step under a plan so far."""
         return self.meters.steps.peak_bytes
 
     # ---- the plan
 
-    def _follow(self, plan: Plan) -> None:
-        """From now on run ``plan``, and limit allocations to its budget."""
-        if plan.torch_version.split("+")[0] != torch.__version__.split("+")[0]:
-            raise PlanMismatch(
-                f"the plan was made with torch {plan.torch_version}, this is {torch.__version__}",
-                "plan again: its graphs may differ",
-            )
-        self.plan = plan
-        self.schedules = {g.fingerprint: g.schedule for g in plan.graphs}
-        self.budget_bytes = plan.budget_bytes
-        set_limit(self.device, plan.budget_bytes)
-        self.meters.steps.measure_a_settled_step(0 if self.record is None else optimizer_steps(self.record))
-
-    def _keep_record(self, record: StepRecord) -> None:
-        self.record = record
-        self._ruled_out.add_recorded(record)
+    def _run(self, plan: Plan, record: StepRecord | None) -> None:
+        self.running = RunningPlan(self.settings, self.device, self.meters.steps, self.known, plan, record)
 
     def _plan_recorded_step(self) -> None:
         """Plan the recorded step, in rank 0 for all, and have all models compiled anew."""
@@ -137,8 +115,7 @@ class Engine:
         record = self.recorder.record(self.recorder.measure(self.store))
         self.known.update(self.recorder.known)
         plan = agreement.plan_in_rank_0(lambda: self._planned(record))
-        self._keep_record(record)
-        self._follow(plan)
+        self._run(plan, record)
         self.recorder = None
         self.generation += 1
 
@@ -160,20 +137,10 @@ class Engine:
         Raises:
             InfeasibleBudget, NoPlanInTime: without them nothing fits the budget.
         """
+        assert self.running is not None
         rest = f" and {len(failed.guards) - 1} more" if len(failed.guards) > 1 else ""
-        self.warn(f"the weights no longer allow {failed.guards[0].name}{rest}: planning again without")
-        self._ruled_out.add_failed(failed)
-        self.schedules.pop(failed.graph.fingerprint, None)
-        if self.record is not None:
-            record = self._ruled_out.record_without(self.record)
-            if record != self.record:
-                self.record = record
-                budget_bytes, options = self.budget_bytes, self.settings.solver_options()
-                self._follow(
-                    agreement.plan_in_rank_0(
-                        lambda: planner.plan_step(record, budget_bytes, self.settings.algorithm, options)
-                    )
-                )
+        self.warn(f"{failed.guards[0].name}{rest} cannot be used with the present weights: planning again without")
+        self.running.replan_without(failed)
         self.generation += 1
 
     # ---- compiling
@@ -185,36 +152,11 @@ class Engine:
         return Backend(self, name, meters=self.meters)
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
-        """The graph's index in the record (-1: none), and its schedule: the plan's, or one for the graph's shapes.
-
-        Raises:
-            InfeasibleBudget: nothing fits beside what is allocated now.
-            PlanMismatch: the plan that the user gave is of another model.
-        """
+        """The graph's number (-1: none), and its schedule: see ``Recorder.choose`` and ``RunningPlan.choose``."""
         self._compiled = True
-        if self.recorder is not None:
-            return self.recorder.choose(joint)
-        fingerprint = joint.graph.fingerprint
-        if fingerprint not in self.schedules:
-            self.schedules[fingerprint] = self._adapted(joint)
-        recorded = () if self.record is None else self.record.graphs
-        number = next((k for k, graph in enumerate(recorded) if graph.fingerprint == fingerprint), -1)
-        return number, self.schedules[fingerprint]
-
-    def _adapted(self, joint: JointGraph) -> Schedule:
-        """A schedule for a graph that the plan does not have, within what is left of the budget now."""
-        assert self.plan is not None
-        self.meters.steps.interrupt()
-        self.known.update(cost.measure(joint, self.known, self.meter, self.device))
-        self.meter.reset_peak()  # that of the measurement
-        graph = self._ruled_out.without(cost.as_tried(joint, self.known))
-        costs = cost.costs_of(joint, self.known, str(self.device))
-        outside = adaptation.outside_bytes(joint, self.record, self.plan)
-        available = self.budget_bytes - self.meter.current_bytes() - outside
-        if self.settings.plan_given:
-            adaptation.check_same_model(graph, self.plan)
-        options = self.settings.solver_options(min(_ADAPTATION_SECONDS, self.settings.solver_seconds))
-        return adaptation.adapted_schedule(graph, costs, self.plan, available, options)
+        chooser = self.recorder or self.running
+        assert chooser is not None
+        return chooser.choose(joint)
 
     def _drop_traces(self) -> None:
         """After compiling: Dynamo's trace of a frame that it left alone holds that call's batch, in a cycle."""
@@ -282,13 +224,5 @@ class Engine:
             "steps": self.meters.steps.steps,
             "exact": self.meter.exact,
             "plan": None if self.plan is None else codec.to_plain(self.plan),
-            "intervals": codec.to_plain(self.intervals()),
+            "intervals": [] if self.running is None else codec.to_plain(self.running.intervals()),
         }
-
-    def intervals(self) -> tuple[Interval, ...]:
-        """Planned and measured bytes of one settled step; empty where the plan does not cover what was measured."""
-        if self.record is None or not self.meters.steps.stretches:
-            return ()
-        schedules = [self.schedules.get(graph.fingerprint) for graph in self.record.graphs]
-        known = [schedule for schedule in schedules if schedule is not None]
-        return intervals(self.record, known, self.meters.steps.stretches) if len(known) == len(schedules) else ()
