@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 # name -> module: resolved on first use, so that an installed monetrun costs other Python processes nothing
 _PUBLIC = {
-    "apply": "monetrun.runtime.worker",
+    "apply": "monetrun.runtime.session",
 }
 
 __all__ = ["__version__", "apply"]

@@ -20,7 +20,7 @@ import torchvision
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from monetrun.capture import cpu_allocator
 from monetrun.core.errors import InfeasibleBudget
-from monetrun.runtime import worker
+from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from support import zoo
 
@@ -93,7 +93,7 @@ def bench(name, share, pairs, seconds):
     held = cpu_allocator.allocated_bytes() - base
     # from 1.0x on: of the simulated plain peak, which holds the other model too
     budget = f"{share}x" if share >= 1 else str(int(share * plain_peak) + held)
-    session = worker.Session(Settings(mode=RUN, budget=budget, solver_seconds=seconds))
+    session = Session(Settings(mode=RUN, budget=budget, solver_seconds=seconds))
     session.watch_process()
     try:
         planned = Trainer(build)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from monetrun.capture import cost, cpu_allocator
+from monetrun.capture import cost
 from monetrun.capture.meter import Meter
 from monetrun.core.errors import MonetrunError
 from monetrun.core.options import Options
@@ -21,7 +21,8 @@ from monetrun.core.plan import Plan, Schedule, plain_schedule
 from monetrun.core.step import StepRecord, replay
 from monetrun.planning import planner
 from monetrun.planning.planner import Baseline
-from monetrun.runtime import worker
+from monetrun.runtime.allocation_limit import set_limit
+from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from monetrun.solve import greedy
 
@@ -114,7 +115,7 @@ class Recorded:
     """Such a model, to be trained under plans: its step is recorded, and its operators are timed, once."""
 
     def __init__(self, make: Callable[[], Trainer]) -> None:
-        session = worker.Session(Settings(mode=RUN, strict=True))
+        session = Session(Settings(mode=RUN, strict=True))
         session.watch_process()
         try:
             self.trainer = make()
@@ -153,9 +154,9 @@ class Recorded:
         return planner.plan_step(self.record, budget_bytes, algorithm, options, base)
 
     @contextlib.contextmanager
-    def following(self, plan: Plan) -> Iterator[worker.Session]:
+    def following(self, plan: Plan) -> Iterator[Session]:
         """Meanwhile the model trains under ``plan``, and the process may allocate no more than its budget."""
-        session = worker.Session(Settings(mode=RUN, strict=True), plan)
+        session = Session(Settings(mode=RUN, strict=True), plan)
         session.watch_process()
         try:
             session.optimizer_made(self.trainer.optimizer)
@@ -163,23 +164,14 @@ class Recorded:
             yield session
         finally:
             session.close()
-            lift_limit(self.trainer)
             torch._dynamo.reset()
-
-
-def lift_limit(trainer: Trainer) -> None:
-    """Let the process allocate past a plan's budget again."""
-    device = next(trainer.model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-    elif cpu_allocator.install():
-        cpu_allocator.set_limit(None)
 
 
 def run_planned(plain: Reference, recorded: Recorded, plan: Plan, pairs: int) -> dict[str, Any]:
     """Train under ``plan``: its peak while the budget is enforced, then its seconds beside the eager model's."""
     started = time.perf_counter()
     trainer = recorded.trainer
+    device = next(trainer.model.parameters()).device
     release_cached()
     with recorded.following(plan) as session:
         peak = refused = None
@@ -188,11 +180,11 @@ def run_planned(plain: Reference, recorded: Recorded, plan: Plan, pairs: int) ->
         except torch.OutOfMemoryError as error:  # on CUDA the cap is on what is reserved: fragments count
             refused = first_line(error)
         if peak is None:  # only here, since the exception held the step's tensors
-            lift_limit(trainer)
+            set_limit(device, None)
             peak = warm_peak(trainer)
-        if set(session.engine.schedules) != {g.fingerprint for g in plan.graphs}:
+        if set(session.engine.running.schedules) != {g.fingerprint for g in plan.graphs}:
             raise MonetrunError("the graph that was captured is not the one that was planned")
-        lift_limit(trainer)
+        set_limit(device, None)
         others = plain.others()
         rows = paired(plain.trainer, trainer, pairs)
     peak, planned = peak.less(others), Peak(plan.planned_peak_bytes - others, None)

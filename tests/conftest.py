@@ -21,7 +21,7 @@ LONGEST = (
     "test_implementations",
     "test_whole_networks",
     "test_solver_laws",
-    "test_worker",
+    "test_session",
     "test_launch",
     "test_guards",
     "test_kernels",

@@ -1,12 +1,12 @@
-"""What torch has allocated on the CPU, to the byte, and a limit on it.
+"""Counts what torch allocates on the CPU, to the byte, and limits it.
 
-Counting begins with ``install()``, which a worker calls right after ``import torch``; what was allocated before is
-not counted, nor is its release. The library is built against the installed torch the first time (about a second) and
-kept; without a compiler everything else works and ``unavailable_reason()`` says what is missing.
+Counting begins with ``install()``, which a worker calls right after ``import torch``; earlier allocations are not
+counted, nor is their release. The library is built against the installed torch the first time (about a second) and
+kept. Without a compiler everything else works, and ``unavailable_reason()`` says what is missing.
 
-What Python code makes with ``torch.UntypedStorage(nbytes)``, and so ``copy.deepcopy`` of a tensor, is not counted:
-torch takes it from its default allocator, whichever is installed (2.11 to 2.15). Operators' tensors, ``clone`` and
-``torch.load`` are.
+Not counted: ``torch.UntypedStorage(nbytes)`` made in Python, and so ``copy.deepcopy`` of a tensor. Torch takes these
+from its default allocator, whichever is installed (2.11 to 2.15). Operators' tensors, ``clone`` and ``torch.load`` are
+counted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SOURCE = "cpu_allocator.cpp"
 _PREFIX = "monetrun_cpu_allocator_"
 _NO_LIMIT = -1
 _REFUSALS = {
-    1: "the CPU allocator that is in place has no raw deleter, so that it cannot be wrapped; "
+    1: "the present CPU allocator has no raw deleter, so that it cannot be wrapped; "
     "start without the library that replaced torch's own",
-    2: "a CPU allocator of the highest priority is in place; start without the library that installed it",
+    2: "a CPU allocator of the highest priority is installed; start without the library that installed it",
 }
 
 
@@ -66,7 +66,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 @functools.cache
 def _installed() -> str:
-    """Empty, or why the allocator cannot be put in place; tried once."""
+    """Install the allocator, once; gives why that is impossible, or an empty text."""
     library, reason = _load()
     if library is None:
         return reason
@@ -77,26 +77,26 @@ def _library() -> ctypes.CDLL:
     reason = _installed()
     library = _load()[0]
     if library is None or reason:
-        raise MonetrunError(f"CPU memory is not counted: {reason}", "ask unavailable_reason() before")
+        raise MonetrunError(f"CPU memory is not counted: {reason}", "check unavailable_reason() first")
     return library
 
 
 def install() -> bool:
-    """Put the counting allocator in place of the present one; again, nothing.
+    """Replace the present CPU allocator with the counting one; later calls do nothing.
 
     Returns:
-        Whether it is in place; if not, ``unavailable_reason()`` says why.
+        Whether it is installed; if not, ``unavailable_reason()`` says why.
     """
     return not _installed()
 
 
 def unavailable_reason() -> str | None:
-    """Why CPU memory cannot be counted (no compiler, a failed build, ...), or None if it can; builds if need be."""
+    """Why CPU memory cannot be counted (no compiler, a failed build, ...), or None; builds the library if needed."""
     return _load()[1] or (_installed() if _installed.cache_info().currsize else "") or None
 
 
 def prebuild() -> str | None:
-    """Build the library if that was not done before, without installing it, so that ranks do not wait for it.
+    """Build the library if it is missing, without installing it, so that ranks do not wait for the build.
 
     Returns:
         None, or why it cannot be built.
@@ -105,7 +105,7 @@ def prebuild() -> str | None:
 
 
 def allocated_bytes() -> int:
-    """Bytes that torch holds on the CPU now, of those allocated since ``install()``, which this calls.
+    """Bytes allocated by torch on the CPU since ``install()``, less those freed; installs the allocator if needed.
 
     Raises:
         MonetrunError: CPU memory cannot be counted here.
@@ -114,7 +114,7 @@ def allocated_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most that ``allocated_bytes()`` has been since ``install()`` or ``reset_peak()``.
+    """The largest value of ``allocated_bytes()`` since ``install()`` or ``reset_peak()``.
 
     Raises:
         MonetrunError: CPU memory cannot be counted here.
@@ -123,7 +123,7 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Let the peak begin again at what is allocated now.
+    """Set the peak to what is allocated now.
 
     Raises:
         MonetrunError: CPU memory cannot be counted here.
@@ -132,10 +132,10 @@ def reset_peak() -> None:
 
 
 def set_limit(nbytes: int | None) -> None:
-    """Refuse, with ``torch.OutOfMemoryError``, what would bring ``allocated_bytes()`` above ``nbytes``.
+    """Refuse allocations that would bring ``allocated_bytes()`` above ``nbytes``, with ``torch.OutOfMemoryError``.
 
-    None lifts the limit. A limit below what is allocated already refuses everything until enough is freed. A forked
-    child (a DataLoader's worker) starts without one.
+    None lifts the limit. A limit below what is allocated already refuses every allocation until enough is freed. A
+    forked child (a DataLoader's worker) starts without a limit.
 
     Raises:
         ValueError: a negative limit.
@@ -157,7 +157,7 @@ def limit_bytes() -> int | None:
 
 
 def last_refused_bytes() -> int | None:
-    """How much the last refused allocation wanted, or None if none was refused.
+    """The size of the last refused allocation, or None if none was refused.
 
     Raises:
         MonetrunError: CPU memory cannot be counted here.

@@ -1,8 +1,8 @@
 """Build the forward and backward modules that run a schedule.
 
-Each is a plain fx graph in the schedule's order. fx's generated code drops every value after its last reader (boxed
-calling convention: saved tensors too), so the modules allocate and free exactly as ``simulate`` replays them, without
-an interpreter and without any bookkeeping at run time.
+Each is a plain fx graph in the schedule's order. fx's generated code frees every value after its last reader (boxed
+calling convention: saved tensors too), so that the modules allocate and free exactly as ``simulate`` replays them,
+without an interpreter and without any bookkeeping at run time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Pass:
 def build(joint: JointGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two modules of ``schedule``, in AOTAutograd's calling convention.
 
-    The forward takes the primals and gives the outputs, then the saved values; the backward takes the saved values,
-    then the tangents, and gives the gradients.
+    The forward takes the primals and returns the outputs, then the saved values; the backward takes the saved values,
+    then the tangents, and returns the gradients.
 
     Args:
         joint: the captured graph.
@@ -75,7 +75,7 @@ class _Builder:
             self._run(into, step, self._load_forward, again=False)
         outputs = [self._output(into, n, self._load_forward) for n in joint.outputs]
 
-        # the backward is built before the forward's end, since it tells which values are saved
+        # the backward is built before the forward's outputs: what it reads is what the forward saves
         for step in self.schedule.backward:
             self._run(
                 self.backward, step, self._load_backward, again=joint.graph.operators[step.operator].phase == FORWARD
@@ -86,7 +86,7 @@ class _Builder:
         saved = [self._output(into, n, self._load_forward) for n in self.saved]
         into.graph.output((*outputs, *saved))
         for state in into.graph.find_nodes(op="call_function", target=monet.generator_state.default):
-            if not state.users:  # nothing draws from it again
+            if not state.users:  # no random operator runs again with it
                 into.graph.erase_node(state)
         return self._module(into.graph), self._module(self._with_inputs())
 
@@ -121,7 +121,7 @@ class _Builder:
         return self._load(self.backward, node, missing=self._saved)
 
     def _saved(self, node: fx.Node) -> fx.Node:
-        """A placeholder of the backward for a value that the forward saves (or for a tangent)."""
+        """A placeholder of the backward for a value that the forward saves, or for a tangent."""
         if node not in self.placeholders:
             self.placeholders[node] = _placeholder(self.backward.graph, node)
             if node not in self.joint.tangents:
@@ -144,9 +144,9 @@ class _Builder:
         return into.values[node]
 
     def _sources_present(self, into: _Pass, node: fx.Node) -> bool:
-        """Whether what a view is taken of is in this pass; a view of something saved is saved itself.
+        """Whether the base of the view ``node`` is in this pass; a view of a saved value is saved itself.
 
-        Views of inputs are taken again rather than saved: that costs nothing and lets the input be the saved value.
+        Views of inputs are taken again rather than saved: that costs nothing, and the input is the saved value.
         """
         for source in node.all_input_nodes:
             if source in into.values or source.op in ("get_attr", "placeholder"):
@@ -165,14 +165,14 @@ class _Builder:
         new.meta = _metadata(node)
         new.meta["monetrun_again"] = again
         written = self.joint.graph.operators[step.operator].outputs
-        # a kept tensor written again is a copy that nobody reads: its readers go on with the first
+        # a kept tensor that is written again is a copy without readers: they use the first one
         stale = {t for t in written if not (again and self.joint.graph.tensors[t].kept)}
         for tensor in stale:
             for view in self.views.get(tensor, ()):
                 into.values.pop(view, None)
         if self.joint.storage.get(node, None) in {None, *stale}:
             into.values[node] = new
-        # take tuples apart at once, so that what nobody reads is freed with the tuple
+        # unpack tuples at once, so that elements without readers are freed with the tuple
         for user in node.users:
             if user.target is not operator.getitem or self.joint.storage.get(user, None) not in stale:
                 continue
@@ -219,7 +219,7 @@ def _call(graph: fx.Graph, node: fx.Node, target: Any, arguments: Any, keywords:
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """A callable that takes its inputs in a list and empties it, so that each input dies after its last reader."""
+    """A callable that takes its inputs in a list and empties it, so that each input is freed after its last reader."""
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
     forward = module.forward
@@ -231,48 +231,42 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return run
 
 
-# ---- what recomputation costs, measured
+# ---- measuring recomputation
 
 
 class Stopwatch:
-    """Adds up the seconds of the stretches in which a backward runs forward operators again."""
+    """Adds up the seconds between its starts and stops.
 
-    def __init__(self) -> None:
+    Args:
+        synchronize: called before the clock is read; waits for the device.
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
         self.seconds = 0.0
+        self._synchronize = synchronize
         self._started = 0.0
-        self.synchronize: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """A stretch begins."""
-        self.synchronize()
+        """Start to count."""
+        self._synchronize()
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """It ends."""
-        self.synchronize()
+        """Stop, and add the seconds since ``start``."""
+        self._synchronize()
         self.seconds += time.perf_counter() - self._started
 
 
-stopwatch = Stopwatch()
-
-
-def _start_again() -> None:
-    stopwatch.start()
-
-
-def _stop_again() -> None:
-    stopwatch.stop()
-
-
-def timed(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a backward module that reports to ``stopwatch``; for a few steps, the rest run without it."""
+def timed(module: fx.GraphModule, stopwatch: Stopwatch) -> fx.GraphModule:
+    """A copy of a backward module in which ``stopwatch`` runs while forward operators run again."""
+    start, stop = stopwatch.start, stopwatch.stop
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     running = False
     for node in module.graph.nodes:
         again = bool(node.meta.get("monetrun_again", running and node.op == "call_function"))
         if node.op != "placeholder" and again != running:
-            graph.call_function(_start_again if again else _stop_again)
+            graph.call_function(start if again else stop)
             running = again
         copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, graph)

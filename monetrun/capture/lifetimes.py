@@ -1,7 +1,7 @@
-"""When the tensors that graphs are given, and give, are gone: seen on the storages of the trial run.
+"""When the inputs and outputs of graphs are freed: observed on their storages while a step is recorded.
 
-An activation that passes from graph to graph, a tangent, an output is held by the script, by autograd, and by what the
-graphs save. What a graph's backward lets go of is not the script's to free (``Event.released``).
+The script, autograd, and the graphs' saved values hold activations that pass from graph to graph, tangents, and
+outputs. Those that only a graph's saved values hold are freed in its backward (``Event.released``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _Call:
     Attributes:
         joint: the graph.
         backward: index of the stretch that is its backward.
-        alive: the storages of its tensors (ids in ``joint.graph``) that are not gone.
-        ended: the index of the stretch with which a tensor was gone.
+        alive: the storages of its tensors (ids in ``joint.graph``) that are not freed yet.
+        ended: the index of the stretch by whose end a tensor was freed.
     """
 
     def __init__(self, joint: JointGraph) -> None:
@@ -38,7 +38,7 @@ class _Call:
         return self.joint.graph.tensors[t].external
 
     def watch(self, nodes: Iterable[Any], values: Iterable[Any], others: frozenset[int] = frozenset()) -> None:
-        """Watch the storages of ``values``, but not parameters and buffers, nor storages among ``others``."""
+        """Watch the storages of ``values``, except parameters, buffers, and the storages in ``others``."""
         for node, value in zip(nodes, values, strict=True):
             t = self.joint.storage.get(node) if isinstance(node, fx.Node) else None
             if t is None or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -50,26 +50,26 @@ class _Call:
 
 
 class Lifetimes:
-    """Of all calls of a step."""
+    """The lifetimes of the inputs and outputs of all calls of a step."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
 
     def forward_begins(self, joint: JointGraph, arguments: Sequence[Any]) -> None:
-        """A forward was given ``arguments``. What another graph gave is that one's: its backward comes later."""
-        given = frozenset(
+        """A forward begins. Arguments that are another graph's outputs count as that one's: its backward is later."""
+        outputs = frozenset(
             storage.cdata for call in self._calls for t, storage in call.alive.items() if not call.external(t)
         )
         self._calls.append(_Call(joint))
-        self._calls[-1].watch(joint.primals, arguments, given)
+        self._calls[-1].watch(joint.primals, arguments, outputs)
 
     def forward_ended(self, results: Sequence[Any]) -> None:
-        """It gave ``results``: its outputs, and what it saves."""
+        """It has ended with ``results``: its outputs, then its saved values."""
         call = self._calls[-1]
         call.watch(call.joint.outputs, results[: len(call.joint.outputs)])
 
     def backward_begins(self, joint: JointGraph, stretch: int, arguments: Sequence[Any]) -> None:
-        """The backward of the latest forward that has had none, in stretch ``stretch``; last come the tangents."""
+        """A backward begins, in stretch ``stretch``: that of the latest forward without one. Tangents come last."""
         for call in reversed(self._calls):
             if call.joint is joint and call.backward == _NOT_YET:
                 call.backward = stretch
@@ -78,16 +78,16 @@ class Lifetimes:
                 return
 
     def look(self, stretch: int) -> None:
-        """``stretch`` has ended: note what is gone with it."""
+        """``stretch`` has ended: note the tensors that are freed by now."""
         for call in self._calls:
             for t in [t for t, storage in call.alive.items() if storage.expired()]:
                 call.ended[t] = stretch
                 del call.alive[t]
 
     def released(self, stretch: int) -> tuple[int, ...]:
-        """What the backward that is ``stretch`` lets go of; its graph's own outputs too.
+        """Tensors freed in the backward ``stretch``: inputs, tangents, and the graph's own outputs.
 
-        An output that nothing holds before that may be saved under another schedule: it is said to be gone here.
+        Outputs freed before it are included, since another schedule may save them until then.
         """
         return tuple(
             sorted(
@@ -100,7 +100,7 @@ class Lifetimes:
         )
 
     def absent_bytes(self, stretch: int) -> int:
-        """Bytes of outputs that are gone with ``stretch`` or before, and are said to be gone with a later backward."""
+        """Bytes of outputs freed by the end of ``stretch`` that ``released`` reports for a later backward."""
         return sum(
             call.joint.graph.tensors[t].nbytes
             for call in self._calls

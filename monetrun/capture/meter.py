@@ -1,4 +1,4 @@
-"""How many bytes torch has allocated on a device: now, and at most since the last mark."""
+"""Counts the bytes that torch has allocated on a device: now, and the peak since the last reset."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from monetrun.capture import cpu_allocator, fake
 class Meter(Protocol):
     """Bytes that torch has allocated on one device.
 
-    ``exact`` is False where only live tensors can be added up, so that peaks are missed.
+    Attributes:
+        exact: whether the allocator counts them. False where only live tensors can be added up, so that peaks within
+            an operator are missed.
     """
 
     exact: bool
@@ -22,17 +24,17 @@ class Meter(Protocol):
         """Allocated now."""
 
     def peak_bytes(self) -> int:
-        """The most that was allocated since ``reset_peak``."""
+        """The most allocated since ``reset_peak``."""
 
     def reset_peak(self) -> None:
         """Start a new peak, from what is allocated now."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished all work."""
 
 
 class CpuMeter:
-    """The counting allocator of ``cuda_ops``: exact."""
+    """Reads the counting allocator of ``cuda_ops``: exact."""
 
     exact = True
 
@@ -53,7 +55,7 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """The caching allocator's own counters, in bytes given to tensors."""
+    """Reads the caching allocator's counters of bytes in tensors."""
 
     exact = True
 
@@ -78,7 +80,7 @@ class CudaMeter:
 
 
 class LiveTensorMeter:
-    """Without a compiler for the counting allocator: the storages of all tensors that Python knows."""
+    """Adds up the storages of all tensors that Python knows, where the counting allocator cannot be built."""
 
     exact = False
 
@@ -86,7 +88,7 @@ class LiveTensorMeter:
         self._peak = 0
 
     def current_bytes(self) -> int:
-        """What live tensors hold, each storage once."""
+        """Bytes of all live tensors, each storage once."""
         seen: dict[int, int] = {}
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor) and type(thing).__module__.startswith("torch"):
@@ -101,7 +103,7 @@ class LiveTensorMeter:
         return total
 
     def peak_bytes(self) -> int:
-        """The most at any time that somebody looked."""
+        """The most that ``current_bytes`` has returned since ``reset_peak``."""
         self.current_bytes()
         return self._peak
 
@@ -114,29 +116,29 @@ class LiveTensorMeter:
 
 
 class NoMeter:
-    """Where nothing is allocated."""
+    """For where nothing is allocated."""
 
     exact = False
 
     def current_bytes(self) -> int:
-        """None."""
+        """Always 0."""
         return 0
 
     def peak_bytes(self) -> int:
-        """None."""
+        """Always 0."""
         return 0
 
     def reset_peak(self) -> None:
-        """Nothing to forget."""
+        """Nothing to reset."""
 
     def synchronize(self) -> None:
         """Nothing is queued."""
 
 
 def meter_for(device: torch.device) -> Meter:
-    """The most exact meter that there is for ``device``."""
-    if (of_fake_tensors := fake.meter()) is not None:
-        return of_fake_tensors
+    """The most exact meter for ``device``; within a trial run on fake tensors, theirs."""
+    if (fake_meter := fake.meter()) is not None:
+        return fake_meter
     if device.type == "cuda":
         return CudaMeter(device)
     if cpu_allocator.install():

@@ -1,1 +1,1 @@
-"""What runs in the user's process: the import hook, the planned calls and the engine behind them."""
+"""Runs in the user's process: the import hook, the planned calls, and the engine behind them."""

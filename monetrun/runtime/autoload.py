@@ -1,4 +1,4 @@
-"""What torch calls at the end of ``import torch`` wherever monetrun is installed (entry point ``torch.backends``)."""
+"""The function that torch calls at the end of ``import torch`` where monetrun is installed (``torch.backends``)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ MODE = "MONETRUN_MODE"
 
 
 def autoload() -> None:
-    """Do nothing, unless this process was started by monetrun as a worker or as a probe.
+    """Start a session if monetrun started this process, as a worker or for a trial run; otherwise do nothing.
 
-    Never raises, since that would break ``import torch``: what goes wrong is logged, and the script runs as it is.
+    Never raises, since that would break ``import torch``: errors are logged, and the script runs as it is.
     """
     if MODE not in os.environ:
         return
     import logging
 
     try:
-        from monetrun.runtime import worker
+        from monetrun.runtime import session
 
-        worker.start(os.environ)
+        session.start(os.environ)
     except Exception:
         logging.getLogger("monetrun").exception("monetrun could not start in this process; the script runs as it is")

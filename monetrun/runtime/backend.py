@@ -1,11 +1,12 @@
-"""The ``torch.compile`` backend: every captured graph asks which schedule to run, and is built to run it."""
+"""The ``torch.compile`` backend: captures each of Dynamo's graphs, gets a schedule for it, and builds what runs it."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -15,20 +16,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from monetrun.capture import execute
 from monetrun.capture.guards import Failed, Guards
 from monetrun.capture.joint import JointGraph, capture, operators_kept_whole
-from monetrun.capture.meter import Meter
+from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.plan import Schedule
 from monetrun.ops.random import DECOMPOSITIONS
-
-# The calls of each graph that are timed, to report what recomputation really costs: early ones, but not the first.
-_TIMED_CALLS = range(2, 5)
+from monetrun.runtime.call_timing import CallTiming, Run
+from monetrun.runtime.step_meter import StepMeter
 
 _log = logging.getLogger("monetrun")
 
 
 class Chooser(Protocol):
-    """Who decides what a captured graph runs, and sees its calls."""
-
-    meter: Meter
+    """Decides what a captured graph runs."""
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number, and its schedule.
@@ -37,28 +35,53 @@ class Chooser(Protocol):
             MonetrunError: no schedule fits.
         """
 
-    def entering(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
+
+class CallObserver(Protocol):
+    """Sees the calls of captured graphs with their tensors."""
+
+    def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's forward or backward is about to run on these arguments (see ``execute.build``)."""
 
-    def left(self, phase: str, graph: int, results: Sequence[Any]) -> None:
-        """It has run, and gives these results."""
+    def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
+        """It has run, with these results."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCallMeters:
+    """Measure the calls of graphs under a plan: their seconds, and their bytes."""
+
+    timing: CallTiming
+    steps: StepMeter
 
 
 class Backend:
     """A ``torch.compile`` backend for one model.
 
-    Attributes:
+    Args:
+        chooser: gives each graph its schedule.
         name: of the model.
+        observer: sees all calls; while a step is recorded.
+        meters: of calls under a plan. With them the guards of the schedules are checked before each call; without them
+            guards only remember the weights they were called with.
+
+    Attributes:
         captured: how many graphs were captured for training so far (0 after a call: nothing was captured).
-        guards: of the schedules that run, for each graph that has any; none while observed.
     """
 
-    def __init__(self, chooser: Chooser, name: str, *, observed: bool) -> None:
+    def __init__(
+        self,
+        chooser: Chooser,
+        name: str,
+        *,
+        observer: CallObserver | None = None,
+        meters: PlannedCallMeters | None = None,
+    ) -> None:
         self.chooser = chooser
         self.name = name
-        self.observed = observed
+        self.observer = observer
+        self.meters = meters
         self.captured = 0
-        self.guards: list[Guards] = []
+        self._guards: list[Guards] = []  # of the schedules that run under a plan, for each graph that has any
         self._aot = aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
@@ -73,9 +96,9 @@ class Backend:
         with operators_kept_whole(), torch._functorch.config.patch(donated_buffer=False):
             return self._aot(module, inputs)  # type: ignore[no-any-return]
 
-    def failed(self) -> Failed | None:
-        """A graph whose weights do not allow its schedule any more (see ``Guards.failed_lately``)."""
-        return next((failed for guards in self.guards if (failed := guards.failed_lately())), None)
+    def failed_guards(self) -> Failed | None:
+        """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
+        return next((failed for guards in self._guards if (failed := guards.failed_lately())), None)
 
     def _partition(
         self,
@@ -87,104 +110,56 @@ class Backend:
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         started = time.perf_counter()
-        with unset_fake_temporarily():  # in a trial run without memory too, kernels are asked about themselves for real
+        with unset_fake_temporarily():  # also in a trial run on fake tensors, real kernels are queried for their needs
             joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
             number, schedule = self.chooser.choose(joint)
         modules = execute.build(joint, schedule)
         _log.debug("%s: %d operators in %.2f s", self.name, len(joint.nodes), time.perf_counter() - started)
         self.captured += 1
-        calls = Calls(self.chooser.meter)
-        guards = joint.guards if self.observed else joint.guards.of(schedule)
-        if guards.used and not self.observed:
-            self.guards.append(guards)
+        guards = joint.guards if self.meters is None else joint.guards.of(schedule)
+        if guards.used and self.meters is not None:
+            self._guards.append(guards)
         for part in modules:  # the backward may be compiled much later, after other graphs
-            part.meta["monetrun"] = (number, calls, guards)
+            part.meta["monetrun"] = (number, guards)
         return modules
 
-    def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        number, calls, guards = module.meta["monetrun"]
-        if self.observed:
-            return self._watched("forward", number, guards.watching(execute.boxed(module)))
-        return guards.checking(calls.forward(execute.boxed(module)))  # type: ignore[no-any-return]
+    def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        number, guards = module.meta["monetrun"]
+        run = execute.boxed(module)
+        if self.meters is None:
+            return self._observed(FORWARD, number, guards.watching(run))
+        timed = self.meters.timing.early_calls(run)
+        return guards.checking(_measured(self.meters.steps, FORWARD, number, timed))  # type: ignore[no-any-return]
 
-    def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        number, calls, _ = module.meta["monetrun"]
-        if self.observed:
-            return self._watched("backward", number, execute.boxed(module))
-        timed = execute.boxed(execute.timed(module))
-        return calls.backward(execute.boxed(module), timed)
+    def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        number, _ = module.meta["monetrun"]
+        if self.meters is None:
+            return self._observed(BACKWARD, number, execute.boxed(module))
+        timing = self.meters.timing
+        timed = execute.boxed(execute.timed(module, timing.recomputation))
+        return _measured(self.meters.steps, BACKWARD, number, timing.early_calls(execute.boxed(module), timed))
 
-    def _watched(self, phase: str, number: int, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        chooser = self.chooser
+    def _observed(self, phase: str, number: int, run: Run) -> Run:
+        observer = self.observer
+        if observer is None:
+            return run
 
-        def watched(arguments: list[Any]) -> Any:
-            chooser.entering(phase, number, arguments)
+        def observed(arguments: list[Any]) -> Any:
+            observer.call_begins(phase, number, arguments)
             results = run(arguments)
-            chooser.left(phase, number, results)
+            observer.call_ended(phase, number, results)
             return results
 
-        watched._boxed_call = True  # type: ignore[attr-defined]
-        return watched
+        observed._boxed_call = True  # type: ignore[attr-defined]
+        return observed
 
 
-class Calls:
-    """Times a few early calls of one graph; after them it stands aside.
+def _measured(steps: StepMeter, phase: str, number: int, run: Run) -> Run:
+    def measured(arguments: list[Any]) -> Any:
+        steps.call_begins()
+        results = run(arguments)
+        steps.call_ended(phase, number)
+        return results
 
-    ``totals`` are added up over all graphs of the process: seconds in timed calls, and of these in recomputation.
-    """
-
-    totals: ClassVar[dict[str, float]] = {"seconds": 0.0, "again_seconds": 0.0}
-
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
-        self.forwards = 0
-        self.backwards = 0
-
-    def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """``run``, timed in a few early calls."""
-
-        def call(arguments: list[Any]) -> Any:
-            if self.forwards >= _TIMED_CALLS.stop:
-                return run(arguments)
-            self.forwards += 1
-            if self.forwards - 1 not in _TIMED_CALLS:
-                return run(arguments)
-            return self._time(run, arguments)
-
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
-
-    def backward(
-        self, run: Callable[[list[Any]], Any], timed: Callable[[list[Any]], Any]
-    ) -> Callable[[list[Any]], Any]:
-        """``run``; in a few early calls ``timed``, which reports to ``execute.stopwatch``."""
-
-        def call(arguments: list[Any]) -> Any:
-            if self.backwards >= _TIMED_CALLS.stop:
-                return run(arguments)
-            self.backwards += 1
-            if self.backwards - 1 not in _TIMED_CALLS:
-                return run(arguments)
-            watch = execute.stopwatch
-            watch.synchronize = self.meter.synchronize
-            before = watch.seconds
-            result = self._time(timed, arguments)
-            self.totals["again_seconds"] += watch.seconds - before
-            return result
-
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
-
-    def _time(self, run: Callable[[list[Any]], Any], arguments: list[Any]) -> Any:
-        self.meter.synchronize()
-        started = time.perf_counter()
-        result = run(arguments)
-        self.meter.synchronize()
-        self.totals["seconds"] += time.perf_counter() - started
-        return result
-
-
-def measured_overhead() -> float | None:
-    """Seconds spent in recomputation over the other seconds of the timed calls; None before any."""
-    seconds, again = Calls.totals["seconds"], Calls.totals["again_seconds"]
-    return again / (seconds - again) if seconds > again else None
+    measured._boxed_call = True  # type: ignore[attr-defined]
+    return measured

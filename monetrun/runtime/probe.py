@@ -1,4 +1,4 @@
-"""A trial run of the user's script: one process stands for rank 0 of the real run, and ends before a step is taken."""
+"""A trial run of the user's script: one process runs as rank 0, and ends with the first training step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from monetrun.runtime.settings import PROBED
 
 
 def stand_in_for_the_other_ranks(world_size: int) -> None:
-    """Let ``init_process_group`` make torch's fake process group: collectives return at once, nobody else is there.
+    """Make ``init_process_group`` create torch's fake process group: collectives return at once, without other ranks.
 
-    Such a collective's result is None, which DistributedDataParallel does not take: its gradients are left as they are.
+    Such a collective returns None, which DistributedDataParallel rejects: a hook leaves its gradients as they are.
     """
     if not torch.distributed.is_available():
         return
@@ -49,7 +49,7 @@ def _future(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def leave(record: StepRecord, path: str) -> NoReturn:
-    """Write the record and end the process: no ``atexit``, no ``finally``, no further line of the script runs."""
+    """Write the record and end the process at once: no ``atexit``, no ``finally``, no further line of the script."""
     part = Path(f"{path}.{os.getpid()}")
     part.write_text(codec.dumps(record))
     part.replace(path)

@@ -1,51 +1,46 @@
-"""The first training step, run on the most frugal schedules and watched: gives the ``StepRecord`` to plan from."""
+"""Records the first training step, run on schedules of the least peak, as the ``StepRecord`` to plan from."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from monetrun.capture import cost, roofline
+from monetrun.capture import cost, cost_store, roofline
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lifetimes import Lifetimes
 from monetrun.capture.meter import Meter
-from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, without
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, without
 from monetrun.core.plan import Schedule
 from monetrun.core.step import OUTSIDE, Event, StepRecord, call_footprint
-from monetrun.machine.store import Store, key
+from monetrun.machine.store import Store
+from monetrun.planning.intervals import Stretch
+from monetrun.runtime.ruled_out import usable_now
+from monetrun.runtime.stretches import StretchMeter
 from monetrun.solve import greedy
 
-# Gradients that zero_grad(set_to_none=False) keeps: the new ones are added to them after the last backward.
-_NEVER = -2
+_GRADIENTS = "last step's gradients"
+_OUTPUTS = "last step's outputs"
 
 _log = logging.getLogger("monetrun")
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """What the meter saw: a call of a graph, an optimizer's step, or what the script did between."""
-
-    kind: str
-    graph: int
-    name: str
-    start_bytes: int
-    peak_bytes: int
-    end_bytes: int
-
-
 class Recorder:
-    """Gives every captured graph its most frugal schedule, and notes what the step allocates around the calls.
+    """Gives every captured graph the schedule of the least peak, and measures what the step allocates between calls.
 
     Args:
         meter: of the device that the model is on.
         device: that device.
         known: costs measured before, by signature.
         model: of the device to plan for, where it is not this one and nothing can be measured.
+
+    Attributes:
+        joints: the captured graphs, in the order of their first calls.
+        schedules: of each.
+        known: costs, by signature; ``measure`` adds to it.
     """
 
     def __init__(
@@ -61,25 +56,24 @@ class Recorder:
         self.known = dict(known)
         self.joints: list[JointGraph] = []
         self.schedules: list[Schedule] = []
-        self.stretches: list[_Stretch] = []
-        self.lifetimes = Lifetimes()
-        self.state_bytes = 0
-        self.parameters: list[torch.Tensor] = []
-        self.gradient_bytes = 0
-        self.drops: list[tuple[int, list[torch.Tensor]]] = []  # at which stretch whose gradients were dropped
-        self._dropped: set[int] = set()
-        self._gradients: dict[int, int] = {}
-        self._number: dict[str, int] = {}
-        self._start = 0
-        self._running = False
+        self._numbers: dict[str, int] = {}  # index of a graph, by its fingerprint
+        self._stretch_meter = StretchMeter(meter)
+        self._lifetimes = Lifetimes()
+        self._state_bytes = 0
+        self._parameters: list[torch.Tensor] = []
+        self._gradient_bytes: dict[int, int] = {}  # by the parameter's id
+        self._all_gradients_bytes = 0
+        # parameters whose gradients of the last step would be zeroed in a stretch (None: zeroed, but not freed)
+        self._zeroed: list[tuple[int | None, list[torch.Tensor]]] = []
+        self._zeroed_ids: set[int] = set()
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number, and the schedule of the least peak that is known for it."""
-        number = self._number.get(joint.graph.fingerprint)
+        number = self._numbers.get(joint.graph.fingerprint)
         if number is None:
-            number = self._number[joint.graph.fingerprint] = len(self.joints)
+            number = self._numbers[joint.graph.fingerprint] = len(self.joints)
             self.joints.append(joint)
-            # the weights have not been seen yet: nothing that they may forbid; nor what rounds, or has not been tried
+            # left out: what needs a guard, since the weights are not known here, and what is not known to be exact
             unknown = {(g.operator, g.implementation) for g in joint.guards.guards}
             for op in joint.graph.operators:
                 unknown.update((op.id, k) for k, impl in enumerate(op.implementations) if not impl.exact)
@@ -88,162 +82,138 @@ class Recorder:
 
     # ---- what happens in the step
 
-    def entering(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
-        """A graph's call begins; what lies between it and the last one is the script's."""
-        if not self.stretches and not self._running:
-            self.meter.reset_peak()
-            self._start = self.meter.current_bytes()
-        self._close(OUTSIDE)
-        self._running = True
+    def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
+        """A graph's call begins, and what the script did since the last one has ended."""
+        if not self._stretches:
+            self._stretch_meter.begin()
+        self._end_stretch(OUTSIDE)
         if phase == FORWARD:
-            self.lifetimes.forward_begins(self.joints[graph], arguments)
+            self._lifetimes.forward_begins(self.joints[graph], arguments)
         else:
-            self.lifetimes.backward_begins(self.joints[graph], len(self.stretches), arguments)
+            self._lifetimes.backward_begins(self.joints[graph], len(self._stretches), arguments)
 
-    def left(self, phase: str, graph: int, results: Sequence[Any]) -> None:
+    def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """A graph's call has ended."""
         if phase == FORWARD:
-            self.lifetimes.forward_ended(results)
-        self._close(phase, graph)
-        self._running = False
+            self._lifetimes.forward_ended(results)
+        self._end_stretch(phase, graph)
 
     def optimizer_begins(self) -> None:
         """An optimizer's step begins."""
-        if self.stretches:
-            self._close(OUTSIDE)
+        if self._stretches:
+            self._end_stretch(OUTSIDE)
 
     def optimizer_ended(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
-        """It has ended; what stays allocated is the optimizer's state. ``parameters``: all that are trained."""
-        self.parameters = list(parameters)
-        self.gradient_bytes = _bytes_of(p.grad for p in self.parameters)
-        self._gradients = {id(p): _bytes_of([p.grad]) for p in self.parameters}
-        if self.stretches:
-            self._close(OUTSIDE, name=f"{name}.step")
-            stretch = self.stretches[-1]
-            self.state_bytes += max(0, stretch.end_bytes - stretch.start_bytes)
+        """It has ended; what it leaves allocated is the optimizer's state. ``parameters``: all that are trained."""
+        self._parameters = list(parameters)
+        self._gradient_bytes = {id(p): _bytes_of([p.grad]) for p in self._parameters}
+        self._all_gradients_bytes = _bytes_of(p.grad for p in self._parameters)
+        if self._stretches:
+            self._end_stretch(OUTSIDE, name=f"{name}.step")
+            stretch = self._stretches[-1]
+            self._state_bytes += max(0, stretch.end_bytes - stretch.start_bytes)
 
-    def gradients_dropped(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
-        """The script called ``zero_grad``: from the second step on, the last step's gradients lie there until now.
+    def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
+        """The script calls ``zero_grad``: from the second step on, the last step's gradients are allocated until now.
 
-        Those that this step has computed already are not the last step's: the script drops them at its end.
+        Gradients that this step has computed already are not the last step's: the script zeroes them at its end.
+        With ``set_to_none=False`` they stay, and the new ones are added to them after the last backward.
         """
-        waiting = [p for p in parameters if p.grad is None and id(p) not in self._dropped]
-        self._dropped.update(id(p) for p in waiting)
-        self.drops.append((len(self.stretches) if set_to_none else _NEVER, waiting))
-
-    def _close(self, kind: str, graph: int = -1, name: str = "") -> None:
-        self.meter.synchronize()
-        now = self.meter.current_bytes()
-        peak = max(now, self._start, self.meter.peak_bytes())
-        self.stretches.append(_Stretch(kind, graph, name, self._start, peak, now))
-        self.lifetimes.look(len(self.stretches) - 1)
-        self._start = now
-        self.meter.reset_peak()
+        absent = [p for p in parameters if p.grad is None and id(p) not in self._zeroed_ids]
+        self._zeroed_ids.update(id(p) for p in absent)
+        self._zeroed.append((len(self._stretches) if set_to_none else None, absent))
 
     @property
     def complete(self) -> bool:
         """Whether a backward was seen."""
-        return any(s.kind == BACKWARD for s in self.stretches)
+        return any(s.kind == BACKWARD for s in self._stretches)
+
+    @property
+    def _stretches(self) -> list[Stretch]:
+        return self._stretch_meter.stretches
+
+    def _end_stretch(self, kind: str, graph: int = -1, name: str = "") -> None:
+        self.meter.synchronize()
+        self._stretch_meter.end(kind, graph, name)
+        self._lifetimes.look(len(self._stretches) - 1)
 
     # ---- the record
 
     def measure(self, store: Store | None) -> list[Costs]:
-        """Measure what is not known of the operators' costs, and share it through the store; or compute it."""
+        """The costs of all graphs: measured, with what ``store`` has and for it, or those of the modelled device."""
         if self.model is not None:
             return [cost.modelled(joint, self.model) for joint in self.joints]
-        where = cost_key(self.device)
-        known = dict(self.known)
-        for joint in self.joints:
-            known.update(cost.measure(joint, known, self.meter, self.device))
-        if store is not None:
-            known = {**known, **store.update("costs", where, known, OperatorCost)}
-        self.known = known
-        return [cost.costs_of(joint, known, device_name(self.device)) for joint in self.joints]
+        self.known = cost_store.measure(self.joints, self.known, self.meter, self.device, store)
+        return [cost.costs_of(joint, self.known, cost_store.device_name(self.device)) for joint in self.joints]
 
     def record(self, costs: list[Costs]) -> StepRecord:
-        """The step in its steady state: optimizer state, last step's outputs and gradients lie under it."""
+        """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
+        first = self._stretches[0].end_bytes if self._stretches else 0
+        end = self._stretches[-1].end_bytes if self._stretches else 0
+        gradients = self._last_gradients()
+        events = self._events(costs, gradients)
+        outputs = max(0, end - first - self._state_bytes - self._all_gradients_bytes)
+        if outputs:  # the last step's are held until this step's forward has given new ones
+            events.insert(0, Event(OUTSIDE, -1, outputs, outputs, _OUTPUTS))
+            backward = next((i for i, e in enumerate(events) if e.kind == BACKWARD), len(events))
+            events.insert(backward, Event(OUTSIDE, -1, -outputs, 0, _OUTPUTS))
+        if waiting := sum(gradients.values()):
+            events.insert(0, Event(OUTSIDE, -1, waiting, waiting, _GRADIENTS))
+        weights = _bytes_of(self._parameters)
+        return StepRecord(
+            graphs=tuple(usable_now(j, cost.as_tried(j, self.known)) for j in self.joints),
+            costs=tuple(costs),
+            events=tuple(events),
+            base_bytes=first + self._state_bytes,
+            ledger={
+                "parameters": weights,
+                "gradients": self._all_gradients_bytes,
+                "optimizer state": self._state_bytes,
+                "script (batch, buffers, ...)": max(0, first - weights),
+            },
+            device=costs[0].device if costs else cost_store.device_name(self.device),
+            torch_version=torch.__version__,
+            exact=self.meter.exact,
+        )
+
+    def _events(self, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
+        """The stretches from the first call on; ``gradients``: bytes of the last step's that are freed after each."""
         events: list[Event] = []
-        first = self.stretches[0].end_bytes if self.stretches else 0
-        now = first
-        freed = self._waiting_gradients()
-        last_backward = max((i for i, s in enumerate(self.stretches) if s.kind == BACKWARD), default=0)
-        for i, stretch in enumerate(self.stretches):
-            if i - 1 in freed or (i - 1 == last_backward and _NEVER in freed):
-                where = i - 1 if i - 1 in freed else _NEVER
-                events.append(Event(OUTSIDE, -1, -freed[where], 0, "last step's gradients"))
-            if i == 0:
-                continue
+        now = self._stretches[0].end_bytes if self._stretches else 0  # as ``replay`` will have it
+        for i, stretch in enumerate(self._stretches[1:], 1):
+            if i - 1 in gradients:
+                events.append(Event(OUTSIDE, -1, -gradients[i - 1], 0, _GRADIENTS))
             if stretch.kind == OUTSIDE:
-                absent = self.lifetimes.absent_bytes(i)
+                absent = self._lifetimes.absent_bytes(i)
                 delta, peak = stretch.end_bytes + absent - now, max(0, stretch.peak_bytes + absent - now)
                 grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
                 events.append(Event(OUTSIDE, -1, delta - grown, max(0, peak - grown), stretch.name))
                 now = stretch.end_bytes + absent
                 continue
             joint, schedule = self.joints[stretch.graph], self.schedules[stretch.graph]
-            released = self.lifetimes.released(i)
+            released = self._lifetimes.released(i)
             events.append(Event(stretch.kind, stretch.graph, released=released))
-            known = call_footprint(joint.graph, costs[stretch.graph], schedule, released)
-            now += known.saved_bytes if stretch.kind == FORWARD else known.backward_delta_bytes
+            simulated = call_footprint(joint.graph, costs[stretch.graph], schedule, released)
+            now += simulated.saved_bytes if stretch.kind == FORWARD else simulated.backward_delta_bytes
             _log.debug("%s %d: simulated %d, measured %d", stretch.kind, stretch.graph, now, stretch.end_bytes)
-        end = self.stretches[-1].end_bytes if self.stretches else 0
-        left = max(0, end - first - self.state_bytes - self.gradient_bytes)
-        if left:  # last step's outputs are held until this step's forward has given new ones
-            events.insert(0, Event(OUTSIDE, -1, left, left, "last step's outputs"))
-            back = next((i for i, e in enumerate(events) if e.kind == BACKWARD), len(events))
-            events.insert(back, Event(OUTSIDE, -1, -left, 0, "last step's outputs"))
-        if waiting := sum(freed.values()):
-            events.insert(0, Event(OUTSIDE, -1, waiting, waiting, "last step's gradients"))
-        weights = _bytes_of(self.parameters)
-        return StepRecord(
-            graphs=tuple(allowed(j, cost.as_tried(j, self.known)) for j in self.joints),
-            costs=tuple(costs),
-            events=tuple(events),
-            base_bytes=first + self.state_bytes,
-            ledger={
-                "parameters": weights,
-                "gradients": self.gradient_bytes,
-                "optimizer state": self.state_bytes,
-                "script (batch, buffers, ...)": max(0, first - weights),
-            },
-            device=costs[0].device if costs else device_name(self.device),
-            torch_version=torch.__version__,
-            exact=self.meter.exact,
-        )
+        return events
 
-    def _waiting_gradients(self) -> dict[int, int]:
-        """Bytes of the last step's gradients, by the stretch at whose end they are gone."""
+    def _last_gradients(self) -> dict[int, int]:
+        """Bytes of the last step's gradients, by the stretch after which they are freed."""
+        last_backward = max((i for i, s in enumerate(self._stretches) if s.kind == BACKWARD), default=0)
         found: dict[int, int] = {}
-        for position, parameters in self.drops:
-            nbytes = sum(self._gradients.get(id(p), 0) for p in parameters)
-            if nbytes and position:
-                found[position] = found.get(position, 0) + nbytes
+        for stretch, parameters in self._zeroed:
+            nbytes = sum(self._gradient_bytes.get(id(p), 0) for p in parameters)
+            if nbytes and stretch != 0:
+                after = last_backward if stretch is None else stretch
+                found[after] = found.get(after, 0) + nbytes
         return found
-
-
-def allowed(joint: JointGraph, graph: Graph) -> Graph:
-    """``graph``, in which what its weights forbid as they are now is not usable."""
-    failed = joint.guards.failed()
-    return graph if failed is None else without(graph, failed.implementations)
 
 
 def estimated(joint: JointGraph) -> Costs:
     """Costs from bytes and flops alone, for when nothing has been measured."""
     known = {signature: cost.estimate(*timed) for signature, timed in joint.timed.items()}
     return cost.costs_of(joint, known, "estimate")
-
-
-def device_name(device: torch.device) -> str:
-    """``"cpu"``, or the GPU's model."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def cost_key(device: torch.device) -> str:
-    """The store's key for costs measured here: device, torch, and how many threads compute."""
-    parts: list[Any] = [device_name(device), torch.__version__, torch.get_num_threads()]
-    if device.type == "cuda":
-        parts.append(torch.backends.cudnn.version())
-    return key(*parts)
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -1,4 +1,4 @@
-"""What the launcher tells its workers, by environment variables; one frozen dataclass on both sides."""
+"""The settings that the launcher hands to its workers in environment variables."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from monetrun.core.errors import UsageError
+from monetrun.core.options import Options, parse_kinds
 
 PROBE = "probe"
 RUN = "run"
 
-# The exit code of a probe that left its record: nothing a script ends with by itself.
+# The exit code of a trial run that left its record: one that scripts do not use.
 PROBED = 96
 PREFIX = "MONETRUN_"
 
@@ -25,20 +26,20 @@ class Settings:
     Attributes:
         mode: ``"probe"`` (a trial run up to the first optimizer step) or ``"run"``.
         budget: in ``--budget``'s grammar.
-        budget_bytes: what it comes to, 0 when that is not known yet.
+        budget_bytes: the budget in bytes, 0 where that is not known yet.
         plan_file: the plan to run, or empty: plan in this process after the first step.
         plan_given: the user named the plan, so that one for another model is an error.
-        record_file: where a probe leaves its record, and where a run finds it.
-        report_folder: where each rank leaves what it measured, or empty.
+        record_file: where a trial run writes its record, and where a run reads it.
+        report_folder: where each rank leaves its measurements, or empty.
         cache_folder: of the store, or empty for none.
         algorithm: the solver's name.
-        solver_seconds: its time.
+        solver_seconds: the solver's time.
         mip_solver: ``"scip"`` or ``"highs"``.
-        cost_model: what operators cost: ``"measured"`` here, or a name that ``roofline.parse`` knows (a probe on fake
-            tensors).
+        cost_model: where operators' costs come from: ``"measured"`` here, or a name that ``roofline.parse`` knows (a
+            trial run on fake tensors).
         recompute: False: no operator runs twice.
-        implementations: as ``plan.parse_kinds`` reads it.
-        strict: what cannot be planned is an error.
+        implementations: as ``options.parse_kinds`` reads it.
+        strict: raise an error where something cannot be planned, instead of a warning.
         quiet: no warnings.
         rank: of this process.
         world_size: of the whole run.
@@ -74,7 +75,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
-        """What the launcher set.
+        """Read what ``to_environment`` wrote.
 
         Raises:
             UsageError: a variable cannot be read; it was not set by the launcher.
@@ -91,6 +92,15 @@ class Settings:
             except ValueError as error:
                 raise UsageError(f"{PREFIX}{name} is {text!r}, expected {kind.__name__}") from error
         return cls(**given)  # type: ignore[arg-type]
+
+    def solver_options(self, seconds: float | None = None) -> Options:
+        """The solver's options; ``seconds``: its time, where it is not ``solver_seconds``."""
+        return Options(
+            seconds=self.solver_seconds if seconds is None else seconds,
+            recompute=self.recompute,
+            implementations=parse_kinds(self.implementations),
+            mip_solver=self.mip_solver,
+        )
 
     def claim(self) -> bool:
         """Whether this process is the worker itself, and not a child that inherited its environment."""

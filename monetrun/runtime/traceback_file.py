@@ -1,8 +1,8 @@
-"""How a worker tells the launcher why it died.
+"""Writes a worker's uncaught exception to a file that the launcher reads.
 
-torchrun's agent gives every worker a path in ``TORCHELASTIC_ERROR_FILE`` and reads, once the worker has failed, what
-lies there; torch writes it only for scripts whose main function is decorated with ``@record``. The hook here writes
-the same file for any script, and then lets Python print the traceback as it always does.
+torchrun's agent gives every worker a path in ``TORCHELASTIC_ERROR_FILE``, and reads that file once the worker has
+failed. Torch writes it only for scripts whose main function is decorated with ``@record``. The hook here writes the
+same file for any script; Python then prints the traceback as always.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def install_excepthook() -> None:
     """Wrap ``sys.excepthook`` so that an uncaught exception is also written to the worker's error file.
 
     Does nothing outside a worker (``TORCHELASTIC_ERROR_FILE`` unset or empty) and nothing the second time.
-    ``SystemExit`` never reaches an excepthook, so exit codes are untouched; ``KeyboardInterrupt`` is how a worker is
-    asked to stop, not why it failed, and is not written.
+    ``SystemExit`` never reaches an excepthook, so that exit codes are unchanged. ``KeyboardInterrupt`` is not written:
+    it stops a worker from outside, and is no failure.
     """
     previous = sys.excepthook
     if not os.environ.get(ERROR_FILE) or hasattr(previous, _MARK):
@@ -44,9 +44,9 @@ def install_excepthook() -> None:
 def write(value: BaseException, trace: TracebackType | None) -> None:
     """Write ``value`` to the error file, in the format of torch's ``ErrorHandler.record_exception``.
 
-    Two keys are added, which torch ignores: ``timestamp_ns``, since whole seconds do not tell which of two ranks
-    failed first, and ``errorCode``, the exit code of an error of monetrun's own. A file that cannot be written is
-    left out in silence: the traceback is on stderr all the same.
+    Two keys are added, which torch ignores: ``timestamp_ns``, since whole seconds do not order the failures of two
+    ranks, and ``errorCode``, the exit code of monetrun's own errors. If the file cannot be written nothing happens:
+    the traceback is on stderr anyway.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -64,7 +64,7 @@ def write(value: BaseException, trace: TracebackType | None) -> None:
         message["errorCode"] = value.exit_code
     elif type(value).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
         message["errorCode"] = BudgetExceeded.exit_code
-    # whole or not at all: a worker may be killed while it writes, and the agent fails on half a file
+    # atomically: a worker may be killed while it writes, and the agent fails on half a file
     part = f"{path}.{os.getpid()}"
     try:
         with open(part, "w", encoding="utf-8") as file:

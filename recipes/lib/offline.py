@@ -20,7 +20,6 @@ from torch._guards import detect_fake_mode
 from monetrun.capture import cost, roofline
 from monetrun.capture.fake import fake_tensors
 from monetrun.capture.joint import JointGraph
-from monetrun.capture.meter import Meter, NoMeter
 from monetrun.core.errors import CaptureFailed, MonetrunError, UsageError
 from monetrun.core.graph import Costs
 from monetrun.core.plan import Schedule, plain_schedule
@@ -62,7 +61,7 @@ def capture(
 
     collector = _Collector()
     torch._dynamo.reset()
-    backend = Backend(collector, name, observed=True)
+    backend = Backend(collector, name)
     try:
         with mode, torch.enable_grad():
             torch.compile(step, backend=backend, dynamic=False)(*arguments)
@@ -94,16 +93,9 @@ class _Collector:
     """Keeps what is captured, and lets it run plainly."""
 
     def __init__(self) -> None:
-        self.meter: Meter = NoMeter()
         self.joints: list[JointGraph] = []
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The plain schedule."""
         self.joints.append(joint)
         return 0, plain_schedule(joint.graph)
-
-    def entering(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
-        """A call begins: nothing to see."""
-
-    def left(self, phase: str, graph: int, results: Sequence[Any]) -> None:
-        """It has ended."""

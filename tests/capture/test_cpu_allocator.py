@@ -75,7 +75,7 @@ def test_an_allocation_of_nothing_counts_nothing_and_is_never_refused():
 
 def test_install_twice_counts_once():
     assert cpu.install()
-    cpu._installed.cache_clear()  # ask the library itself again
+    cpu._installed.cache_clear()  # query the library again
     assert cpu.install()
     before = cpu.allocated_bytes()
     a = torch.empty(MIB, dtype=torch.uint8)
@@ -149,7 +149,7 @@ def test_past_the_limit_raises_out_of_memory_and_torch_goes_on():
     assert torch.ones(20 * MIB, dtype=torch.uint8).numel() == 20 * MIB
 
 
-def test_out_of_memory_in_the_backward_pass_reaches_the_caller_and_frees_what_was_made():
+def test_out_of_memory_in_the_backward_pass_reaches_the_caller_and_frees_its_tensors():
     weight = torch.ones(256, 1024, requires_grad=True)
     before = cpu.allocated_bytes()
     loss = (weight * 2).tanh().sum()
@@ -162,7 +162,7 @@ def test_out_of_memory_in_the_backward_pass_reaches_the_caller_and_frees_what_wa
     assert cpu.allocated_bytes() == before
 
 
-def test_a_limit_below_what_is_held_refuses_until_enough_is_freed():
+def test_a_limit_below_what_is_allocated_refuses_until_enough_is_freed():
     base = cpu.allocated_bytes()
     held = torch.empty(4 * MIB, dtype=torch.uint8)
     cpu.set_limit(base + 2 * MIB)
@@ -272,7 +272,7 @@ def raw(tmp_path_factory):
     return raw
 
 
-def test_threads_that_meet_in_the_allocator_lose_no_byte_and_never_pass_the_limit(raw):
+def test_concurrent_threads_are_counted_exactly_and_never_pass_the_limit(raw):
     base = cpu.allocated_bytes()
     cpu.set_limit(base + 3 * 640)  # room for three of four threads' blocks
     cpu.reset_peak()
@@ -295,7 +295,7 @@ def test_raw_allocation_is_counted_and_freed(raw):
     assert raw.simple(64) == 1
 
 
-def test_what_was_allocated_before_is_freed_uncounted_and_forks_start_without_a_limit():
+def test_earlier_allocations_are_freed_uncounted_and_forks_start_without_a_limit():
     out = run_fresh(
         """
         import os, torch
@@ -321,7 +321,7 @@ def test_what_was_allocated_before_is_freed_uncounted_and_forks_start_without_a_
     assert out.splitlines() == ["0 None", "0 0", "7 8000 4000"]
 
 
-def test_without_a_compiler_it_says_so_and_torch_works():
+def test_without_a_compiler_it_gives_the_reason_and_torch_works():
     out = run_fresh(
         """
         import os, tempfile

@@ -18,7 +18,7 @@ from monetrun.core.plan import plain_schedule
 from monetrun.core.step import replay
 from monetrun.launcher import agent as launch
 from monetrun.launcher.job import Job
-from monetrun.runtime import worker
+from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from support import zoo
 
@@ -35,7 +35,7 @@ def recorded(train, *, on_fake_tensors):
     gc.collect()
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
     held = 0 if on_fake_tensors else cpu_allocator.allocated_bytes()
-    session = worker.Session(Settings(mode=RUN, budget="1x", cost_model="roofline:p100"))
+    session = Session(Settings(mode=RUN, budget="1x", cost_model="roofline:p100"))
     with contextlib.ExitStack() as undo:
         undo.callback(torch._dynamo.reset)
         undo.callback(session.close)

@@ -12,7 +12,7 @@ from lib import offline
 from monetrun.capture import cpu_allocator
 from monetrun.capture.execute import build
 from monetrun.capture.joint import signature
-from monetrun.capture.meter import NoMeter, meter_for
+from monetrun.capture.meter import meter_for
 from monetrun.core.graph import check
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, Step, plain_schedule
@@ -31,8 +31,6 @@ CHECKS = ("test_schema", "test_faketensor")
 
 class Again(Chooser):
     """Runs all that can run again a second time, when the backward pass begins, and then what drew first once more."""
-
-    meter = NoMeter()
 
     def choose(self, joint):
         self.joint = joint
@@ -113,7 +111,7 @@ def test_what_runs_again_draws_the_same_numbers_and_leaves_the_generator_as_eage
     module, x = make(), inputs()
     twin, chooser = copy.deepcopy(module), Again()
     losses, state, generator = trained(module, x, module)
-    again = trained(twin, x, torch.compile(twin, backend=Backend(chooser, network, observed=True)))
+    again = trained(twin, x, torch.compile(twin, backend=Backend(chooser, network)))
     drawn = {op.target for op in chooser.joint.graph.operators if random.is_random(chooser.joint.nodes[op.id])}
     assert drawn - set(chooser.again) == {"monet.generator_state.default"}
     assert not any(op.optional and op.target in drawn for op in chooser.joint.graph.operators)

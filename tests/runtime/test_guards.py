@@ -1,4 +1,4 @@
-"""Implementations that the weights may forbid: left out where they do, planned around when they begin to."""
+"""Guards on the weights: implementations whose guard fails are left out, and planned around when it fails later."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.graph import without
 from monetrun.core.plan import Plan
 from monetrun.planning import planner
-from monetrun.runtime import worker
 from monetrun.runtime.engine import Engine
+from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from monetrun.solve import greedy
 from support import zoo
@@ -26,7 +26,7 @@ def _counted():
 
 
 class Stream(nn.Module):
-    """A residual stream of layer norms: from their outputs, it need not be kept."""
+    """A residual stream of layer norms: it need not be saved where their backward runs from their outputs."""
 
     def __init__(self, layers=4, width=64):
         super().__init__()
@@ -67,12 +67,12 @@ def planned(
     recompute=False,
     **options,
 ):
-    """Losses of training, without recomputation under a budget that takes layer norms from their outputs.
+    """Losses of training without recomputation, under a budget that needs layer norms' backward from their outputs.
 
-    ``see`` is shown the engine before each step but the first.
+    ``see`` is called with the engine before each step but the first.
     """
     settings = Settings(mode=RUN, budget=budget, recompute=recompute, solver_seconds=2.0, **options)
-    session = worker.Session(settings, plan)
+    session = Session(settings, plan)
     session.watch_process()
 
     def before_and_seen(step):
@@ -81,7 +81,7 @@ def planned(
             see(session.engine)
 
     try:
-        return train(model, steps, before_and_seen), session.engine, session.warned
+        return train(model, steps, before_and_seen), session.engine, session.reporter.warned
     finally:
         session.close()
         torch._dynamo.reset()
@@ -90,7 +90,7 @@ def planned(
 def used(engine: Engine, plan: Plan | None = None) -> list[str]:
     """The names of the layer norms whose backward runs from the output under ``plan``, by default the engine's."""
     found = []
-    for graph, own in zip(engine.record.graphs, (plan or engine.plan).graphs, strict=True):
+    for graph, own in zip(engine.running.record.graphs, (plan or engine.plan).graphs, strict=True):
         for step in own.schedule.backward:
             op = graph.operators[step.operator]
             if op.implementations[step.implementation].name == USED:
@@ -120,7 +120,7 @@ def drifting(model, layers):
     return lambda step: shrink(model, layers[0], 0.4) if step >= 3 else None
 
 
-def test_weights_that_drift_past_the_guard_are_planned_around():
+def test_when_a_guard_begins_to_fail_the_step_is_planned_again_without_its_implementation():
     plans, layers = [], []
 
     def see(engine):
@@ -144,7 +144,7 @@ def test_weights_that_drift_past_the_guard_are_planned_around():
     assert_trains_as_eager(losses, model, plain_losses, plain)
 
 
-def test_what_the_weights_forbid_from_the_start_is_never_used():
+def test_an_implementation_whose_guard_fails_from_the_start_is_never_used():
     def zeroed(model):
         return lambda step: shrink(model, 1, 0.0) if step == 0 else None
 
@@ -159,14 +159,14 @@ def test_what_the_weights_forbid_from_the_start_is_never_used():
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["with its record", "alone"])
-def test_a_plan_that_other_weights_forbid_is_made_anew_before_its_first_call_has_run(recorded, tmp_path):
+def test_a_plan_whose_guard_fails_for_other_weights_is_replaced_before_its_first_call(recorded, tmp_path):
     model = seeded()
     _, engine, _ = planned(model, 2)
     name = used(engine)[0]
     layer = int(name.removeprefix("norms."))
     options = {}
     if recorded:
-        (tmp_path / "record.json").write_text(codec.dumps(engine.record))
+        (tmp_path / "record.json").write_text(codec.dumps(engine.running.record))
         options["record_file"] = str(tmp_path / "record.json")
     other = seeded()
     shrink(other, layer, 0.01)
@@ -182,7 +182,7 @@ def test_a_plan_that_other_weights_forbid_is_made_anew_before_its_first_call_has
     assert_trains_as_eager(losses, other, train(plain, 4), plain)
 
 
-def test_a_budget_that_only_the_forbidden_can_keep_is_refused_when_it_fails():
+def test_a_budget_that_needs_an_implementation_whose_guard_fails_is_refused_then():
     model = seeded()
     _, engine, _ = planned(model, 2, budget="0.64x")
     assert "norms.1" in used(engine)
@@ -193,7 +193,7 @@ def test_a_budget_that_only_the_forbidden_can_keep_is_refused_when_it_fails():
 
 def test_a_graph_whose_implementations_are_not_usable_keeps_its_fingerprints_and_is_planned_without_them():
     _, engine, _ = planned(seeded(), 2)
-    (graph,), (costs,) = engine.record.graphs, engine.record.costs
+    (graph,), (costs,) = engine.running.record.graphs, engine.running.record.costs
     guarded = {(op.id, k) for op in graph.operators for k, impl in enumerate(op.implementations) if impl.name == USED}
     less = without(graph, guarded)
     assert (less.fingerprint, less.structural_fingerprint) == (graph.fingerprint, graph.structural_fingerprint)
@@ -207,7 +207,7 @@ def test_a_graph_whose_implementations_are_not_usable_keeps_its_fingerprints_and
     assert carried is None or not guarded & {(s.operator, s.implementation) for s in carried.backward}
 
 
-def test_a_guard_is_asked_of_parameters_and_buffers_only():
+def test_guards_depend_on_parameters_and_buffers_only():
     class Computed(nn.Module):
         def __init__(self, how):
             super().__init__()
@@ -257,7 +257,7 @@ def test_a_guard_that_fails_is_noticed_before_any_graph_of_the_call_has_run(monk
     assert len(warned) == 1
     assert not any(
         graph.operators[s.operator].implementations[s.implementation].name == USED
-        for graph, own in zip(engine.record.graphs, engine.plan.graphs, strict=True)
+        for graph, own in zip(engine.running.record.graphs, engine.plan.graphs, strict=True)
         for s in own.schedule.backward
     )
     plain = halves()

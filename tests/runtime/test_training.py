@@ -7,39 +7,39 @@ import torch
 
 from monetrun.capture import cpu_allocator
 from monetrun.core.errors import InfeasibleBudget
-from monetrun.runtime import worker
+from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from support import zoo
 
 SHARE = "0.6x"
 
-# weights, gradients and momentum are most of it: these are about halfway to the smallest feasible budget
+# weights, gradients and momentum are most of the peak: about halfway to the smallest feasible budget
 SHARES = {"vgg16": "0.98x", "zero_init": "0.92x"}
 
 
 def trained(case, budget, steps=4, **options):
     """Losses and state of ``case`` trained under ``budget``, and the engine that ran it."""
-    session = worker.Session(Settings(mode=RUN, budget=budget, solver_seconds=2.0, **options))
+    session = Session(Settings(mode=RUN, budget=budget, solver_seconds=2.0, **options))
     session.watch_process()
     try:
         losses, state = zoo.train(case, steps)
-        return losses, state, session.engine, session.warned
+        return losses, state, session.engine, session.reporter.warned
     finally:
         session.close()
         torch._dynamo.reset()
 
 
 def exact(engine):
-    """Whether the plan runs nothing that may differ from eager in its last bits."""
+    """Whether all implementations of the plan are bitwise identical to eager."""
     return all(
         graph.operators[step.operator].implementations[step.implementation].exact
-        for graph, own in zip(engine.record.graphs, engine.plan.graphs, strict=True)
+        for graph, own in zip(engine.running.record.graphs, engine.plan.graphs, strict=True)
         for step in (*own.schedule.forward, *own.schedule.backward)
     )
 
 
 def trained_in_half(case, steps=4, share=SHARE):
-    """At ``share``, or halfway between the smallest feasible budget and the plain peak where weights make it larger."""
+    """Train at ``share``, or halfway between the smallest feasible budget and the plain peak if that is more."""
     try:
         return trained(case, share, steps)
     except InfeasibleBudget as error:
@@ -76,12 +76,29 @@ def _counted():
     gc.collect()  # models of tests before this one are bytes that torch holds until then
 
 
-def test_only_exact_implementations_train_a_transformer_to_the_bit():
+def test_with_exact_implementations_a_transformer_trains_bitwise_as_eager():
     plain_losses, plain_state = zoo.train("gpt")
     losses, state, engine, _ = trained("gpt", SHARE, implementations="exact")
     assert exact(engine)
     assert losses == plain_losses
     assert [k for k in state if not torch.equal(state[k], plain_state[k])] == []
+
+
+def test_planned_and_measured_bytes_agree_in_every_stretch_of_a_step():
+    _, _, engine, _ = trained("small_resnet", SHARE)
+    found = engine.findings()["intervals"]
+    assert [(i["kind"], i["name"]) for i in found] == [
+        ("forward", "SmallResNet"),
+        ("outside", ""),
+        ("backward", "SmallResNet"),
+        ("outside", ""),
+        ("outside", "SGD.step"),
+    ]
+    for interval in found:
+        assert interval["measured_start_bytes"] == pytest.approx(interval["planned_start_bytes"], rel=0.005)
+        assert interval["measured_peak_bytes"] == pytest.approx(interval["planned_peak_bytes"], rel=0.005)
+    assert max(i["measured_peak_bytes"] for i in found) == engine.peak_bytes
+    assert max(i["planned_peak_bytes"] for i in found) == engine.plan.planned_peak_bytes
 
 
 @pytest.mark.parametrize("case", ["small_resnet", "gpt"])
@@ -92,7 +109,7 @@ def test_half_of_the_plain_peak_is_kept(case):
     assert engine.peak_bytes <= engine.plan.budget_bytes
 
 
-def test_what_a_refused_plan_was_for_can_be_freed():
+def test_a_model_whose_plan_was_refused_can_be_freed():
     held = cpu_allocator.allocated_bytes()
     with pytest.raises(InfeasibleBudget):
         trained("small_resnet", "0.05x")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
@@ -22,17 +19,9 @@ torch.backends.cudnn.allow_tf32 = False  # two kernels, only one of which uses i
 class Chooser:
     """Takes the plain schedule, and keeps what was captured."""
 
-    meter = None
-
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         self.joint = joint
         return 0, plain_schedule(joint.graph)
-
-    def entering(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
-        pass
-
-    def left(self, phase: str, graph: int, results: Sequence[Any]) -> None:
-        pass
 
 
 def captured(module: nn.Module, x: torch.Tensor) -> JointGraph:
@@ -40,7 +29,7 @@ def captured(module: nn.Module, x: torch.Tensor) -> JointGraph:
     torch._dynamo.reset()
     module.to(DEVICE)
     kernels.load(DEVICE)
-    torch.compile(module, backend=Backend(chooser, "case", observed=True))(x)
+    torch.compile(module, backend=Backend(chooser, "case"))(x)
     check(chooser.joint.graph)
     return chooser.joint
 

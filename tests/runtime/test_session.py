@@ -1,4 +1,4 @@
-"""What the hook does to a model, and what it leaves alone."""
+"""What a session does to models, and which it leaves unchanged."""
 
 import copy
 import io
@@ -17,7 +17,8 @@ import monetrun
 from monetrun.capture import cpu_allocator
 from monetrun.core.errors import BudgetSyntaxError, CaptureFailed
 from monetrun.core.graph import BACKWARD
-from monetrun.runtime import worker
+from monetrun.runtime import session as process
+from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from support import zoo
 
@@ -25,7 +26,7 @@ from support import zoo
 @pytest.fixture
 def session():
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
-    opened = worker.Session(Settings(mode=RUN, budget="4GiB", solver_seconds=1.0))
+    opened = Session(Settings(mode=RUN, budget="4GiB", solver_seconds=1.0))
     opened.watch_process()
     yield opened
     opened.close()
@@ -64,7 +65,7 @@ def test_a_planned_model_keeps_its_type_keys_copies_and_pickles(session):
     assert torch.load(buffer, weights_only=False)._compiled_call_impl is None
 
 
-def test_evaluation_and_no_grad_run_as_they_are(session):
+def test_evaluation_and_no_grad_run_unplanned(session):
     model = small()
     optimizer = zoo.sgd(model)
     step(model, optimizer)
@@ -77,11 +78,11 @@ def test_evaluation_and_no_grad_run_as_they_are(session):
     assert sum(p.backend.captured for p in session.planned) == captured
 
 
-def test_a_teacher_without_an_optimizer_is_never_touched(session):
-    elder, model = small(), small()
+def test_a_teacher_without_an_optimizer_is_never_planned(session):
+    teacher, model = small(), small()
     optimizer = zoo.sgd(model)
     step(model, optimizer)
-    assert elder._compiled_call_impl is None
+    assert teacher._compiled_call_impl is None
     assert [p.module() for p in session.planned] == [model]
 
 
@@ -125,7 +126,7 @@ def test_a_model_that_is_compiled_already_is_left_alone_with_one_warning(session
     assert capsys.readouterr().err.count("compiled already") == 1
 
 
-def test_what_capture_passes_over_in_silence_is_noticed(session, capsys):
+def test_a_model_of_which_nothing_is_captured_is_warned_of(session, capsys):
     class Hidden(nn.Module):
         def __init__(self):
             super().__init__()
@@ -142,7 +143,7 @@ def test_what_capture_passes_over_in_silence_is_noticed(session, capsys):
     assert "nothing of its forward was captured" in capsys.readouterr().err
 
 
-def test_apply_refuses_what_it_cannot_plan_and_malformed_budgets():
+def test_apply_refuses_unplannable_models_and_malformed_budgets():
     with pytest.raises(CaptureFailed, match="scripted"):
         monetrun.apply(torch.jit.script(nn.Linear(2, 2)), "1GiB")
     with pytest.raises(BudgetSyntaxError, match="12 furlongs"):
@@ -157,34 +158,57 @@ def test_apply_plans_a_model_whose_optimizer_exists():
     try:
         assert monetrun.apply(model, "0.9x", solver_seconds=1.0) is model
         losses = [step(model, optimizer, 64) for _ in range(3)]
-        plan = worker._session.engine.plan
+        plan = process._session.engine.plan
         assert plan.planned_peak_bytes <= plan.budget_bytes
     finally:
-        worker._session.close()
+        process._session.close()
     torch.manual_seed(0)
     model = small()
     optimizer = zoo.sgd(model)
     assert losses == [step(model, optimizer, 64) for _ in range(3)]
 
 
+def test_a_second_session_starts_without_the_firsts_measurements():
+    assert cpu_allocator.install()
+    for _ in range(2):
+        model = small()
+        optimizer = zoo.sgd(model)
+        try:
+            monetrun.apply(model, "0.8x", solver_seconds=1.0)
+            step(model, optimizer)
+            engine = process._session.engine
+            begun = engine.findings()
+            for _ in range(4):
+                step(model, optimizer)
+            ended = engine.findings()
+        finally:
+            process._session.close()
+        assert (begun["measured_overhead"], begun["measured_peak_bytes"], begun["steps"]) == (None, 0, 0)
+        assert begun["intervals"] == []
+        assert ended["measured_overhead"] > 0
+        assert ended["measured_peak_bytes"] > 0
+        assert ended["steps"] == 4
+    assert process._session is None
+
+
 def test_more_lengths_than_dynamo_recompiles_by_default_keep_the_budget_and_the_losses():
     steps = 12  # Dynamo's limit is 8
     plain, state = zoo.train("lengths", steps)
-    opened = worker.Session(Settings(mode=RUN, budget="0.6x", solver_seconds=1.0, implementations="exact"))
+    opened = Session(Settings(mode=RUN, budget="0.6x", solver_seconds=1.0, implementations="exact"))
     opened.watch_process()
     try:
         losses, planned = zoo.train("lengths", steps)
-        engine, warned = opened.engine, opened.warned
-        assert len(engine.schedules) == steps  # a graph for each: none fell back to the plain forward
+        engine, warned = opened.engine, opened.reporter.warned
+        assert len(engine.running.schedules) == steps  # a graph for each: none fell back to the plain forward
     finally:
         opened.close()
     assert losses == plain
     assert all(torch.equal(planned[k], state[k]) for k in state)
-    assert engine.peak_bytes <= engine.budget_bytes
+    assert engine.peak_bytes <= engine.plan.budget_bytes
     assert warned == set()
 
 
-def test_an_installed_monetrun_does_nothing_in_other_processes():
+def test_an_installed_monetrun_does_nothing_in_processes_it_did_not_start():
     code = (
         "import sys, torch; "
         "ours = sorted(m for m in sys.modules if m.split('.')[0] == 'monetrun'); "
@@ -208,11 +232,11 @@ def test_a_hook_that_cannot_start_does_not_break_import_torch():
     assert "could not start" in done.stderr
 
 
-def test_one_plan_has_backward_recomputation_only_in_the_backward_part(session):
+def test_a_plans_forward_has_no_backward_operators(session):
     model = small()
     optimizer = zoo.sgd(model)
     for _ in range(2):
         step(model, optimizer)
-    (graph,) = session.engine.record.graphs
+    (graph,) = session.engine.running.record.graphs
     forward = [s.operator for s in session.engine.plan.graphs[0].schedule.forward]
     assert not [i for i in forward if graph.operators[i].phase == BACKWARD]

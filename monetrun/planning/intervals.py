@@ -1,0 +1,122 @@
+"""Planned and measured bytes of a training step, stretch by stretch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from monetrun.core.plan import Schedule
+from monetrun.core.step import OUTSIDE, Event, StepRecord, replay
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Bytes measured in one stretch of a training step.
+
+    Attributes:
+        kind: ``"forward"`` or ``"backward"`` (a call of a graph), or ``"outside"`` (the script between two calls).
+        graph: index of the graph in the step's record, -1 outside.
+        name: of an optimizer's step (``"SGD.step"``), else empty.
+        start_bytes: allocated at its start.
+        peak_bytes: the most allocated during it.
+        end_bytes: allocated at its end.
+    """
+
+    kind: str
+    graph: int
+    name: str
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Planned and measured bytes of one stretch of a training step.
+
+    Attributes:
+        kind: as in ``Stretch``.
+        name: of the graph, or of the optimizer's step; empty for the script between two calls.
+        planned_start_bytes: allocated at its start, as ``step.replay`` has it.
+        planned_peak_bytes: the most allocated during it, as ``step.replay`` has it.
+        measured_start_bytes: the same, measured.
+        measured_peak_bytes: the same, measured.
+    """
+
+    kind: str
+    name: str
+    planned_start_bytes: int
+    planned_peak_bytes: int
+    measured_start_bytes: int
+    measured_peak_bytes: int
+
+
+def intervals(record: StepRecord, schedules: Sequence[Schedule], measured: Sequence[Stretch]) -> tuple[Interval, ...]:
+    """Pair what is planned for each stretch of a step with what was measured in it.
+
+    Args:
+        record: of the step.
+        schedules: of all its graphs.
+        measured: the stretches of one step from its first call to its end.
+
+    Returns:
+        One interval for each call, for each optimizer's step and for what lies between, in order, from the first call
+        on. Empty where the measured step has other calls than the record.
+
+    Raises:
+        ScheduleError: a schedule is not valid for its graph.
+    """
+    planned = _joined(_planned(record, schedules))
+    found = _joined(list(measured))
+    if [(s.kind, s.graph) for s in planned] != [(s.kind, s.graph) for s in found]:
+        return ()
+    return tuple(
+        Interval(
+            kind=one.kind,
+            name=other.name if one.kind == OUTSIDE else record.graphs[one.graph].name,
+            planned_start_bytes=one.start_bytes,
+            planned_peak_bytes=one.peak_bytes,
+            measured_start_bytes=other.start_bytes,
+            measured_peak_bytes=other.peak_bytes,
+        )
+        for one, other in zip(planned, found, strict=True)
+    )
+
+
+def optimizer_steps(record: StepRecord) -> int:
+    """How many optimizer steps the recorded training step has."""
+    return sum(_is_optimizer_step(event.kind, event.name) for event in record.events)
+
+
+def _planned(record: StepRecord, schedules: Sequence[Schedule]) -> list[Stretch]:
+    """The record's events, with the bytes that ``replay`` derives."""
+    starts = replay(record, schedules).start_bytes
+    above_start: dict[Event, int] = {}
+    found = []
+    for event, start in zip(record.events, starts, strict=True):
+        if event not in above_start:
+            alone = replace(record, events=(event,), base_bytes=0)
+            above_start[event] = replay(alone, schedules).peak_bytes
+        found.append(Stretch(event.kind, event.graph, event.name, start, start + above_start[event], start))
+    return found
+
+
+def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """``stretches`` from the first call on; what the script does between two calls or optimizer steps is one stretch.
+
+    A record has several events there: bytes that were added to it or freed in it take no time.
+    """
+    found: list[Stretch] = []
+    for stretch in stretches:
+        if stretch.kind != OUTSIDE:
+            found.append(stretch)
+        elif _is_optimizer_step(stretch.kind, stretch.name) or (found and found[-1].kind != OUTSIDE):
+            name = stretch.name if _is_optimizer_step(stretch.kind, stretch.name) else ""
+            found.append(replace(stretch, name=name))
+        elif found:
+            found[-1] = replace(found[-1], peak_bytes=max(found[-1].peak_bytes, stretch.peak_bytes))
+    return found
+
+
+def _is_optimizer_step(kind: str, name: str) -> bool:
+    return kind == OUTSIDE and name.endswith(".step")

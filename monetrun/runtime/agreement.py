@@ -1,0 +1,58 @@
+"""All ranks run one plan: rank 0's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from monetrun.core import codec
+from monetrun.core.errors import MonetrunError, PlanMismatch
+from monetrun.core.plan import Plan
+
+
+def check_same_plan(plan: Plan) -> None:
+    """Compare this rank's plan with rank 0's; nothing to do in a process of its own.
+
+    Raises:
+        PlanMismatch: they differ.
+    """
+    if not _several_ranks():
+        return
+    digests = [plan.digest]
+    torch.distributed.broadcast_object_list(digests, src=0)
+    if digests[0] != plan.digest:
+        raise PlanMismatch(
+            f"rank {torch.distributed.get_rank()} has plan {plan.digest}, rank 0 has {digests[0]}",
+            "give all nodes the same --plan, or clear their caches (monetrun cache clear)",
+        )
+
+
+def plan_in_rank_0(make: Callable[[], Plan]) -> Plan:
+    """Call ``make`` in rank 0, and give its plan in all ranks.
+
+    Raises:
+        MonetrunError: in rank 0, what ``make`` raised.
+        PlanMismatch: in the others, rank 0 has no plan.
+    """
+    if not _several_ranks():
+        return make()
+    plans: list[Any] = [None]
+    error: MonetrunError | None = None
+    if torch.distributed.get_rank() == 0:
+        try:
+            plans = [codec.dumps(make())]
+        except MonetrunError as failure:
+            error = failure
+    torch.distributed.broadcast_object_list(plans, src=0)
+    if error is not None:
+        raise error
+    if plans[0] is None:
+        raise PlanMismatch("rank 0 found no plan", "its own message says why")
+    return codec.loads(Plan, plans[0])
+
+
+def _several_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -1,0 +1,57 @@
+"""Which modules of the process can be planned: those that own trained parameters and are of a kind we can capture."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from monetrun.runtime.planned_calls import PlannedCall, Trigger
+
+
+def optimizers() -> list[Optimizer]:
+    """All optimizers that exist in the process."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+
+
+def owners(trained: set[int]) -> list[nn.Module]:
+    """All modules in the process that own, directly or through a child, one of the parameters (given by ``id``)."""
+    owns: dict[int, bool] = {}
+
+    def check(module: nn.Module) -> bool:
+        known = owns.get(id(module))
+        if known is None:
+            owns[id(module)] = False  # a cycle ends here
+            direct = any(id(p) in trained for p in module._parameters.values())
+            within = [check(child) for child in module._modules.values() if child is not None]
+            known = owns[id(module)] = direct or any(within)
+        return known
+
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    return [m for m in modules if "_parameters" in m.__dict__ and "_modules" in m.__dict__ and check(m)]
+
+
+def unplannable(module: nn.Module) -> str | None:
+    """Why a module cannot be planned, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a scripted module, whose operators are hidden from capture"
+    if isinstance(module, nn.DataParallel):
+        return "DataParallel replicates it in one process; use DistributedDataParallel"
+    kind = type(module).__name__
+    if kind in ("FullyShardedDataParallel", "FSDPModule") or kind.startswith("FSDP"):
+        return "FSDP shards its parameters, which a plan of the whole model does not see"
+    if kind == "OptimizedModule" or (
+        module._compiled_call_impl is not None and not isinstance(module._compiled_call_impl, (Trigger, PlannedCall))
+    ):
+        return "it is compiled already (torch.compile); without that monetrun can plan it"
+    return None
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the module's parameters: the first that is not the CPU, or the CPU."""
+    for parameter in module.parameters():
+        if parameter.device.type != "cpu":
+            return parameter.device
+    return torch.device("cpu")

@@ -1,0 +1,96 @@
+"""What training steps under a plan allocate: the peak of all, and one settled step in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from monetrun.capture.meter import Meter
+from monetrun.core.step import OUTSIDE
+from monetrun.planning.intervals import Stretch
+from monetrun.runtime.stretches import StretchMeter
+
+# The steps before the one that is measured in detail: by then the optimizer's state and the last step's gradients lie
+# there, and all graphs are compiled.
+_SETTLING_STEPS = 2
+
+
+class StepMeter:
+    """Counts the training steps under a plan and measures their bytes; nothing waits for the device.
+
+    A training step begins with the first forward after an optimizer's step.
+
+    Attributes:
+        steps: completed so far.
+        peak_bytes: the most allocated in any of them.
+        stretches: of the step that was measured in detail, empty until it has ended.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.steps = 0
+        self.peak_bytes = 0
+        self.stretches: Sequence[Stretch] = ()
+        self._within_step = False
+        self._optimizer_steps = 0  # since ``measure_a_settled_step``
+        self._optimizers = 0  # optimizer steps in a whole training step; 0: no step is to be measured in detail
+        self._detail: StretchMeter | None = None
+
+    def measure_a_settled_step(self, optimizers: int) -> None:
+        """Measure the third training step from now on in detail, if the meter is exact.
+
+        Args:
+            optimizers: how many optimizer steps a training step has, 0 where that is not known: measure none.
+        """
+        self._optimizers = optimizers if self.meter.exact else 0
+        self._optimizer_steps = 0
+        self._detail = None
+        self.stretches = ()
+
+    def forward_begins(self) -> None:
+        """A planned model is called in training."""
+        if self._within_step:
+            return
+        self._within_step = True
+        if self._detail is not None:
+            return  # a training step with several optimizers
+        self.meter.reset_peak()
+        settled = self._optimizer_steps >= _SETTLING_STEPS * self._optimizers
+        if self._optimizers and settled and not self.stretches and self._optimizer_steps % self._optimizers == 0:
+            self._detail = StretchMeter(self.meter)
+            self._detail.begin()
+
+    def call_begins(self) -> None:
+        """A call of a graph begins."""
+        if self._detail is not None:
+            self._end_stretch(OUTSIDE)
+
+    def call_ended(self, phase: str, graph: int) -> None:
+        """It has ended; ``graph`` is its index in the record, -1 if it has none."""
+        if self._detail is not None:
+            self._end_stretch(phase, graph)
+
+    def optimizer_begins(self) -> None:
+        """An optimizer's step begins."""
+        if self._detail is not None:
+            self._end_stretch(OUTSIDE)
+
+    def optimizer_ended(self, name: str) -> None:
+        """It has ended."""
+        self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes())
+        self.steps += self._within_step
+        self._within_step = False
+        self._optimizer_steps += 1
+        if self._detail is not None:
+            self._end_stretch(OUTSIDE, name=f"{name}.step")
+            if self._optimizer_steps % self._optimizers == 0:
+                self.stretches, self._detail = tuple(self._detail.stretches), None
+
+    def interrupt(self) -> None:
+        """Operators are about to be measured within the step: keep its peak so far. Another step is for the detail."""
+        self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes())
+        self._detail = None
+
+    def _end_stretch(self, kind: str, graph: int = -1, name: str = "") -> None:
+        assert self._detail is not None
+        self._detail.end(kind, graph, name)
+        self.peak_bytes = max(self.peak_bytes, self._detail.stretches[-1].peak_bytes)

@@ -1,0 +1,32 @@
+"""Measures the bytes allocated in the stretches of a training step: calls of graphs, and what lies between."""
+
+from __future__ import annotations
+
+from monetrun.capture.meter import Meter
+from monetrun.planning.intervals import Stretch
+
+
+class StretchMeter:
+    """Cuts a step into stretches, one after the other without gaps.
+
+    Attributes:
+        stretches: those that have ended.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.stretches: list[Stretch] = []
+        self._start = 0
+
+    def begin(self) -> None:
+        """The first stretch begins."""
+        self.meter.reset_peak()
+        self._start = self.meter.current_bytes()
+
+    def end(self, kind: str, graph: int = -1, name: str = "") -> None:
+        """The present stretch ends, and the next one begins."""
+        now = self.meter.current_bytes()
+        peak = max(now, self._start, self.meter.peak_bytes())
+        self.stretches.append(Stretch(kind, graph, name, self._start, peak, now))
+        self._start = now
+        self.meter.reset_peak()

@@ -1,0 +1,105 @@
+"""Steps under a plan: their count, their peak, and the one that is measured in detail."""
+
+from monetrun.core.graph import BACKWARD, FORWARD
+from monetrun.core.step import OUTSIDE
+from monetrun.runtime.step_meter import StepMeter
+
+
+class Allocated:
+    """A meter of bytes that the test sets."""
+
+    exact = True
+
+    def __init__(self):
+        self.now = self.peak = 0
+
+    def allocate(self, nbytes, high=0):
+        self.peak = max(self.peak, self.now + high, self.now + nbytes)
+        self.now += nbytes
+
+    def current_bytes(self):
+        return self.now
+
+    def peak_bytes(self):
+        return self.peak
+
+    def reset_peak(self):
+        self.peak = self.now
+
+    def synchronize(self):
+        raise AssertionError("bytes are known without waiting for the device")
+
+
+def train(steps, meter, workspace=50):
+    """A step that saves 100 bytes and takes ``workspace`` more at its highest, in the loss."""
+    steps.forward_begins()
+    steps.call_begins()
+    meter.allocate(100)
+    steps.call_ended(FORWARD, 0)
+    meter.allocate(0, workspace)
+    steps.call_begins()
+    meter.allocate(-100)
+    steps.call_ended(BACKWARD, 0)
+    steps.optimizer_begins()
+    meter.allocate(0, 7)
+    steps.optimizer_ended("SGD")
+
+
+def test_the_third_step_is_measured_stretch_by_stretch_and_its_peak_is_kept():
+    meter = Allocated()
+    steps = StepMeter(meter)
+    steps.measure_a_settled_step(1)
+    for _ in range(2):
+        train(steps, meter)
+    assert steps.stretches == ()
+    assert steps.peak_bytes == 150
+    train(steps, meter, workspace=70)
+    assert steps.peak_bytes == 170
+    train(steps, meter)
+    assert (steps.steps, steps.peak_bytes) == (4, 170)
+    assert [(s.kind, s.graph, s.name, s.start_bytes, s.peak_bytes, s.end_bytes) for s in steps.stretches] == [
+        (OUTSIDE, -1, "", 0, 0, 0),
+        (FORWARD, 0, "", 0, 100, 100),
+        (OUTSIDE, -1, "", 100, 170, 100),
+        (BACKWARD, 0, "", 100, 100, 0),
+        (OUTSIDE, -1, "", 0, 0, 0),
+        (OUTSIDE, -1, "SGD.step", 0, 7, 0),
+    ]
+
+
+def test_a_training_step_may_have_several_optimizers():
+    meter = Allocated()
+    steps = StepMeter(meter)
+    steps.measure_a_settled_step(2)
+    for _ in range(7):
+        train(steps, meter)
+    assert [s.name for s in steps.stretches if s.name] == ["SGD.step", "SGD.step"]
+    assert sum(s.kind == FORWARD for s in steps.stretches) == 2
+
+
+def test_a_step_in_which_operators_are_measured_is_left_out():
+    meter = Allocated()
+    steps = StepMeter(meter)
+    steps.measure_a_settled_step(1)
+    for _ in range(2):
+        train(steps, meter)
+    steps.forward_begins()
+    meter.allocate(0, 30)
+    steps.interrupt()
+    meter.allocate(0, 10**6)  # not the step's
+    meter.reset_peak()
+    train(steps, meter)
+    assert steps.stretches == ()
+    assert steps.peak_bytes == 150
+    train(steps, meter)
+    assert len(steps.stretches) == 6
+
+
+def test_nothing_is_measured_in_detail_where_bytes_are_not_counted_exactly():
+    meter = Allocated()
+    meter.exact = False
+    steps = StepMeter(meter)
+    steps.measure_a_settled_step(1)
+    for _ in range(5):
+        train(steps, meter)
+    assert steps.stretches == ()
