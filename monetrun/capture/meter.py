@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from monetrun.capture import cpu_allocator, fake
+from monetrun.capture import cpu_allocator, fake_tensors
 
 
 class Meter(Protocol):
@@ -135,7 +135,7 @@ class NoMeter:
 
 def meter_for(device: torch.device) -> Meter:
     """The most exact meter that there is for ``device``."""
-    if (of_fake_tensors := fake.meter()) is not None:
+    if (of_fake_tensors := fake_tensors.meter()) is not None:
         return of_fake_tensors
     if device.type == "cuda":
         return CudaMeter(device)

@@ -13,9 +13,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from monetrun.capture import execute
-from monetrun.capture.guards import Failed, Guards
-from monetrun.capture.joint import JointGraph, capture, operators_kept_whole
+from monetrun.capture.guards import FailedGuards, Guards
+from monetrun.capture.joint import JointGraph, capture
 from monetrun.capture.meter import Meter
+from monetrun.capture.tracing import operators_kept_whole
 from monetrun.core.plan import Schedule
 from monetrun.ops.random import DECOMPOSITIONS
 
@@ -73,7 +74,7 @@ class Backend:
         with operators_kept_whole(), torch._functorch.config.patch(donated_buffer=False):
             return self._aot(module, inputs)  # type: ignore[no-any-return]
 
-    def failed(self) -> Failed | None:
+    def failed(self) -> FailedGuards | None:
         """A graph whose weights do not allow its schedule any more (see ``Guards.failed_lately``)."""
         return next((failed for guards in self.guards if (failed := guards.failed_lately())), None)
 

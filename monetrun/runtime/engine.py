@@ -13,7 +13,7 @@ import torch
 
 from monetrun.capture import cost, roofline
 from monetrun.capture.cost import OperatorCost
-from monetrun.capture.guards import Failed
+from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import meter_for
 from monetrun.core import codec
@@ -139,7 +139,7 @@ class Engine:
         self.recorder = None
         self.generation += 1
 
-    def plan_without(self, failed: Failed) -> None:
+    def plan_without(self, failed: FailedGuards) -> None:
         """The weights forbid what a schedule uses: plan again without it, and let every model be compiled anew.
 
         All ranks have the same weights, so that all of them get here in the same step.

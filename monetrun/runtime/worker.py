@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from monetrun.capture import cpu_allocator, fake, roofline
+from monetrun.capture import cpu_allocator, fake_tensors, roofline
 from monetrun.core.errors import CaptureFailed, GuardFailed, MonetrunError
 from monetrun.runtime.settings import PROBE, RUN, Settings
 
@@ -145,7 +145,7 @@ class Session:
 
             probe.stand_in_for_the_other_ranks(self.settings.world_size)
             if self.settings.cost_model != roofline.MEASURED:
-                fake.start(self._undo)
+                fake_tensors.start(self._undo)
         atexit.register(self.report)
 
     def close(self) -> None:

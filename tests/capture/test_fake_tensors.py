@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from monetrun.capture import cpu_allocator, fake
+from monetrun.capture import cpu_allocator, fake_tensors
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.plan import plain_schedule
 from monetrun.core.step import replay
@@ -26,8 +26,8 @@ from support import zoo
 @contextlib.contextmanager
 def running_fake():
     with contextlib.ExitStack() as undo:
-        fake.start(undo)
-        yield fake.meter()
+        fake_tensors.start(undo)
+        yield fake_tensors.meter()
 
 
 def recorded(train, *, on_fake_tensors):
@@ -40,7 +40,7 @@ def recorded(train, *, on_fake_tensors):
         undo.callback(torch._dynamo.reset)
         undo.callback(session.close)
         if on_fake_tensors:
-            fake.start(undo)
+            fake_tensors.start(undo)
         session.watch_process()
         train()
         recorder = session.engine.recorder
@@ -94,7 +94,7 @@ def test_the_meter_counts_storages_once_and_until_their_last_view_is_gone():
         assert meter.peak_bytes() == 8 << 20
         meter.reset_peak()
         assert meter.peak_bytes() == 0
-    assert fake.meter() is None
+    assert fake_tensors.meter() is None
     assert not isinstance(torch.empty(1), torch._subclasses.FakeTensor)
 
 
@@ -105,7 +105,7 @@ def test_a_loss_can_be_logged_and_averaged_but_not_compared():
         assert f"{loss:.2f} {value:.2f} {(2 * value + 1) / 3:.2f}" == "1.00 1.00 1.00"
         assert math.isfinite(value)
         for decide in (lambda: value < 0.5, lambda: (value + 1) / 2 > 3, lambda: bool(value), lambda: value == 1.0):
-            with pytest.raises(CaptureFailed, match=r"test_fake\.py:\d+ needs the value of a tensor"):
+            with pytest.raises(CaptureFailed, match=r"test_fake_tensors\.py:\d+ needs the value of a tensor"):
                 decide()
         assert torch.tensor(3.5).item() == 3.5  # made of a value, it has one
 
@@ -125,9 +125,19 @@ def test_a_loss_can_be_logged_and_averaged_but_not_compared():
 def test_looking_at_values_names_the_line(look):
     with running_fake():
         line = look.__code__.co_firstlineno
-        with pytest.raises(CaptureFailed, match=rf"test_fake\.py:{line} needs the value of a tensor") as error:
+        with pytest.raises(CaptureFailed, match=rf"test_fake_tensors\.py:{line} needs the value of a tensor") as error:
             look(torch.randn(8))
         assert "--cost-model measured" in error.value.hint
+
+
+@pytest.mark.parametrize("module", [worker, fake_tensors], ids=lambda m: m.__name__)
+def test_the_line_that_is_named_is_the_scripts_where_monetrun_or_torch_looks_at_the_value(module):
+    look = {}
+    exec(compile("def look(t): return bool(t > 0)", module.__file__, "exec"), look)
+    with running_fake():
+        line = sys._getframe().f_lineno + 2
+        with pytest.raises(CaptureFailed, match=rf"test_fake_tensors\.py:{line} needs the value of a tensor"):
+            look["look"](torch.randn(()))
 
 
 SCRIPT = """
