@@ -36,8 +36,8 @@ class JointGraph:
         calls: for each (operator, implementation) other than a default, its call.
         signatures: for each operator and implementation the signature whose cost it has: a key of ``timed``.
         timed: for each signature a call to measure, and a node whose result has the shape of the call's result.
-        tried: for each signature whose exactness only a trial on the device decides, its call and the default's.
-        no_faster: the (operator, implementation) whose cost counts as no less than the operator's default's.
+        exactness_trials: for each signature whose exactness only a trial can show, the call and the default's.
+        no_faster_than_default: the (operator, implementation) whose seconds are at least the default's.
         storage: for each fx node that holds one tensor, the id of the tensor (storage) in ``graph``.
         outputs: the forward's outputs (nodes, or constants) in AOTAutograd's order.
         gradients: the backward's outputs, in the same way.
@@ -52,8 +52,8 @@ class JointGraph:
     calls: dict[tuple[int, int], Call]
     signatures: tuple[tuple[str, ...], ...]
     timed: dict[str, tuple[Call, fx.Node]]
-    tried: dict[str, tuple[Call, Call]]
-    no_faster: frozenset[tuple[int, int]]
+    exactness_trials: dict[str, tuple[Call, Call]]
+    no_faster_than_default: frozenset[tuple[int, int]]
     storage: dict[fx.Node, int]
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
@@ -112,8 +112,8 @@ def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inpu
         calls={(d.operator.id, k): a.call for d, k, a in alternatives},
         signatures=tuple(d.signatures for d in described),
         timed=_calls_to_measure(described),
-        tried={d.signatures[k]: (a.call, Call.of(d.node)) for d, k, a in alternatives if a.exact is None},
-        no_faster=frozenset((d.operator.id, k) for d, k, a in alternatives if a.no_faster),
+        exactness_trials={d.signatures[k]: (a.call, Call.of(d.node)) for d, k, a in alternatives if a.exact is None},
+        no_faster_than_default=frozenset((d.operator.id, k) for d, k, a in alternatives if a.no_faster),
         storage=storages.by_node,
         outputs=results[:forward_outputs],
         gradients=results[forward_outputs:],
