@@ -1,4 +1,4 @@
-"""docs/torch-compatibility.md lists every private name of torch that monetrun uses, and the installed torch has them."""
+"""The table of torch's private names lists all that monetrun uses, and the installed torch has them."""
 
 import importlib
 

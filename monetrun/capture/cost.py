@@ -104,11 +104,8 @@ def measure(
                 except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
                     _log.debug("%s cannot be timed alone (%s): estimated", call.target, error)
                     failed[signature] = _guess(*joint.timed[signature])
-        exact = {
-            s
-            for s in todo
-            if s in joint.exactness_trials and s not in failed and _has_eagers_bits(*joint.exactness_trials[s])
-        }
+        trials = {s: calls for s, calls in joint.exactness_trials.items() if s in todo and s not in failed}
+        exact = {signature for signature, calls in trials.items() if _has_eagers_bits(*calls)}
     measured = {
         signature: OperatorCost(statistics.median(seconds[signature]), workspace[signature], True, signature in exact)
         for signature in todo

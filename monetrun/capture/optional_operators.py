@@ -17,9 +17,9 @@ def mark_optional(
 ) -> tuple[Operator, ...]:
     """``operators``, with ``optional`` set for those that need not run in their pass.
 
-    Such an operator either could also run later or has no other effect than its outputs, and every operator of its
-    pass that cannot run without it, in any implementation, is optional too. Examples: a copy of what an activation
-    overwrites, which only the backward pass reads; an addition that a fused kernel does as well.
+    Such an operator has no effect but its outputs, none of which is kept; in the forward pass it is also replayable.
+    And every operator of its pass that cannot run without it, in any implementation, is optional too. Examples: a copy
+    of what an activation overwrites, which only the backward pass reads; an addition that a fused kernel includes.
 
     Args:
         operators: of the whole graph, in order.

@@ -1,4 +1,4 @@
-"""Which private names of torch monetrun uses, found in its source, and the table of them in docs/torch-compatibility.md.
+"""Finds the private names of torch that monetrun uses, and checks their table, docs/torch-compatibility.md.
 
     python tests/support/torch_internals.py            # check the table
     python tests/support/torch_internals.py --write    # update its column "Where"
@@ -156,9 +156,9 @@ class _Reader(ast.NodeVisitor):
             self.uses.strings.add(node.value)
 
     def metadata(self, container: ast.expr, key: ast.expr) -> None:
-        if isinstance(container, ast.Attribute) and container.attr == "meta" and isinstance(key, ast.Constant):
-            if not str(key.value).startswith("monetrun"):
-                self.uses.metadata.add(str(key.value))
+        of_node = isinstance(container, ast.Attribute) and container.attr == "meta" and isinstance(key, ast.Constant)
+        if of_node and not str(key.value).startswith("monetrun"):
+            self.uses.metadata.add(str(key.value))
 
     def chain(self, node: ast.expr) -> str:
         """The dotted name of an expression that is reached from torch; empty for others."""
@@ -189,16 +189,19 @@ def own_names(source: Path = SOURCE) -> set[str]:
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 found.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if isinstance(node.value, ast.Name) and node.value.id == "self":
-                    found.add(node.attr)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+                found.add(node.attr)
     return {name for name in found if is_private(name)}
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def private_names(uses: Uses, own: Iterable[str]) -> set[str]:
     """The private names of torch that a file uses: dotted ones, ``._attribute``, ``meta["key"]``."""
     chains = {c for c in uses.chains if any(map(is_private, c.split("."))) and not c.startswith("torch.ops.monet.")}
-    attributes = {f"._{a[1:]}" for a in uses.attributes if is_private(a)} - {f".{a}" for a in {*own, *OTHERS}}
+    attributes = {f".{a}" for a in uses.attributes if is_private(a)} - {f".{a}" for a in {*own, *OTHERS}}
     return chains | attributes | {f'meta["{key}"]' for key in uses.metadata}
 
 
