@@ -1,18 +1,18 @@
-"""What other implementations of the operators save: alone, and together with recomputation (fp32, on a CPU).
+"""How much memory other implementations of operators save: alone, and with recomputation (fp32, on a CPU).
 
     python recipes/bench_implementations.py --out recipes/results/implementations.json
 
 Three tables, from one run:
 
 * alone: no operator runs twice; at most 3% more time is allowed.
-* joint: both, to 0.6 of the activation peak; at most 6% more time.
-* against recomputation: both, and recomputation with eager's operators alone, to half of the activation peak; the
-  first's overhead is to be at most 0.7 of the second's, as planned and as measured.
+* joint: both, at 0.6 of the activation peak; at most 6% more time.
+* against recomputation: both together, and recomputation with eager's operators alone, at half of the activation peak;
+  the overhead of both together should be at most 0.7 of the other, as planned and as measured.
 
-The activation peak is what an eager step allocates at most, less what lies there after it (weights, buffers, gradients,
-optimizer state, batch). A budget is a share of it, plus those. Each network's operators are timed once, so that all of
-its plans stand on the same costs; the planned and the eager model then train in turns in one process. Seconds are
-medians over the pairs, and peaks are the CPU allocator's (step_pairs.py, as for gpu_check.py).
+The activation peak is the peak of an eager step, less what stays allocated after it (weights, buffers, gradients,
+optimizer state, batch). A budget is a share of the activation peak, plus what stays. Each network's operators are timed
+once, so that all of its plans use the same costs; the planned and the eager model then train in turns in one process.
+Seconds are medians over the pairs, and peaks are the CPU allocator's (step_pairs.py, as for gpu_check.py).
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
+from lib import networks
 from monetrun.capture import cpu_allocator
 from monetrun.capture.meter import CpuMeter
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.options import Options
 from monetrun.ops import kernels
 from step_pairs import Recorded, Reference, Trainer, run_planned
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from support import zoo
 
 METER = CpuMeter()
 RECOMPUTE, IMPLEMENTATIONS, JOINT = "recomputation", "implementations", "joint"
@@ -55,7 +53,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A row: which plans, to which share of the activation peak, in at most how much of the eager step's time."""
+    """A row: the kind of plan, its share of the activation peak, and the limit of its time over the eager step's."""
 
     network: str
     kind: str
@@ -83,7 +81,7 @@ def of_images(make: Callable[[], nn.Module], batch: int, size: int, classes: int
     def build(scale: float) -> Trainer:
         torch.manual_seed(0)
         model = make()
-        x, y = zoo.images(max(2, round(batch * scale)), size, classes)
+        x, y = networks.images(max(2, round(batch * scale)), size, classes)
         return Trainer(model, lambda: F.cross_entropy(model(x), y), METER)
 
     return build
@@ -91,16 +89,16 @@ def of_images(make: Callable[[], nn.Module], batch: int, size: int, classes: int
 
 def unet(scale: float) -> Trainer:
     torch.manual_seed(0)
-    model = zoo.UNet()
-    x, _ = zoo.images(max(2, round(8 * scale)), 128)
+    model = networks.UNet()
+    x, _ = networks.images(max(2, round(8 * scale)), 128)
     y = (x.sum(1) > 0).long()
     return Trainer(model, lambda: F.cross_entropy(model(x), y), METER)
 
 
 def gpt(scale: float) -> Trainer:
     torch.manual_seed(0)
-    model = zoo.GPT()
-    batch = zoo.tokens(max(2, round(8 * scale)), 256, 0)
+    model = networks.GPT()
+    batch = networks.tokens(max(2, round(8 * scale)), 256, 0)
     return Trainer(model, lambda: model(batch)["loss"], METER)
 
 

@@ -3,10 +3,10 @@
 Usage: python recipes/bench_kernels.py [--threads 2] [--mib 64] [--rounds 15] [--out recipes/results/kernels.json]
 
 A kernel's bytes are those it reads and writes; the copy beside it, ``copy_`` from one tensor to another, moves as many.
-Both run in turns, and the ratio is the median of the rounds' ratios, so that what else the machine does falls on both.
-On a machine that does much else, scheduling rounds both times to its slices; the shortest time of each is given too.
-The C library is told to keep the memory that is freed: pages that the system hands out anew, which it fills with zeros
-first, would cost more than any of these kernels and hide it.
+Both run in turns, and the ratio is the median of the rounds' ratios, so that other load on the machine affects both.
+Under heavy load, times are multiples of the scheduler's time slices; the shortest time of each is given too. The C
+library is configured to keep freed memory: the system fills new pages with zeros, which would take longer than any of
+these kernels.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def cases(dtype: torch.dtype, nbytes: int) -> Iterator[tuple[str, Callable[[], o
         3 * size,
     )
     if dtype not in (torch.float32, torch.float64):
-        return  # no plan uses the rest there
+        return  # plans use the kernels below with float32 and float64 only
     names = ("batch-norm", invstd), ("group-norm", torch.rand(images, 8).to(dtype))
     for (name, rstd), (layout, y, g) in itertools.product(names, (("", x, over), (" channels-last", last, last_over))):
         call = partial(monet.channel_norm_output_backward, g, y, rstd, weight, bias, [True] * 3)
@@ -73,7 +73,7 @@ def cases(dtype: torch.dtype, nbytes: int) -> Iterator[tuple[str, Callable[[], o
 
 
 def keep_freed_memory() -> None:
-    """Let malloc serve tensors of any size from memory that was freed before (glibc)."""
+    """Make malloc reuse freed memory for tensors of any size (glibc)."""
     trim_threshold, mmap_max = -1, -4
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):

@@ -1,4 +1,4 @@
-"""How long a launch takes until the script runs, and its first step: torchrun, monetrun (cached plan), torch.compile.
+"""Seconds until a launched script runs, and of its first step: torchrun, monetrun (cached plan), torch.compile.
 
     python recipes/bench_launch.py --runs 5 --out recipes/results/launch.json
 
@@ -45,11 +45,11 @@ def run(command, folder, mode):
     out = folder / "out.json"
     start = time.time()
     subprocess.run([*command, str(folder / "script.py"), str(out), mode], check=True, capture_output=True)
-    told = json.loads(out.read_text())
+    found = json.loads(out.read_text())
     return {
-        "start": told["began"] - start,
-        "first": told["steps"][0],
-        "later": statistics.median(told["steps"][1:]),
+        "start": found["began"] - start,
+        "first": found["steps"][0],
+        "later": statistics.median(found["steps"][1:]),
     }
 
 

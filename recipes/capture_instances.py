@@ -1,9 +1,9 @@
-"""Capture planning problems from well-known models, of fake tensors: nothing is allocated, nothing runs.
+"""Capture planning problems from well-known models on fake tensors: nothing is allocated, and nothing runs.
 
     python recipes/capture_instances.py [NAME...] --cost-model roofline:p100 --out recipes/instances
 
-Each problem is one training step in fp32, the loss included, at the batch size that the table below says (MONeT's for
-its five networks). recipes/plan_instances.py plans them.
+Each problem is one training step in fp32, the loss included, at the batch size given below (MONeT's for its five
+networks). recipes/plan_instances.py plans them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def capture(name: str) -> JointGraph:
 
 
 def parameter_bytes(name: str) -> int:
-    """Of the model's parameters and buffers."""
+    """Bytes of the model's parameters and buffers."""
     with offline.fake_tensors():
         module, _, _ = PROBLEMS[name]()
         return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
@@ -117,8 +117,8 @@ class Double(nn.Sequential):
 class UNet(nn.Module):
     """Ronneberger et al. (arXiv 1505.04597), padded, normalized, upsampled bilinearly; five levels from 64 channels.
 
-    The usual PyTorch version, as in MONeT's paper: with transposed convolutions (and 1024 channels at the bottom, which
-    bilinear upsampling has no use for) its plain step takes more than the paper's 14.32 GB.
+    The usual PyTorch version, as in MONeT's paper: with transposed convolutions and 1024 channels at the bottom, which
+    bilinear upsampling does not need, its plain step takes more than the paper's 14.32 GB.
     """
 
     def __init__(self, classes: int = 1) -> None:
@@ -153,7 +153,7 @@ def unet() -> Problem:
 
 
 class Attention(nn.Module):
-    """Self-attention, fused or written out as the first implementations did."""
+    """Self-attention, fused or written out as in the first implementations."""
 
     def __init__(self, width: int, heads: int, dropout: float, causal: bool, fused: bool) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Attention(nn.Module):
         self.heads, self.dropout, self.causal, self.fused = heads, dropout, causal, fused
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """What each position gathers; ``mask`` is added to the scores."""
+        """Attention over the positions of ``x``; ``mask`` is added to the scores."""
         batch, length, width = x.shape
         q, k, v = (
             f(x).view(batch, length, self.heads, width // self.heads).transpose(1, 2)
@@ -187,7 +187,7 @@ class Norm(nn.LayerNorm):
         self.fused = fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of each position's features."""
+        """Normalize each position's features."""
         if self.fused:
             return super().forward(x)
         centered = x - x.mean(-1, keepdim=True)
@@ -195,7 +195,7 @@ class Norm(nn.LayerNorm):
 
 
 class Layer(nn.Module):
-    """A transformer's layer; its norms stand before (GPT) or behind (BERT) what they normalize."""
+    """A transformer's layer; each norm comes before the layers of its residual branch (GPT) or after the sum (BERT)."""
 
     def __init__(self, width: int, heads: int, dropout: float, causal: bool, fused: bool) -> None:
         super().__init__()
@@ -265,7 +265,12 @@ def rounded(seconds: float) -> float:
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(PROBLEMS)))
 @click.option("--cost-model", default="roofline:p100", show_default=True, type=click.Choice(roofline.names()[1:]))
-@click.option("--implementations/--no-implementations", default=True, show_default=True, help="Beside the default's.")
+@click.option(
+    "--implementations/--no-implementations",
+    default=True,
+    show_default=True,
+    help="Beside the default.",
+)
 @click.option("--out", default=Path(__file__).parent / "instances", type=click.Path(file_okay=False, path_type=Path))
 def main(names: tuple[str, ...], cost_model: str, implementations: bool, out: Path) -> None:
     """Write the problems NAMES, or all."""

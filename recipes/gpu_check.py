@@ -1,7 +1,7 @@
-"""What this version does on a GPU: kernels, conformance, and the paper's five networks at their batch sizes.
+"""Check and measure monetrun on a GPU: kernels, conformance, and the paper's five networks at their batch sizes.
 
     python recipes/gpu_check.py                              # one GPU, under 9 minutes, no network
-    python recipes/gpu_check.py --resume                     # the cells that the time did not suffice for
+    python recipes/gpu_check.py --resume                     # the cells that the last run had no time for
     python recipes/gpu_check.py --device cpu --scale small   # the same steps on a machine without a GPU
 
 Each cell is one network in one precision (fp32, or bf16 autocast with channels-last), trained in one way: eagerly with
@@ -9,28 +9,24 @@ Each cell is one network in one precision (fp32, or bf16 autocast with channels-
 each block, or by ``torch.compile`` with that ``activation_memory_budget``. A cell's model and the eager one train in
 turn, step by step, in one process; seconds are medians, and peaks are the allocator's, without the other model's bytes.
 
-The activation peak is what an eager step allocates at most, less what lies there after it (weights, buffers,
-gradients, optimizer state, batch); a share of it is a budget of that share plus those. Results are written after
-every cell, so that what was measured survives a kill. Where the integer programs' packages are missing, plans are the
-greedy search's; where nvidia-cudnn-frontend is installed, they choose among cuDNN's plans for a convolution, too.
+The activation peak is the peak of an eager step, less what stays allocated after it (weights, buffers, gradients,
+optimizer state, batch); the budget for a share is that share of it, plus what stays. Results are written after every
+cell, so that they survive a kill. Without the packages for integer programs, plans come from the greedy search; with
+nvidia-cudnn-frontend, plans also choose among cuDNN's plans for a convolution.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib.util
-import json
 import os
 import re
-import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +43,8 @@ from torchvision.models.mobilenetv2 import InvertedResidual
 from torchvision.models.resnet import Bottleneck
 
 from capture_instances import Double, UNet
+from lib.cells import HEADINGS, Results
 from monetrun.capture.meter import Meter, meter_for
-from monetrun.core.errors import InfeasibleBudget, MonetrunError
 from monetrun.core.options import Options, parse_kinds
 from monetrun.ops import cudnn, kernels
 from step_pairs import Recorded, Reference, Trainer, first_line, measured, paired, run_planned, warm_peak
@@ -64,7 +60,7 @@ COMPILE_TIME_SHARE = 0.25  # of the whole, kept for torch.compile, whose cells c
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How it is made, its batch, the images' height and width, and the blocks that a user would checkpoint."""
+    """A network: its constructor, batch size, image height and width, and the blocks that a user would checkpoint."""
 
     make: Callable[[], nn.Module]
     batch: int
@@ -78,7 +74,7 @@ def of_type(*types: type[nn.Module]) -> Callable[[nn.Module], list[nn.Module]]:
 
 
 def vgg_stages(model: nn.Module) -> list[nn.Module]:
-    """Its convolutions up to each pooling, which become one module each."""
+    """Make one module of the convolutions up to each pooling; gives these modules."""
     stages, stage = [], []
     for layer in model.features:
         stage.append(layer)
@@ -127,7 +123,7 @@ def build(network: Network, precision: str, device: torch.device, small: bool) -
 
 
 class Case:
-    """One network in one precision, in all the ways to train it; the models are made when they are first needed."""
+    """One network in one precision, trained in all ways; the models are made when they are first needed."""
 
     def __init__(self, network: Network, make: Callable[[], Trainer], meter: Meter, args: argparse.Namespace) -> None:
         self.network, self.make, self.meter, self.args = network, make, meter, args
@@ -140,11 +136,11 @@ class Case:
     @functools.cached_property
     def recorded(self) -> Recorded:
         """The model that trains under plans."""
-        self.plain  # noqa: B018  (is measured alone, so before)
+        self.plain  # noqa: B018  (first, since its peak is measured with no other model allocated)
         return Recorded(self.make)
 
     def eager(self, share: float) -> dict[str, Any]:
-        """Nothing but torch."""
+        """Torch alone."""
         plain = self.plain
         return {
             "allocated_bytes": plain.peak.allocated,
@@ -167,7 +163,7 @@ class Case:
         return {"solver_seconds": seconds, **run_planned(plain, recorded, plan, self.args.pairs)}
 
     def checkpoint(self, share: float) -> dict[str, Any]:
-        """Each block runs again in the backward."""
+        """With ``torch.utils.checkpoint`` around each block."""
 
         def make() -> Trainer:
             trainer = self.make()
@@ -178,7 +174,7 @@ class Case:
         return self._beside(make)
 
     def compile(self, share: float) -> dict[str, Any]:
-        """By torch's own planner: ``share`` of the bytes that it would save."""
+        """With torch's own planner, whose budget is ``share`` of the bytes that it would save."""
 
         def make() -> Trainer:
             trainer = self.make()
@@ -193,110 +189,12 @@ class Case:
 
     def _beside(self, make: Callable[[], Trainer]) -> dict[str, Any]:
         plain = self.plain
-        self.__dict__.pop("recorded", None)  # its memory
+        self.__dict__.pop("recorded", None)  # free its memory
         started = time.perf_counter()
         trainer = make()
         peak = warm_peak(trainer).less(plain.others())
         rows = paired(plain.trainer, trainer, self.args.pairs)
         return {**measured(plain, peak, rows), "seconds_until_measured": time.perf_counter() - started}
-
-
-class OutOfTime(Exception):
-    """A cell took longer than it may."""
-
-
-@contextlib.contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raise ``OutOfTime`` in what takes longer."""
-
-    def expired(number: int, frame: object) -> None:
-        raise OutOfTime(f"stopped after {seconds:.0f} s, when time was out (--resume goes on)")
-
-    before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, max(0.01, seconds))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-class Results:
-    """The document, written after each cell."""
-
-    def __init__(self, header: dict[str, Any], path: Path | None, resume: bool) -> None:
-        self.path = path
-        known: dict[str, Any] = {"commands": [], "cells": []}
-        if resume and path is not None and path.exists():
-            known = json.loads(path.read_text(encoding="utf-8"))
-        self.document = {
-            **known,
-            **header,
-            "commands": [*known["commands"], shlex.join(["python", *sys.argv])],
-            "cells": [c for c in known["cells"] if c["status"] == "ok"],
-        }
-
-    def has(self, key: dict[str, Any]) -> bool:
-        """Whether the cell is there already."""
-        return any(all(c[k] == v for k, v in key.items()) for c in self.document["cells"])
-
-    def note(self, name: str, value: Any) -> None:
-        """Add a field and write."""
-        self.document[name] = value
-        self.write()
-
-    def write(self) -> None:
-        """Replace the file at once."""
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
-        part.replace(self.path)
-
-    def cell(self, key: dict[str, Any], run: Callable[[float], dict[str, Any]], deadline: float) -> None:
-        """Run one cell until the deadline at most; note it and print its row."""
-        if self.has(key):
-            return
-        started = time.monotonic()
-        left = deadline - started
-        if left <= 0:
-            found = {"status": "skipped", "reason": "no time was left (--resume goes on)"}
-        else:
-            try:
-                with at_most(left):
-                    found = {"status": "ok", **run(key["share"])}
-            except OutOfTime as error:
-                found = {"status": "skipped", "reason": str(error)}
-            except InfeasibleBudget as error:
-                found = {"status": "infeasible", "reason": first_line(error), "smallest_bytes": error.smallest_bytes}
-            except (RuntimeError, AssertionError, ImportError, MonetrunError) as error:
-                found = {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
-            found["cell_seconds"] = time.monotonic() - started
-        self.document["cells"].append({**key, **found})
-        self.write()
-        print(row(self.document["cells"][-1]), flush=True)
-
-
-HEADINGS = f"{'network':13}{'':5} {'method':11}{'share':>5}   {'peak: planned, allocated, reserved (MiB)':40} step"
-
-
-def row(cell: dict[str, Any]) -> str:
-    """A line of the table: peaks in MiB (their share of the activation peak), and seconds beside the eager step's."""
-    share = "" if cell["share"] is None else f"{cell['share']:.2f}"
-    name = f"{cell['network']:13}{cell['precision']:5} {cell['method']:11}{share:>5}   "
-    if cell["status"] != "ok":
-        return f"{name}{cell['status']}: {cell['reason']}"
-
-    def mib(field: str) -> str:
-        return f"{cell[field] / 2**20:9.1f}" if cell.get(field) is not None else f"{'-':>9}"
-
-    ratio = f"x{cell['planned_ratio']:.3f} planned, " if "planned_ratio" in cell else ""
-    cap = ", the cap refused it" if cell.get("refused_by_the_cap") else ""
-    return (
-        f"{name}{mib('planned_peak_bytes')}{mib('allocated_bytes')}{mib('reserved_bytes')}  "
-        f"({cell['measured_share']:.3f})  {cell['seconds'] * 1e3:8.1f} ms  {ratio}x{cell['ratio']:.3f}{cap}"
-    )
 
 
 # ---- kernels and conformance
@@ -358,7 +256,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--algorithm", help="default: hierarchical, or greedy where its packages are missing")
     parser.add_argument("--compile-backend", help="default: inductor, or aot_eager_decomp_partition on a CPU")
     parser.add_argument("--skip", nargs="+", choices=("kernels", "conformance", "checkpoint", "compile"), default=[])
-    parser.add_argument("--resume", action="store_true", help="keep the cells that the results have already")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that have been measured")
     parser.add_argument("--out", type=Path, help="default on a GPU: recipes/results/gpu_<its name>.json")
     args = parser.parse_args(argv)
     args.missing = [name for name in SOLVER_PACKAGES if importlib.util.find_spec(name) is None]
@@ -412,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def about(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Where and with what the cells are measured."""
+    """The device and the settings with which the cells are measured."""
     return {
         "device": name,
         "torch": torch.__version__,

@@ -23,7 +23,7 @@ def load(seed):
 
 
 def enlarge(images, size):
-    """8x8 in grey to size x size in colour, as ResNet-18 wants them."""
+    """Grey 8x8 images to size x size in three channels, the input of a ResNet-18."""
     return F.interpolate(images, size=(size, size), mode="bilinear").expand(-1, 3, -1, -1).contiguous()
 
 

@@ -27,7 +27,7 @@ LONGEST = (
     "test_kernels",
     "test_norm_kernels",
     "test_commands",
-    "test_fake",
+    "test_fake_tensors",
     "test_gpu_check",
     "test_random",
 )

@@ -55,7 +55,7 @@ def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) 
         costs = [known[signature] for signature in row]
         least = _to_draw_again(joint, op)
         pairs = [(costs[k], costs[counterpart(op, k)]) for k in range(len(costs))]
-        floors = [costs[0].seconds if (op.id, k) in joint.no_faster else 0.0 for k in range(len(costs))]
+        floors = [costs[0].seconds if (op.id, k) in joint.no_faster_than_default else 0.0 for k in range(len(costs))]
         seconds.append(tuple(max(s, min(c.seconds for c in pair)) for s, pair in zip(floors, pairs, strict=True)))
         workspaces.append(tuple(max(least, min(c.workspace_bytes for c in pair)) for pair in pairs))
     return Costs(device, tuple(seconds), tuple(workspaces))
@@ -104,7 +104,8 @@ def measure(
                 except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
                     _log.debug("%s cannot be timed alone (%s): estimated", call.target, error)
                     failed[signature] = _guess(*joint.timed[signature])
-        exact = {s for s in todo if s in joint.tried and s not in failed and _has_eagers_bits(*joint.tried[s])}
+        trials = {s: calls for s, calls in joint.exactness_trials.items() if s in todo and s not in failed}
+        exact = {signature for signature, calls in trials.items() if _has_eagers_bits(*calls)}
     measured = {
         signature: OperatorCost(statistics.median(seconds[signature]), workspace[signature], True, signature in exact)
         for signature in todo
@@ -120,7 +121,7 @@ def _guess(call: Call, like: fx.Node) -> OperatorCost:
 
 def as_tried(joint: JointGraph, known: Mapping[str, OperatorCost]) -> Graph:
     """The graph, in which an implementation is exact also where a trial (see ``measure``) gave eager's bits."""
-    exact = {signature for signature in joint.tried if signature in known and known[signature].eagers_bits}
+    exact = {signature for signature in joint.exactness_trials if signature in known and known[signature].eagers_bits}
 
     def marked(op: Operator) -> Operator:
         pairs = zip(op.implementations, joint.signatures[op.id], strict=True)

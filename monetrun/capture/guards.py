@@ -1,8 +1,8 @@
-"""Conditions on the weights under which an implementation may stand for its operator, and whether they hold now.
+"""Conditions on the weights under which an implementation may replace its operator, and whether they hold now.
 
-A graph is captured without its weights, which change as they train. So a guard is asked of the parameters that the
-graph was last called with: when a recorded step is planned, before each call of a model whose schedules need it, and in
-a call that brings other parameters, before anything of the graph has run.
+A graph is captured without its weights, which change during training. So a guard is evaluated on the parameters of the
+graph's last call: when a recorded step is planned, before each call of a model whose schedules need the guard, and in a
+call with other parameters, before any of the graph's operators run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Run = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class _Input:
-    """Stands in a guard's call for the graph's input at ``place``."""
+    """In a guard's call, stands for the graph's input at ``position``."""
 
-    place: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Guard:
     """The guard of one implementation.
 
     Attributes:
-        operator: whose.
-        implementation: its index.
-        name: of both, for messages.
-        target: what to call.
-        arguments: positional arguments and keywords; ``_Input`` where the graph's inputs go.
+        operator: id of the implementation's operator.
+        implementation: its index among the operator's.
+        name: names both, for messages.
+        target: an operator overload that gives one bool.
+        arguments: its positional arguments and keywords, with an ``_Input`` for each input of the graph.
     """
 
     operator: int
@@ -51,117 +51,117 @@ class Guard:
     arguments: Any
 
     @classmethod
-    def of(cls, call: Call, places: Mapping[fx.Node, int], operator: int, implementation: int, name: str) -> Guard:
-        """From a call on placeholders, of which ``places`` tells the order."""
-        inputs: Callable[[fx.Node], Any] = lambda n: _Input(places[n])  # noqa: E731
+    def of(cls, call: Call, positions: Mapping[fx.Node, int], operator: int, implementation: int, name: str) -> Guard:
+        """From a call on placeholders; ``positions`` are theirs among the graph's inputs."""
+        inputs: Callable[[fx.Node], Any] = lambda n: _Input(positions[n])  # noqa: E731
         arguments: Any = fx.map_arg((call.args, call.kwargs), inputs)
         return cls(operator, implementation, name, call.target, arguments)
 
     @property
-    def places(self) -> set[int]:
-        """Of the inputs that it reads."""
+    def positions(self) -> set[int]:
+        """Positions of the graph's inputs that it reads."""
         found: set[int] = set()
-        tree_map_only(_Input, lambda i: found.add(i.place), self.arguments)
+        tree_map_only(_Input, lambda i: found.add(i.position), self.arguments)
         return found
 
-    def asked(self, inputs: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """One bool: whether it holds for these inputs."""
-        args, kwargs = tree_map_only(_Input, lambda i: inputs[i.place], self.arguments)
+    def evaluate(self, inputs: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """A tensor of one bool: whether the guard holds for these inputs, given by position."""
+        args, kwargs = tree_map_only(_Input, lambda i: inputs[i.position], self.arguments)
         return self.target(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
-class Failed:
-    """Guards that do not hold, and the graph that they are of."""
+class FailedGuards:
+    """Guards of one graph that do not hold."""
 
     graph: Graph
     guards: tuple[Guard, ...]
 
     @property
     def implementations(self) -> set[tuple[int, int]]:
-        """What they forbid: operators and indices of their implementations."""
+        """The implementations that must not be used: (operator, index)."""
         return {(guard.operator, guard.implementation) for guard in self.guards}
 
 
 class Guards:
-    """Guards of one graph, and the inputs with which it was called last.
+    """Guards of one graph, and the inputs of its last call.
 
     Args:
-        graph: whose.
-        guards: all of them; where one fails, all are asked.
-        used: those that matter now, by default all.
+        graph: the graph.
+        guards: all of its guards; where one of ``used`` fails, all are evaluated.
+        used: the guards that the current schedule needs, by default all.
     """
 
     def __init__(self, graph: Graph, guards: Sequence[Guard], used: Sequence[Guard] | None = None) -> None:
         self.graph = graph
         self.guards = tuple(guards)
         self.used = self.guards if used is None else tuple(used)
-        self._places = sorted({p for guard in self.guards for p in guard.places})
-        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._answer: tuple[torch.Tensor, Any] | None = None  # on its way from a CUDA device, and the event of its end
+        self._positions = sorted({p for guard in self.guards for p in guard.positions})
+        self._last_inputs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._pending: tuple[torch.Tensor, Any] | None = None  # results being copied from a CUDA device, their event
 
     def of(self, schedule: Schedule) -> Guards:
-        """The same guards, of which those matter whose implementations ``schedule`` uses."""
+        """The same guards, of which those are ``used`` whose implementations ``schedule`` uses."""
         steps = {(step.operator, step.implementation) for step in (*schedule.forward, *schedule.backward)}
         return Guards(self.graph, self.guards, [g for g in self.guards if (g.operator, g.implementation) in steps])
 
     def watching(self, run: Run) -> Run:
-        """``run``, whose inputs are remembered."""
-        return self._before(run, self._saw) if self.used else run
+        """``run``, which remembers its inputs."""
+        return self._before(run, self._remember) if self.used else run
 
     def checking(self, run: Run) -> Run:
-        """``run``, which raises ``GuardFailed`` if it is called with weights that were not asked before, and fail."""
+        """``run``, which raises ``GuardFailed`` when a call has other weights than the last and a guard fails."""
 
         def check(arguments: Sequence[Any]) -> None:
-            if not self._saw(arguments) and (failed := self.failed()):
+            if not self._remember(arguments) and (failed := self.failed()):
                 names = ", ".join(guard.name for guard in failed.guards)
-                raise GuardFailed(f"the weights do not allow {names}", "monetrun plans again without", failed=failed)
+                raise GuardFailed(f"guard failed: {names}", "monetrun plans again without", failed=failed)
 
         return self._before(run, check) if self.used else run
 
-    def failed(self) -> Failed | None:
-        """Those that do not hold for the inputs seen last, as they are now; None if all that matter do.
+    def failed(self) -> FailedGuards | None:
+        """The guards that do not hold for the last call's inputs as they are now; None if all used ones hold.
 
-        Without inputs (no call yet, weights that are gone, fake tensors) they are taken to hold: a call will tell.
+        Without inputs (no call yet, freed weights, fake tensors) guards count as holding: the next call checks them.
         """
         inputs = self._inputs()
         if inputs is None:
             return None
-        return None if all(_answers(self.used, inputs)) else self._all_failed(inputs)
+        return None if all(_evaluate(self.used, inputs)) else self._all_failed(inputs)
 
-    def failed_lately(self) -> Failed | None:
-        """As ``failed``; on a CUDA device as of the last time this was asked, so that nothing waits for the device."""
+    def failed_lately(self) -> FailedGuards | None:
+        """As ``failed``; on a CUDA device, the result of the previous call of this method, to avoid a device sync."""
         inputs = self._inputs()
         if inputs is None or not all(tensor.is_cuda for tensor in inputs.values()):
             return self.failed()
-        before, self._answer = self._answer, None
-        answers = torch.stack(_answers(self.used, inputs))
-        arriving = torch.empty(answers.shape, dtype=torch.bool, pin_memory=True)
-        arriving.copy_(answers, non_blocking=True)
+        before, self._pending = self._pending, None
+        on_device = torch.stack(_evaluate(self.used, inputs))
+        on_host = torch.empty(on_device.shape, dtype=torch.bool, pin_memory=True)
+        on_host.copy_(on_device, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._answer = arriving, event
+        self._pending = on_host, event
         if before is None:
             return None
-        before[1].synchronize()  # a step ago
+        before[1].synchronize()  # recorded a step ago: no wait
         return None if before[0].all() else self._all_failed(inputs)
 
-    def _all_failed(self, inputs: Mapping[int, torch.Tensor]) -> Failed | None:
-        failed = tuple(g for g, holds in zip(self.guards, _answers(self.guards, inputs), strict=True) if not holds)
-        return Failed(self.graph, failed) if failed else None
+    def _all_failed(self, inputs: Mapping[int, torch.Tensor]) -> FailedGuards | None:
+        failed = tuple(g for g, holds in zip(self.guards, _evaluate(self.guards, inputs), strict=True) if not holds)
+        return FailedGuards(self.graph, failed) if failed else None
 
     def _inputs(self) -> dict[int, torch.Tensor] | None:
-        found = {place: tensor for place, ref in self._seen.items() if (tensor := ref()) is not None}
-        if not found or len(found) < len(self._places) or any(isinstance(t, FakeTensor) for t in found.values()):
+        found = {position: tensor for position, ref in self._last_inputs.items() if (tensor := ref()) is not None}
+        if not found or len(found) < len(self._positions) or any(isinstance(t, FakeTensor) for t in found.values()):
             return None
         return found
 
-    def _saw(self, arguments: Sequence[Any]) -> bool:
-        """Remember the inputs; whether they are those of the last call."""
-        same = bool(self._seen) and all(self._seen[p]() is arguments[p] for p in self._places)
+    def _remember(self, arguments: Sequence[Any]) -> bool:
+        """Remember the inputs; gives whether they are those of the last call."""
+        same = bool(self._last_inputs) and all(self._last_inputs[p]() is arguments[p] for p in self._positions)
         if not same:
-            self._seen = {p: weakref.ref(arguments[p]) for p in self._places}
-            self._answer = None
+            self._last_inputs = {p: weakref.ref(arguments[p]) for p in self._positions}
+            self._pending = None
         return same
 
     def _before(self, run: Run, first: Callable[[Sequence[Any]], object]) -> Run:
@@ -173,6 +173,6 @@ class Guards:
         return call
 
 
-def _answers(guards: Sequence[Guard], inputs: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+def _evaluate(guards: Sequence[Guard], inputs: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
-        return [guard.asked(inputs) for guard in guards]
+        return [guard.evaluate(inputs) for guard in guards]

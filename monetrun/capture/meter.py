@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from monetrun.capture import cpu_allocator, fake
+from monetrun.capture import cpu_allocator, fake_tensors
 
 
 class Meter(Protocol):
@@ -137,7 +137,7 @@ class NoMeter:
 
 def meter_for(device: torch.device) -> Meter:
     """The most exact meter for ``device``; within a trial run on fake tensors, theirs."""
-    if (fake_meter := fake.meter()) is not None:
+    if (fake_meter := fake_tensors.meter()) is not None:
         return fake_meter
     if device.type == "cuda":
         return CudaMeter(device)

@@ -139,7 +139,7 @@ class GuardFailed(MonetrunError):
     """A graph was called with weights that its schedule does not allow; nothing of the graph has run.
 
     Attributes:
-        failed: a ``guards.Failed``.
+        failed: a ``guards.FailedGuards``.
     """
 
     def __init__(self, message: str, hint: str = "", *, failed: Any) -> None:

@@ -14,8 +14,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from monetrun.capture import execute
-from monetrun.capture.guards import Failed, Guards
-from monetrun.capture.joint import JointGraph, capture, operators_kept_whole
+from monetrun.capture.guards import FailedGuards, Guards
+from monetrun.capture.joint import JointGraph, capture
+from monetrun.capture.tracing import operators_kept_whole
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.plan import Schedule
 from monetrun.ops.random import DECOMPOSITIONS
@@ -96,7 +97,7 @@ class Backend:
         with operators_kept_whole(), torch._functorch.config.patch(donated_buffer=False):
             return self._aot(module, inputs)  # type: ignore[no-any-return]
 
-    def failed_guards(self) -> Failed | None:
+    def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
         return next((failed for guards in self._guards if (failed := guards.failed_lately())), None)
 

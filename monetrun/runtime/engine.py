@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from monetrun.capture import cost_store, roofline
-from monetrun.capture.guards import Failed
+from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import meter_for
 from monetrun.core import codec
@@ -129,7 +129,7 @@ class Engine:
         options = self.settings.solver_options()
         return planner.plan_step(record, budget_bytes, self.settings.algorithm, options, base)
 
-    def plan_without(self, failed: Failed) -> None:
+    def plan_without(self, failed: FailedGuards) -> None:
         """Plan again without implementations whose guards failed, and have all models compiled anew.
 
         All ranks have the same weights, so that all of them get here in the same step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from monetrun.capture.guards import Failed
+from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
 from monetrun.core.graph import Graph, without
 from monetrun.core.step import StepRecord
@@ -16,7 +16,7 @@ class RuledOut:
     def __init__(self) -> None:
         self._known: set[tuple[str, int, str]] = set()  # (structural fingerprint, operator, implementation's name)
 
-    def add_failed(self, failed: Failed) -> None:
+    def add_failed(self, failed: FailedGuards) -> None:
         """Remember the implementations of guards that failed."""
         structure, operators = failed.graph.structural_fingerprint, failed.graph.operators
         for guard in failed.guards:

@@ -6,7 +6,7 @@ import torch
 
 from monetrun.capture import cost
 from monetrun.capture.cost import OperatorCost
-from monetrun.capture.guards import Failed
+from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
 from monetrun.core.errors import PlanMismatch
 from monetrun.core.plan import Plan, Schedule
@@ -71,7 +71,7 @@ class RunningPlan:
         set_limit(self.device, plan.budget_bytes)
         self.steps.measure_a_settled_step(0 if self.record is None else optimizer_steps(self.record))
 
-    def replan_without(self, failed: Failed) -> None:
+    def replan_without(self, failed: FailedGuards) -> None:
         """Use implementations whose guards failed no more: plan again without them, in rank 0 for all ranks.
 
         Without a record only the graph's schedule is dropped: it gets another one when it is captured again.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from monetrun.capture import cpu_allocator, fake, roofline
+from monetrun.capture import cpu_allocator, fake_tensors, roofline
 from monetrun.core.errors import CaptureFailed
 from monetrun.runtime import candidates, hooks, planned_calls
 from monetrun.runtime.planned_calls import Nesting, PlannedCall, Trigger
@@ -110,7 +110,7 @@ class Session:
 
             probe.stand_in_for_the_other_ranks(self.settings.world_size)
             if self.settings.cost_model != roofline.MEASURED:
-                fake.start(self._undo)
+                fake_tensors.start(self._undo)
         atexit.register(self.report)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 
 from monetrun.capture import cost, roofline
-from monetrun.capture.fake import fake_tensors
+from monetrun.capture.fake_tensors import fake_tensors
 from monetrun.capture.joint import JointGraph
 from monetrun.core.errors import CaptureFailed, MonetrunError, UsageError
 from monetrun.core.graph import Costs

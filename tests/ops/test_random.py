@@ -11,8 +11,8 @@ from torch import fx, nn
 from lib import offline
 from monetrun.capture import cpu_allocator
 from monetrun.capture.execute import build
-from monetrun.capture.joint import signature
 from monetrun.capture.meter import meter_for
+from monetrun.capture.operators import signature
 from monetrun.core.graph import check
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, Step, plain_schedule

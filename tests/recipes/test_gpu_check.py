@@ -1,4 +1,4 @@
-"""recipes/gpu_check.py on a CPU, with a network that takes milliseconds: what it writes down, and when it stops."""
+"""recipes/gpu_check.py on a CPU, with a network that takes milliseconds: the document it writes, and when it stops."""
 
 import importlib.util
 import json
@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
+from lib import cells, networks
 from monetrun.core.errors import InfeasibleBudget
-from support import zoo
 from support.paths import RECIPES
 
 
@@ -24,7 +24,7 @@ def check():
     finally:
         sys.path.remove(str(RECIPES))
     module.NETWORKS["tiny"] = module.Network(
-        lambda: zoo.SmallResNet(channels=16, blocks=2), 0, (0, 0), module.of_type(zoo.Block), (8, (32, 32))
+        lambda: networks.SmallResNet(channels=16, blocks=2), 0, (0, 0), module.of_type(networks.Block), (8, (32, 32))
     )
     yield module
     del sys.modules["gpu_check"]
@@ -54,12 +54,12 @@ def document(check, tmp_path_factory):
     return path, json.loads(path.read_text())
 
 
-def cells(document):
+def by_method(document):
     return {(c["method"], c["share"]): c for c in document["cells"]}
 
 
-def test_every_cell_is_there_with_what_was_planned_and_measured(document):
-    found = cells(document[1])
+def test_every_cell_has_what_was_planned_and_measured(document):
+    found = by_method(document[1])
     assert {k: c["status"] for k, c in found.items()} == {
         ("eager", None): "ok",
         ("planned", 0.6): "ok",
@@ -78,19 +78,19 @@ def test_every_cell_is_there_with_what_was_planned_and_measured(document):
     assert found["checkpoint", None]["measured_share"] < 0.9
 
 
-def test_what_was_measured_is_kept_and_the_rest_is_skipped_when_time_is_out(check, document):
+def test_measured_cells_are_kept_and_the_others_are_skipped_after_the_deadline(check, document):
     path, before = document
     argv = ["compile", "--shares", "0.6", "0.7", "--precisions", "fp32", "--out", str(path), "--resume", "--seconds"]
     after = run(check, *argv, "0")
-    ok = {k: c for k, c in cells(before).items() if c["status"] == "ok"}
-    assert {k: cells(after)[k] for k in ok} == ok
-    assert cells(after)["planned", 0.7]["status"] == "skipped"
+    ok = {k: c for k, c in by_method(before).items() if c["status"] == "ok"}
+    assert {k: by_method(after)[k] for k in ok} == ok
+    assert by_method(after)["planned", 0.7]["status"] == "skipped"
     assert len(after["commands"]) == 2
     assert json.loads(path.read_text()) == after
 
 
-def test_a_cell_that_fails_or_takes_too_long_is_noted_and_the_next_one_runs(check, tmp_path):
-    results = check.Results({}, tmp_path / "gpu.json", False)
+def test_a_cell_that_fails_or_reaches_the_deadline_is_written_and_the_next_one_runs(check, tmp_path):
+    results = cells.Results({}, tmp_path / "gpu.json", False)
 
     def broken(share):
         raise RuntimeError("no such kernel\nat all")
@@ -115,7 +115,7 @@ def test_a_cell_that_fails_or_takes_too_long_is_noted_and_the_next_one_runs(chec
 
 def test_torchs_own_planner_runs_beside_the_eager_model_in_bf16(check, tmp_path):
     document = run(check, "checkpoint", "--shares", "0.5", "--precisions", "bf16")
-    found = cells(document)
+    found = by_method(document)
     assert {k[0]: c["status"] for k, c in found.items()} == {"eager": "ok", "planned": "ok", "compile": "ok"}
     assert 0 < found["compile", 0.5]["measured_share"] < 1.5
 

@@ -174,7 +174,7 @@ CASES = {
 def computed(joint: JointGraph, dtype: torch.dtype) -> dict[fx.Node, object]:
     """Every node's value, on random inputs of the captured forms; weights are such that all guards hold."""
     generator = torch.Generator().manual_seed(0)
-    guarded = {p for guard in joint.guards.guards for p in guard.places}
+    guarded = {p for guard in joint.guards.guards for p in guard.positions}
 
     def made(place: int, node: fx.Node) -> object:
         value = node.meta["val"]
@@ -191,7 +191,7 @@ def computed(joint: JointGraph, dtype: torch.dtype) -> dict[fx.Node, object]:
     placeholders = joint.module.graph.find_nodes(op="placeholder")
     with torch.no_grad():
         inputs = {p: made(p, n) for p, n in enumerate(placeholders)}
-        assert all(guard.asked(inputs) for guard in joint.guards.guards)
+        assert all(guard.evaluate(inputs) for guard in joint.guards.guards)
         interpreter.run(*inputs.values())
     return interpreter.env
 

@@ -1,4 +1,4 @@
-"""Where the checkout's folders are."""
+"""Folders of the checkout."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Trial runs on fake tensors: the same bytes as the real ones, and a clear error where a script looks at values."""
+"""Trial runs on fake tensors: the bytes of a real run, and a clear error where a script needs a tensor's value."""
 
 import contextlib
 import gc
@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from monetrun.capture import cpu_allocator, fake
+from lib import networks
+from monetrun.capture import cpu_allocator, fake_tensors
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.plan import plain_schedule
 from monetrun.core.step import replay
@@ -26,12 +27,12 @@ from support import zoo
 @contextlib.contextmanager
 def running_fake():
     with contextlib.ExitStack() as undo:
-        fake.start(undo)
-        yield fake.meter()
+        fake_tensors.start(undo)
+        yield fake_tensors.meter()
 
 
 def recorded(train, *, on_fake_tensors):
-    """The record of one training step, without what other tests have left, and the schedules that it ran."""
+    """The record of one training step, without bytes that other tests left allocated, and the schedules that it ran."""
     gc.collect()
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
     held = 0 if on_fake_tensors else cpu_allocator.allocated_bytes()
@@ -40,7 +41,7 @@ def recorded(train, *, on_fake_tensors):
         undo.callback(torch._dynamo.reset)
         undo.callback(session.close)
         if on_fake_tensors:
-            fake.start(undo)
+            fake_tensors.start(undo)
         session.watch_process()
         train()
         recorder = session.engine.recorder
@@ -49,13 +50,13 @@ def recorded(train, *, on_fake_tensors):
 
 
 def small_cnn():
-    zoo.classify(zoo.SmallResNet(blocks=2, dropout=0.1), 1, 16, 64)
+    zoo.classify(networks.SmallResNet(blocks=2, dropout=0.1), 1, 16, 64)
 
 
 def small_gpt():
-    model = zoo.GPT(layers=1)
+    model = networks.GPT(layers=1)
     optimizer = torch.optim.AdamW(model.parameters())
-    loss = model(zoo.tokens(8, 256, 0))["loss"]
+    loss = model(networks.tokens(8, 256, 0))["loss"]
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -79,7 +80,7 @@ def test_a_fake_trial_plans_the_same_bytes_as_a_real_one(train):
     assert imagined.device == "roofline:p100"
 
 
-def test_the_meter_counts_storages_once_and_until_their_last_view_is_gone():
+def test_the_meter_counts_each_storage_once_until_its_last_view_is_freed():
     with running_fake() as meter:
         x = torch.empty(1 << 20)
         view = x.view(1024, 1024)[:512]
@@ -94,7 +95,7 @@ def test_the_meter_counts_storages_once_and_until_their_last_view_is_gone():
         assert meter.peak_bytes() == 8 << 20
         meter.reset_peak()
         assert meter.peak_bytes() == 0
-    assert fake.meter() is None
+    assert fake_tensors.meter() is None
     assert not isinstance(torch.empty(1), torch._subclasses.FakeTensor)
 
 
@@ -105,9 +106,9 @@ def test_a_loss_can_be_logged_and_averaged_but_not_compared():
         assert f"{loss:.2f} {value:.2f} {(2 * value + 1) / 3:.2f}" == "1.00 1.00 1.00"
         assert math.isfinite(value)
         for decide in (lambda: value < 0.5, lambda: (value + 1) / 2 > 3, lambda: bool(value), lambda: value == 1.0):
-            with pytest.raises(CaptureFailed, match=r"test_fake\.py:\d+ needs the value of a tensor"):
+            with pytest.raises(CaptureFailed, match=r"test_fake_tensors\.py:\d+ needs the value of a tensor"):
                 decide()
-        assert torch.tensor(3.5).item() == 3.5  # made of a value, it has one
+        assert torch.tensor(3.5).item() == 3.5  # a fake tensor made of a number has a value
 
 
 @pytest.mark.parametrize(
@@ -122,12 +123,22 @@ def test_a_loss_can_be_logged_and_averaged_but_not_compared():
         lambda t: t.nonzero(),
     ],
 )
-def test_looking_at_values_names_the_line(look):
+def test_an_operator_that_needs_values_fails_with_the_scripts_line(look):
     with running_fake():
         line = look.__code__.co_firstlineno
-        with pytest.raises(CaptureFailed, match=rf"test_fake\.py:{line} needs the value of a tensor") as error:
+        with pytest.raises(CaptureFailed, match=rf"test_fake_tensors\.py:{line} needs the value of a tensor") as error:
             look(torch.randn(8))
         assert "--cost-model measured" in error.value.hint
+
+
+@pytest.mark.parametrize("module", [worker, fake_tensors], ids=lambda m: m.__name__)
+def test_the_error_names_the_scripts_line_where_monetruns_or_torchs_code_needs_the_value(module):
+    look = {}
+    exec(compile("def look(t): return bool(t > 0)", module.__file__, "exec"), look)
+    with running_fake():
+        line = sys._getframe().f_lineno + 2
+        with pytest.raises(CaptureFailed, match=rf"test_fake_tensors\.py:{line} needs the value of a tensor"):
+            look["look"](torch.randn(()))
 
 
 SCRIPT = """
@@ -163,7 +174,7 @@ def plan(tmp_path, *words):
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1200, check=False)
 
 
-def test_an_unmodified_script_is_planned_for_a_device_that_is_not_here(tmp_path):
+def test_an_unmodified_script_is_planned_for_a_device_that_is_not_present(tmp_path):
     done = plan(tmp_path, "plan", "--cost-model", "roofline:p100", "--budget", "0.7x", "--json", "train.py")
     assert done.returncode == 0, done.stderr
     plan_ = json.loads(done.stdout)
@@ -180,7 +191,7 @@ def _squeezenet():
     return torchvision.models.squeezenet1_1(num_classes=10)
 
 
-def test_a_script_that_looks_at_values_ends_with_82_and_its_line(tmp_path):
+def test_a_script_that_needs_values_ends_with_82_and_its_line(tmp_path):
     done = plan(tmp_path, "plan", "--cost-model", "roofline:p100", "--budget", "0.7x", "train.py", "best")
     assert done.returncode == 82
     line = 1 + SCRIPT.splitlines().index('    if "best" in sys.argv and loss.item() < 3: print("best")')
@@ -200,7 +211,7 @@ def test_cost_models_that_cannot_be_used_are_refused(tmp_path, words, why):
     assert why in done.stderr
 
 
-def test_a_share_of_free_memory_is_of_the_named_device():
+def test_a_percentage_budget_is_of_the_named_devices_memory():
     args = launch.parser().parse_args(["--cost-model", "roofline:h200", "--budget", "80%", "--no-cache", "train.py"])
     job = Job(args)
     try:

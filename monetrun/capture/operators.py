@@ -1,0 +1,177 @@
+"""Describes a captured graph's operators: what each reads and writes, and the implementations it can use."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from monetrun.capture.storages import Storages, mutated_inputs, mutates, tensors_in
+from monetrun.core.graph import FORWARD, Implementation, Operator
+from monetrun.ops import random, replay
+from monetrun.ops.registry import Alternative, Call
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a joint module.
+
+    Attributes:
+        positions: for each placeholder its position among the inputs.
+        static: positions of the inputs that are parameters or buffers.
+    """
+
+    positions: Mapping[fx.Node, int]
+    static: frozenset[int]
+
+    def is_static(self, node: fx.Node) -> bool:
+        """Whether a node is a parameter or a buffer."""
+        return self.positions.get(node, -1) in self.static
+
+
+@dataclass(frozen=True)
+class Described:
+    """One operator of the graph and what runs it.
+
+    Attributes:
+        operator: its description.
+        node: the fx node: the call of the default implementation.
+        alternatives: the other implementations, in the order of ``operator.implementations[1:]``.
+        measured: for each implementation the call whose cost counts as its cost.
+        signatures: of these calls.
+    """
+
+    operator: Operator
+    node: fx.Node
+    alternatives: tuple[Alternative, ...]
+    measured: tuple[Call, ...]
+    signatures: tuple[str, ...]
+
+
+def describe(
+    module: fx.GraphModule,
+    phases: Iterable[tuple[str, Sequence[fx.Node]]],
+    storages: Storages,
+    offered: Mapping[fx.Node, Sequence[Alternative]],
+    inputs: Inputs,
+) -> list[Described]:
+    """All operators, in the order in which the plain step runs them.
+
+    Args:
+        module: the joint module.
+        phases: the name of each phase and its calls, in order; views among them are no operators.
+        storages: of the module.
+        offered: for each node the alternatives that ``ops`` declares for it.
+        inputs: of the module.
+    """
+    described: list[Described] = []
+    mutated = mutated_inputs(module, storages)
+    readable = {t.id for t in storages.tensors if t.external}
+    for phase, nodes in phases:
+        for node in nodes:
+            written = storages.written.get(node)
+            if written is None:
+                continue
+            alternatives = tuple(_usable(offered.get(node, ()), written, storages, readable, inputs))
+            measured = (Call.of(node), *(a.costs_as or a.call for a in alternatives))
+            signatures = tuple(signature(call) for call in measured)
+            op = Operator(
+                id=len(described),
+                name=_name(node),
+                target=str(node.target),
+                phase=phase,
+                outputs=written,
+                implementations=_implementations(node, alternatives, storages),
+                replayable=phase == FORWARD and _replayable(node, storages, mutated),
+                optional="monetrun_optional" in node.meta,
+                plain="monetrun_optional" not in node.meta,
+                signature=signatures[0],
+            )
+            described.append(Described(op, node, alternatives, measured, signatures))
+            readable.update(written)
+    return described
+
+
+def _usable(
+    offered: Iterable[Alternative], written: Sequence[int], storages: Storages, readable: set[int], inputs: Inputs
+) -> Iterable[Alternative]:
+    """The alternatives that can run where their operator runs.
+
+    They read only what exists by then (``readable``), overwrite neither external nor kept tensors, and their guards
+    read only parameters and buffers, so that guards can be evaluated at any time.
+    """
+    for alternative in offered:
+        if not storages.read_by(alternative.call) <= readable:
+            continue
+        if alternative.guard is not None and not all(inputs.is_static(n) for n in alternative.guard.nodes):
+            continue
+        if alternative.overwrites is not None:
+            target = storages.tensors[storages.by_node[alternative.overwrites]]
+            fits = bool(written) and target.nbytes == storages.tensors[written[0]].nbytes
+            if not fits or target.external or target.kept:
+                continue
+        yield alternative
+
+
+def _implementations(
+    node: fx.Node, alternatives: Iterable[Alternative], storages: Storages
+) -> tuple[Implementation, ...]:
+    state = random.state_of(node)
+    of_state = set() if state is None else {storages.by_node[state]}
+
+    def reads(call: Call) -> tuple[int, ...]:
+        return tuple(sorted(storages.read_by(call) | of_state))
+
+    others = (
+        Implementation(
+            a.name,
+            reads(a.call),
+            in_place_of=None if a.overwrites is None else storages.by_node[a.overwrites],
+            exact=bool(a.exact),
+        )
+        for a in alternatives
+    )
+    return (Implementation("default", reads(Call.of(node))), *others)
+
+
+def _replayable(node: fx.Node, storages: Storages, mutated: frozenset[int]) -> bool:
+    """Whether a forward operator may run again in the backward pass and compute the same."""
+    if mutates(node) or "monetrun_optional" in node.meta:
+        return False
+    if random.state_of(node) is None and random.is_random(node):
+        return False
+    reads_mutated = any(t in mutated for a in node.all_input_nodes for t in storages.of(a))
+    return not reads_mutated or replay.reads_no_mutated_input(node)
+
+
+def _name(node: fx.Node) -> str:
+    """The path of the module that made the call, and the node's name."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return node.name
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"^L\['\w+'\]\.?", "", str(path)).replace("._modules", "")
+    path = re.sub(r"\['(\w+)'\]", r".\1", path).strip(".")
+    return f"{path}.{node.name}" if path else node.name
+
+
+def signature(call: Call) -> str:
+    """Hash of a call's target, of its arguments' shapes, strides and dtypes, and of its constants."""
+
+    def form(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return [
+                (tuple(v.shape), v.stride() if v.layout == torch.strided else (), str(v.dtype), v.device.type)
+                for v in tensors_in(value.meta.get("val"))
+            ]
+        if isinstance(value, (tuple, list)):
+            return [form(v) for v in value]
+        return value.type if isinstance(value, torch.device) else str(value)  # each rank has its own device
+
+    described = [str(call.target), form(call.args), {k: form(v) for k, v in sorted(call.kwargs.items())}]
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:24]
