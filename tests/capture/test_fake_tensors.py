@@ -19,6 +19,7 @@ from monetrun.core.plan import plain_schedule
 from monetrun.core.step import replay
 from monetrun.launcher import agent as launch
 from monetrun.launcher.job import Job
+from monetrun.runtime import session as session_module
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from support import zoo
@@ -131,7 +132,7 @@ def test_an_operator_that_needs_values_fails_with_the_scripts_line(look):
         assert "--cost-model measured" in error.value.hint
 
 
-@pytest.mark.parametrize("module", [worker, fake_tensors], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [session_module, fake_tensors], ids=lambda m: m.__name__)
 def test_the_error_names_the_scripts_line_where_monetruns_or_torchs_code_needs_the_value(module):
     look = {}
     exec(compile("def look(t): return bool(t > 0)", module.__file__, "exec"), look)
