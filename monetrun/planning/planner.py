@@ -126,7 +126,8 @@ def plan_step(
         options: for the solver; its ``seconds`` are shared by the rounds that need solving, and its ``on_progress`` is
             told the seconds of the whole step.
         known: the record's baseline, when the caller has it already.
-        starts: schedules of all graphs to begin with, for the solvers that can; those over the budget are harmless.
+        starts: schedules of all graphs to begin with, for the solvers that use them; those over the budget are
+            harmless.
 
     Raises:
         InfeasibleBudget: less than the smallest budget known to be feasible; names it and the operator that sets it.
@@ -248,8 +249,8 @@ def _solve(
     starts: Sequence[Sequence[Schedule]],
 ) -> _Found:
     solver = solve.solver(algorithm)
-    known: list[Sequence[Schedule]] | None = None
-    if algorithm == "hierarchical":
+    known: list[Sequence[Schedule]] = []
+    if solve.ALGORITHMS[algorithm].uses_starts:
         known = [s for s in (base.frugal_schedules, *starts) if _permitted(base.searched, s, options)]
     schedules, fast = plain_in_place(record, options), base.fast_schedules
     # seconds that the graphs of a round cost more, at least: less where other implementations are faster
@@ -273,9 +274,8 @@ def _solve(
         plain = sum(simulate(record.graphs[k], record.costs[k], fast[k]).seconds for k in graphs)
         now = sum(simulate(record.graphs[k], record.costs[k], schedules[k]).seconds for k in graphs)
         share = replace(share, on_progress=_of_the_step(options.on_progress, timeline.seconds - calls * now, calls))
-        warm = {} if known is None else {"known": [joined.join(s) for s in known]}
         free_bytes = budget_bytes - timeline.start_bytes[bounds[0]]
-        solution = solver(joined.graph, joined.costs, free_bytes, share, **warm)
+        solution = solver(joined.graph, joined.costs, free_bytes, share, [joined.join(s) for s in known])
         if solution.schedule is None:
             status = "unknown"
             continue

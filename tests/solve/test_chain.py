@@ -12,7 +12,7 @@ from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation,
 from monetrun.core.options import Options
 from monetrun.core.plan import Step, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.solve import chain
+from monetrun.solve import chain, checkpoints
 from support.random_graphs import joint_graphs
 
 SOLVERS = {
@@ -57,24 +57,24 @@ def released(d, e, c):
 @given(chains())
 def test_the_cubic_program_equals_brute_force(case):
     d, e = case
-    found = chain.hong_dp(d, e)
+    found = checkpoints.hong_dp(d, e)
     if len(d) == 1:
-        assert found == chain.Checkpoints((0,), d[0])
+        assert found == checkpoints.Checkpoints((0,), d[0])
         return
     assert found.peak_bytes == min(stored(d, e, c) for c in choices(len(d) - 1))
-    assert found.peak_bytes == stored(d, e, found.nodes) == chain.stored_peak_bytes(d, found.nodes, e)
+    assert found.peak_bytes == stored(d, e, found.nodes) == checkpoints.stored_peak_bytes(d, found.nodes, e)
 
 
 @settings(max_examples=300, deadline=None)
 @given(chains())
 def test_the_linear_algorithm_equals_brute_force(case):
     d, e = case
-    found = chain.hong_linear(d, e)
+    found = checkpoints.hong_linear(d, e)
     if len(d) == 1:
-        assert found == chain.Checkpoints((0,), d[0])
+        assert found == checkpoints.Checkpoints((0,), d[0])
         return
     assert found.peak_bytes == min(released(d, e, c) for c in choices(len(d) - 1))
-    assert found.peak_bytes == released(d, e, found.nodes) == chain.released_peak_bytes(d, found.nodes, e)
+    assert found.peak_bytes == released(d, e, found.nodes) == checkpoints.released_peak_bytes(d, found.nodes, e)
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,18 +84,18 @@ def test_the_linear_algorithm_equals_its_quadratic_recurrence_on_longer_chains(d
     total = [0] * n + [d[n]]
     for i in range(n - 1, -1, -1):
         total[i] = d[i] + min(max(segment(d, [], i, j) + d[j], total[j]) for j in range(i + 1, n + 1))
-    found = chain.hong_linear(d)
+    found = checkpoints.hong_linear(d)
     assert found.peak_bytes == total[0] == released(d, [], found.nodes)
 
 
 def test_equal_nodes_give_the_known_optima():
     # 16 layers of one byte: all checkpoints and one segment, 2 sqrt(n) or so; with release less is held at the end
     d = [0] + [1] * 16
-    assert chain.none(d) == chain.Checkpoints(tuple(range(17)), 17)
-    assert chain.sqrt(d) == chain.Checkpoints((0, 4, 8, 12, 16), 4 + 3 + 1)
-    assert chain.hong_dp(d).peak_bytes == 8
-    assert chain.hong_linear(d).peak_bytes == 7
-    nodes = chain.hong_linear(d).nodes
+    assert checkpoints.none(d) == checkpoints.Checkpoints(tuple(range(17)), 17)
+    assert checkpoints.sqrt(d) == checkpoints.Checkpoints((0, 4, 8, 12, 16), 4 + 3 + 1)
+    assert checkpoints.hong_dp(d).peak_bytes == 8
+    assert checkpoints.hong_linear(d).peak_bytes == 7
+    nodes = checkpoints.hong_linear(d).nodes
     lengths = [j - i for i, j in itertools.pairwise(nodes)]
     assert lengths[1:] == [5, 4, 3, 2, 1]  # later segments are shorter: more checkpoints are held with them
 
@@ -105,18 +105,18 @@ def test_a_million_nodes_take_the_linear_algorithm_under_two_seconds():
     took = []
     for _ in range(3):  # the least of three, and of this thread's own time: the machine is shared
         start = time.thread_time()
-        found = chain.hong_linear(d)
+        found = checkpoints.hong_linear(d)
         took.append(time.thread_time() - start)
         if took[-1] < 2:
             break
     assert min(took) < 2, took
     assert found.nodes[0] == 0
     assert found.nodes[-1] == 1_000_000
-    assert found.peak_bytes == chain.released_peak_bytes(d, found.nodes)
+    assert found.peak_bytes == checkpoints.released_peak_bytes(d, found.nodes)
     assert found.peak_bytes < sum(d) / 100
 
 
-@pytest.mark.parametrize("algorithm", [chain.hong_dp, chain.hong_linear, chain.sqrt, chain.none])
+@pytest.mark.parametrize("algorithm", checkpoints.SELECTIONS.values())
 def test_sizes_that_are_no_chain_are_refused_with_their_value(algorithm):
     with pytest.raises(ValueError, match="got none"):
         algorithm([])
@@ -275,9 +275,9 @@ def test_on_a_linear_network_the_replay_never_passes_the_objective(node_bytes):
     graph, costs = linear_graph(node_bytes, output_bytes=1)
     cut = chain.linearize(graph)
     for nodes, objective in (
-        (chain.hong_linear(cut.node_bytes).nodes, chain.released_peak_bytes),
-        (chain.hong_dp(cut.node_bytes).nodes, chain.stored_peak_bytes),
-        (chain.sqrt(cut.node_bytes).nodes, chain.released_peak_bytes),
+        (checkpoints.hong_linear(cut.node_bytes).nodes, checkpoints.released_peak_bytes),
+        (checkpoints.hong_dp(cut.node_bytes).nodes, checkpoints.stored_peak_bytes),
+        (checkpoints.sqrt(cut.node_bytes).nodes, checkpoints.released_peak_bytes),
     ):
         peak_bytes = simulate(graph, costs, chain.schedule_of(graph, cut, nodes)).peak_bytes
         # the output, and the batch's gradient, are kept and not nodes of the chain; the smallest tensors stay
@@ -286,7 +286,7 @@ def test_on_a_linear_network_the_replay_never_passes_the_objective(node_bytes):
 
 def test_checkpoints_halve_the_peak_of_a_long_network_and_release_beats_storing():
     graph, costs = linear_graph([1] * 100)
-    peaks = {name: simulate(graph, costs, chain.schedule(graph, name)).peak_bytes for name in chain.ALGORITHMS}
+    peaks = {name: simulate(graph, costs, chain.schedule(graph, name)).peak_bytes for name in checkpoints.SELECTIONS}
     assert peaks["none"] == 100  # nodes 1 to 98, the first gradient and the output
     assert peaks["hong-linear"] <= peaks["hong-dp"] <= 22
     assert peaks["hong-linear"] <= peaks["sqrt"]
