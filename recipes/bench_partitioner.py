@@ -46,7 +46,7 @@ SHARES = (0.65, 0.5, 0.4, 0.33)  # planned where they are below torch's least pe
 AT_MOST = 0.7  # the wanted share of torch's overhead, at the same peak
 
 
-def judge(graph: Graph, costs: Costs, schedule: Schedule, options: Options) -> Timeline:
+def replayed(graph: Graph, costs: Costs, schedule: Schedule, options: Options) -> Timeline:
     """Replay a schedule, in place wherever ``options`` and the replay allow it."""
     return simulate(graph, costs, tidy.in_place_where_legal(graph, costs, schedule, options))
 
@@ -134,7 +134,7 @@ class Bench:
     def __init__(self, joint: JointGraph, costs: Costs, kinds: str, options: Options) -> None:
         self.joint, self.costs, self.kinds = joint, costs, kinds
         self.options = dataclasses.replace(options, implementations=parse_kinds(kinds))
-        self.plain = judge(joint.graph, costs, plain_schedule(joint.graph), self.options)
+        self.plain = replayed(joint.graph, costs, plain_schedule(joint.graph), self.options)
         self.gradient_bytes = sum(t.nbytes for t in joint.graph.tensors if t.kept)
 
     def share(self, peak_bytes: int) -> float:
@@ -149,7 +149,7 @@ class Bench:
         """Torch's results, from the highest peak down."""
         found: dict[tuple[int, float], list[str]] = {}
         for setting, made in partitions.items():
-            timeline = judge(made.graph, made.costs, made.schedule, self.options)
+            timeline = replayed(made.graph, made.costs, made.schedule, self.options)
             found.setdefault((timeline.peak_bytes, self.overhead(timeline)), []).append(setting)
         return [
             Point(tuple(settings), peak_bytes, overhead, partitions[settings[0]])

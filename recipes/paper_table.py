@@ -66,7 +66,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Compared with the paper's overhead: ok (no worse), worse, or out of reach by the bound under the cost model."""
+        """Compared with the paper's overhead: ok (no worse), worse, or out of reach by the cost model's bound."""
         if self.overhead is not None and self.overhead <= self.paper_overhead + 0.005:
             return "ok"
         if self.status == "infeasible" or (self.bound is not None and self.bound > self.paper_overhead):
@@ -159,8 +159,8 @@ def main(networks: str, readings: str, algorithm: str, seconds: float, implement
         table.add_row(r.network, r.reading, *shown, f"{r.seconds:.0f}", r.verdict)
     Console(width=120).print(table)
     for reading in readings.split(","):
-        judged = [r.verdict for r in rows if r.reading == reading]
-        click.echo(f"{reading}: {judged.count('ok')} of {len(judged)} rows no worse than the paper's")
+        verdicts = [r.verdict for r in rows if r.reading == reading]
+        click.echo(f"{reading}: {verdicts.count('ok')} of {len(verdicts)} rows no worse than the paper's")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         found = {

@@ -43,7 +43,7 @@ def schedules(
     base: Schedule | None = None,
     rounds: int = _ROUNDS,
 ) -> list[Schedule]:
-    """Schedules around the budget, in the order in which the prices were refined; none where nothing may run again.
+    """Schedules around the budget, in the order in which the prices were refined; none without ``recompute``.
 
     Args:
         graph: of any size.

@@ -5,7 +5,7 @@ runs. Any schedule that ``simulate`` accepts, however often it runs an operator 
 solution that costs no more. The variables:
 
 * ``S[t, p]``: tensor t is alive before point p;
-* ``R[i, s]``: operator i runs again, at least once, in segment s;
+* ``R[i, s]``: operator i reruns, at least once, in segment s;
 * ``M[j, l]``: operator j, or a rerun of it, uses the l-th set of tensors that its implementations can read;
 * ``Z[t, s]``: tensor t is alive throughout segment s;
 * ``F``, ``A``, ``H``, ``D``: the order of the runs in a segment (``monetrun.solve.order``);
@@ -88,7 +88,7 @@ class Columns:
         if self.segments.certainly_written(t, s):
             return None
         terms = [("S", self.alive[t, s], -1.0)] if (t, s) in self.alive else []
-        in_forward = reader >= 0 and operators[reader].phase == FORWARD  # where nothing runs again
+        in_forward = reader >= 0 and operators[reader].phase == FORWARD  # where nothing reruns
         if (w, s) in self.runs and (self.segments.of_operator[w] == s or not in_forward):
             terms.append(("R", self.runs[w, s], -1.0))
         return terms

@@ -15,7 +15,7 @@ def relaxed_schedule(graph: Graph, relaxation: Relaxation, value: dict[str, Vect
     """A solution of a relaxed program as a schedule in which every run is as late as it can be.
 
     Before a point, what takes most room beside what it leaves runs first. The schedule follows all rules of the replay
-    except the budget. None if it cannot be written (a random operator would have to run again).
+    except the budget. None if it cannot be written (a random operator would have to rerun).
     """
     writer = _Writer(graph, relaxation, value)
     segments = relaxation.columns.segments

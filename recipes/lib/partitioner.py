@@ -38,7 +38,7 @@ class Partition:
         graph: the joint graph's tensors, and its operators in the order and the phases of torch's two modules.
         costs: of ``graph``.
         schedule: over ``graph``, default implementations.
-        again: how many operators run again. Random ones draw the same numbers; in torch they draw others.
+        again: how many operators are rerun. Random ones draw the same numbers; in torch they draw others.
         deferred: how many forward operators run in the backward pass only, because nothing else reads them.
     """
 

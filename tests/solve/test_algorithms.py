@@ -30,7 +30,7 @@ def run_python(code: str) -> str:
     return result.stdout
 
 
-def test_the_names_are_those_of_the_command_line():
+def test_the_names_of_the_algorithms_are_stable():
     assert tuple(ALGORITHMS) == ("hierarchical", "greedy", "ilp", "hong-dp", "hong-linear", "sqrt", "none")
     assert [a.name for a in ALGORITHMS.values()] == list(ALGORITHMS)
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_selection_ignores_the_starts(name):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_only_those_that_choose_implementations_use_others(name):
+def test_only_algorithms_that_choose_implementations_use_alternatives(name):
     graph, costs = conv_norm_relu(6)
     budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes * 8 // 10
     schedule = solver(name)(graph, costs, budget_bytes, Options(seconds=3.0, mip_solver="highs")).schedule
@@ -92,7 +92,7 @@ def test_importing_the_table_imports_neither_torch_nor_a_solver():
     assert run_python(code).strip() == "[]"
 
 
-def test_without_cvxpy_those_that_need_it_name_those_that_do_not():
+def test_without_cvxpy_the_error_names_the_algorithms_that_do_not_need_it():
     code = """
 import sys
 sys.modules["cvxpy"] = None

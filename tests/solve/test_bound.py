@@ -46,7 +46,7 @@ def test_bound_is_never_above_the_cheapest_of_all_schedules(problem, tenths, sol
     cheapest = cheapest_seconds(graph, costs, budget_bytes, any_order=True, max_states=60_000)
     assume(cheapest is not None)
     assert bounded(graph, costs, budget_bytes, mip_solver=solver).bound_seconds <= cheapest + 1e-9
-    # with memory looked at in every place that there is, not only where it was found to be over
+    # with memory checked in every possible place, not only where a schedule was over
     places = everywhere(graph, ordered)
     program = relax(graph, costs, budget_bytes, places, Options())
     result = minimize(program.problem, solver)
@@ -90,7 +90,7 @@ def test_a_schedule_within_the_budget_satisfies_the_relaxed_program(problem, ten
     assert all(c.violation().max() <= 1e-9 for c in program.problem.constraints)
 
 
-def test_a_run_that_is_needed_before_and_after_another_is_paid_twice():
+def test_a_rerun_needed_before_and_after_another_is_paid_twice():
     """Beside the gradient, tensor 6, there is no room for tensor 1 while operator 2 runs, but both sides read it.
 
     The forward pass has that room; at operator 5 nothing can be kept.
@@ -115,7 +115,7 @@ def test_a_run_that_is_needed_before_and_after_another_is_paid_twice():
     assert start["D"].sum() == 1
 
 
-def test_memory_is_looked_at_first_where_the_schedule_has_its_peak():
+def test_memory_is_checked_first_where_the_schedule_has_its_peak():
     graph, costs = chain(6)
     plain = plain_schedule(graph)
     for schedule in (plain, cut.dropping(graph, plain, {0, 1, 2, 3, 4})):
@@ -123,7 +123,7 @@ def test_memory_is_looked_at_first_where_the_schedule_has_its_peak():
         timeline = simulate(graph, costs, schedule)
         steps = schedule.forward + schedule.backward
         at = steps.index(Step(point))
-        # a run again has its place before the compulsory operator that follows it
+        # the place of a rerun is that of the compulsory operator that follows it
         before = at
         while before > len(schedule.forward) and steps[before - 1].operator < graph.forward_count:
             before -= 1

@@ -117,7 +117,7 @@ def test_a_million_nodes_take_the_linear_algorithm_under_two_seconds():
 
 
 @pytest.mark.parametrize("algorithm", checkpoints.SELECTIONS.values())
-def test_sizes_that_are_no_chain_are_refused_with_their_value(algorithm):
+def test_invalid_sizes_are_refused_with_their_value(algorithm):
     with pytest.raises(ValueError, match="got none"):
         algorithm([])
     with pytest.raises(ValueError, match="got -3"):
@@ -233,14 +233,14 @@ def test_a_counter_that_is_copied_at_the_end_hides_no_narrow_point():
     assert chain.linearize(graph).tensors == (None, 2, None)  # over a hundredth of what backward reads: not small
 
 
-def test_what_backward_does_not_read_runs_again_where_it_leads_to_what_it_does():
+def test_operators_that_backwards_reads_depend_on_are_recomputed():
     graph = forward_graph([(0,), (1,), (2,), (2,), (4,)], [(1,), (2,), (3,), (4,), (5,)], backward_reads=(2, 5))
     found = chain.schedule_of(graph, chain.linearize(graph), (0, 3, 4))
     assert chain.linearize(graph).tensors == (None, 1, 2, 4, None)
     assert [s.operator for s in found.backward] == [0, 1, 5]  # not 2: nothing reads tensor 3
 
 
-def test_a_segment_runs_again_when_backward_reaches_it():
+def test_a_segment_is_recomputed_when_backward_reaches_it():
     graph, costs = linear_graph([1, 1, 1, 1, 1])
     cut = chain.linearize(graph)
     found = chain.schedule_of(graph, cut, (0, 2, 4, 5))
@@ -258,7 +258,7 @@ def test_the_last_segment_is_not_dropped():
     assert [s.operator for s in chain.schedule_of(graph, cut, (0, 2, 5)).backward] == [5, 6, 0, 7, 8]
 
 
-def test_a_dropout_mask_is_drawn_once_and_its_layer_may_run_again():
+def test_a_dropout_mask_is_drawn_once_and_its_layer_may_be_recomputed():
     graph, costs = linear_graph([1, 4, 4, 4, 4], dropout_after=(0, 1, 2, 3))
     cut = chain.linearize(graph)
     found = chain.schedule_of(graph, cut, tuple(range(0, len(cut.cuts), 2)))
@@ -271,7 +271,7 @@ def test_a_dropout_mask_is_drawn_once_and_its_layer_may_run_again():
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=3, max_size=25))
-def test_on_a_linear_network_the_replay_never_passes_the_objective(node_bytes):
+def test_on_a_linear_network_the_simulated_peak_is_at_most_the_objective(node_bytes):
     graph, costs = linear_graph(node_bytes, output_bytes=1)
     cut = chain.linearize(graph)
     for nodes, objective in (
@@ -294,7 +294,7 @@ def test_checkpoints_halve_the_peak_of_a_long_network_and_release_beats_storing(
 
 @settings(max_examples=200, deadline=None)
 @given(joint_graphs(max_forward=12), st.sampled_from(sorted(SOLVERS)))
-def test_every_random_graph_gives_a_schedule_that_replays_within_its_budget_or_none(case, name):
+def test_every_random_graph_gives_a_valid_schedule_within_its_budget_or_none(case, name):
     graph, costs = case
     found = chain.schedule(graph, name)
     timeline = simulate(graph, costs, found)  # raises if it breaks a rule
@@ -308,7 +308,7 @@ def test_every_random_graph_gives_a_schedule_that_replays_within_its_budget_or_n
     assert masks.isdisjoint(s.operator for s in found.backward if s.operator < graph.forward_count)
 
 
-def test_without_recomputation_the_plain_schedule_is_all_there_is():
+def test_without_recomputation_the_plain_schedule_is_the_only_one():
     graph, costs = linear_graph([1] * 30)
     plain = plain_schedule(graph)
     peak_bytes = simulate(graph, costs, plain).peak_bytes

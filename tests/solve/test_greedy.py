@@ -1,4 +1,4 @@
-"""The search: its memory of bytes equals the judge's, its schedules fit, and are never worse than plain."""
+"""The greedy solver: its bytes equal those of ``simulate``, its schedules fit, and are never worse than plain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK = Options(seconds=0.02)
 
 
 def idle(graph, schedule):
-    """The first runs of optional operators that nothing reads before they run again: those need not have been."""
+    """The first runs of optional operators that nothing reads before they run again: they are not needed."""
     found, wanted = [], set()
     for i, step in reversed(list(enumerate(schedule.forward + schedule.backward))):
         op = graph.operators[step.operator]
@@ -60,7 +60,7 @@ def test_the_search_counts_the_bytes_and_seconds_that_simulate_counts(data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_a_solution_fits_and_costs_between_its_bound_and_what_is_plain(data):
+def test_a_solution_fits_and_costs_between_its_bound_and_the_plain_schedule(data):
     graph, costs = data.draw(joint_graphs())
     plain = simulate(graph, costs, plain_schedule(graph))
     budget = data.draw(st.integers(0, plain.peak_bytes + 1))
@@ -123,7 +123,7 @@ def test_in_place_variants_are_used_where_legal_and_named():
 
 
 @needs_native
-def test_an_optional_operator_runs_when_its_output_makes_a_tensor_needless():
+def test_an_optional_operator_runs_when_its_output_replaces_a_tensor():
     # op5 reads 64 bytes, which op4 with its workspace has no room for, or the 2-byte mask that op2 makes of them
     graph, costs = make(
         "64 64 2 64 1 1", "f: > 0 r", "f: 0 > 1 r", "f: 1 > 2 o", "f: 1 > 3 r", "b: 3 > 4 w40", "b: 1 > 5 a2"
@@ -150,7 +150,7 @@ def test_an_implementation_that_reads_less_at_no_cost_is_used_from_the_start():
 
 @needs_native
 @pytest.mark.parametrize(("blocks", "tenths", "overhead"), [(24, 5, 0.06066), (40, 4, 0.10302)])
-def test_recomputation_and_other_implementations_are_found_together_at_once(blocks, tenths, overhead):
+def test_recomputation_and_other_implementations_are_combined_in_a_short_search(blocks, tenths, overhead):
     graph, costs = conv_norm_relu(blocks)
     plain = simulate(graph, costs, plain_schedule(graph))
     solution = greedy.solve(graph, costs, plain.peak_bytes * tenths // 10, QUICK)
@@ -160,7 +160,7 @@ def test_recomputation_and_other_implementations_are_found_together_at_once(bloc
 
 
 @needs_native
-def test_options_forbid_implementations_and_recomputation():
+def test_options_exclude_implementations_and_recomputation():
     graph, costs = make("8 8 8 1", "f: > 0", "f: 0 > 1 i0", "b: 1 > 2 i1", "b: 2 > 3")
     assert greedy.solve(graph, costs, 9, Options(seconds=0.02, implementations=())).schedule is None
     graph, costs = chain(12, 10)
@@ -178,7 +178,7 @@ def test_improving_a_schedule_never_makes_it_worse():
     assert simulate(graph, costs, solution.schedule).seconds <= simulate(graph, costs, start).seconds
 
 
-def test_without_a_compiler_a_schedule_is_found_all_the_same(monkeypatch):
+def test_without_a_compiler_a_schedule_is_still_found(monkeypatch):
     monkeypatch.setattr(simulate_module, "core", lambda: (None, "no compiler"))
     monkeypatch.setattr(native_search, "core", lambda: (None, "no compiler"))
     graph, costs = chain(12, 10)
@@ -202,7 +202,7 @@ def test_where_greedy_gives_up_the_search_starts_from_a_cut(monkeypatch):
 
 
 @needs_native
-def test_greedy_gives_up_after_so_many_tries():
+def test_greedy_stops_after_the_given_number_of_tries():
     graph, costs = chain(12, 10)
     with NativeSearch(Allowed.of(graph, costs, QUICK), 60, plain_schedule(graph), QUICK.seed) as search:
         assert not search.greedy(1)

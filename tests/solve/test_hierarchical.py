@@ -77,16 +77,16 @@ def test_the_same_inputs_give_the_same_plan_when_the_gap_ends_the_search():
     assert first.schedule == second.schedule
 
 
-def test_progress_tells_of_better_schedules_and_bounds_only():
+def test_progress_reports_only_better_schedules_and_bounds():
     graph, costs = chain(10)
-    told: list[tuple[float, float]] = []
-    options = Options(seconds=3.0, gap=0.0, on_progress=lambda _, seconds, bound: told.append((seconds, bound)))
+    reports: list[tuple[float, float]] = []
+    options = Options(seconds=3.0, gap=0.0, on_progress=lambda _, seconds, bound: reports.append((seconds, bound)))
     hierarchical.solve(graph, costs, 7, options)
-    assert told
-    assert told == sorted(told, key=lambda pair: (-pair[0], pair[1]))
+    assert reports
+    assert reports == sorted(reports, key=lambda pair: (-pair[0], pair[1]))
 
 
-def test_a_window_can_say_the_schedule_it_comes_from_even_out_of_the_graphs_order():
+def test_a_window_can_express_its_schedule_even_out_of_the_graphs_order():
     graph, costs = chain(5)
     plain = plain_schedule(graph)
     again = (Step(0), Step(1), Step(2), Step(0), Step(1))
@@ -102,7 +102,7 @@ def test_native_searches_of_one_solve_each_have_their_own_seed():
     assert [search.native(1.0)[0].seed for _ in range(3)] == [3, 4, 5]
 
 
-def test_what_finds_nothing_gives_way_to_what_finds_but_keeps_a_share_of_the_work():
+def test_an_unsuccessful_kind_of_search_keeps_a_small_share_of_the_work():
     fruitful, fruitless = windows._Effort(), windows._Effort()
     for _ in range(400):
         if fruitful.comes_before(fruitless):
@@ -112,7 +112,7 @@ def test_what_finds_nothing_gives_way_to_what_finds_but_keeps_a_share_of_the_wor
     assert fruitful.work_seconds / fruitless.work_seconds == pytest.approx(1 / windows._LEAST_SUCCESS, rel=0.1)
 
 
-def test_a_budget_that_one_draw_does_not_reach_is_tried_again_with_another_seed(monkeypatch):
+def test_a_budget_that_one_seed_does_not_reach_is_tried_with_another(monkeypatch):
     graph, costs = chain(8)
     budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes - 2
     search = incumbent.Incumbent(graph, costs, budget_bytes, Options(seconds=4.0))

@@ -42,11 +42,11 @@ def test_a_program_without_solution_is_infeasible(solver):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_new_incumbents_are_reported_with_a_bound_below_them(solver):
-    told: list[tuple[float, float]] = []
-    minimize(knapsack(), solver, StopRule(), {"x": np.array([1.0, 0.0, 0.0])}, lambda *now: told.append(now))
-    assert told
-    assert all(max(-9.0, bound) <= objective + 1e-9 for objective, bound in told)
-    assert told == sorted(told, key=lambda pair: -pair[0])
+    reports: list[tuple[float, float]] = []
+    minimize(knapsack(), solver, StopRule(), {"x": np.array([1.0, 0.0, 0.0])}, lambda *now: reports.append(now))
+    assert reports
+    assert all(max(-9.0, bound) <= objective + 1e-9 for objective, bound in reports)
+    assert reports == sorted(reports, key=lambda pair: -pair[0])
 
 
 def test_an_unknown_solver_is_refused_with_those_there_are():

@@ -1,4 +1,4 @@
-"""What holds of every solver and graph, whatever the search does."""
+"""Laws of the solvers on random graphs, whatever the search does."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_recomputation_and_other_implementations_are_used_together():
 
 @quick
 @given(joint_graphs(max_forward=8, max_backward=8), st.integers(5, 10))
-def test_implementations_alone_are_chosen_by_the_whole_program(problem, tenths):
+def test_without_recomputation_the_whole_program_is_solved(problem, tenths):
     graph, costs = problem
     budget_bytes = share_of_plain_peak(graph, costs, tenths)
     exact = ilp.solve(graph, costs, budget_bytes, dataclasses.replace(EXACT, recompute=False))
@@ -134,14 +134,14 @@ def test_the_same_inputs_give_the_same_plan_when_the_work_ends_the_search():
     assert (first.schedule, first.bound_seconds) == (second.schedule, second.bound_seconds)
 
 
-def test_on_progress_is_told_the_best_and_the_bound_and_is_no_part_of_what_is_asked_for():
+def test_on_progress_gets_the_best_and_the_bound_and_is_not_compared():
     graph, costs = chain(10)
-    told: list[tuple[float, float, float]] = []
-    options = Options(seconds=3.0, gap=0.0, on_progress=lambda *now: told.append(now))
+    reports: list[tuple[float, float, float]] = []
+    options = Options(seconds=3.0, gap=0.0, on_progress=lambda *now: reports.append(now))
     solution = hierarchical.solve(graph, costs, 7, options)
     assert options == Options(seconds=3.0, gap=0.0)
-    assert told[-1][1:] == (simulate(graph, costs, solution.schedule).seconds, solution.bound_seconds)
-    assert [t for t, _, _ in told] == sorted(t for t, _, _ in told)
+    assert reports[-1][1:] == (simulate(graph, costs, solution.schedule).seconds, solution.bound_seconds)
+    assert [t for t, _, _ in reports] == sorted(t for t, _, _ in reports)
 
 
 @quick
@@ -156,7 +156,7 @@ def test_a_plan_is_the_same_after_json(data):
     assert codec.loads(Plan, codec.dumps(plan)) == plan
 
 
-def test_a_run_again_may_use_another_implementation_in_the_relaxed_program():
+def test_a_rerun_may_use_another_implementation_in_the_relaxed_program():
     graph, costs = conv_norm_relu(3)
     schedule = hierarchical.solve(graph, costs, share_of_plain_peak(graph, costs, 6), Options(seconds=2.0)).schedule
     places = Places(tuple(op.id for op in graph.operators if not op.optional))
@@ -165,5 +165,5 @@ def test_a_run_again_may_use_another_implementation_in_the_relaxed_program():
     for variable in program.problem.variables():
         variable.value = start[variable.name()]
     assert all(c.violation().max() <= 1e-9 for c in program.problem.constraints)
-    said = program.fixed_seconds + program.problem.objective.value * program.unit_seconds
-    assert said <= simulate(graph, costs, schedule).seconds + 1e-9
+    relaxed_seconds = program.fixed_seconds + program.problem.objective.value * program.unit_seconds
+    assert relaxed_seconds <= simulate(graph, costs, schedule).seconds + 1e-9

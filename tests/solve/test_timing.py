@@ -22,11 +22,11 @@ def test_an_override_ends_with_its_block():
     assert timing.current() is before
 
 
-def test_searches_wait_four_times_their_work_on_the_wall_clock():
+def test_by_default_a_phase_may_take_four_times_its_work():
     assert timing.Timing() == timing.Timing(time.monotonic, 4.0, 1.0, 6.0)
 
 
-def test_a_clock_that_races_ends_a_search_at_its_first_schedules():
+def test_a_racing_clock_ends_a_search_at_its_first_schedules():
     graph, costs = chain(20)
     ticks = itertools.count(0.0, 1000.0)
     with timing.override(clock=lambda: next(ticks)):
@@ -37,7 +37,7 @@ def test_a_clock_that_races_ends_a_search_at_its_first_schedules():
     assert tight.seconds >= 1000.0
 
 
-def test_no_other_module_of_the_solvers_reads_a_clock():
+def test_no_other_solver_module_imports_time():
     for path in (ROOT / "monetrun" / "solve").rglob("*.py"):
         imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)]
         imported = {name.name for node in imports for name in node.names}
