@@ -14,10 +14,12 @@ from monetrun.core.errors import UsageError
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
 from monetrun.core.simulate import simulate
+from monetrun.planning import planner
 from monetrun.solve import ALGORITHMS, cut, solver
 from support.paths import ROOT
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain, conv_norm_relu
+from support.step_records import graph_record
 
 USE_STARTS = [a.name for a in ALGORITHMS.values() if a.uses_starts]
 IGNORE_STARTS = [a.name for a in ALGORITHMS.values() if not a.uses_starts]
@@ -84,6 +86,22 @@ def test_only_algorithms_that_choose_implementations_use_alternatives(name):
         return
     others = any(step.implementation for step in schedule.forward + schedule.backward)
     assert others == ALGORITHMS[name].chooses_implementations
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_planner_passes_starts_to_the_algorithms_that_use_them(name, monkeypatch):
+    record = graph_record(*chain(6))
+    base = planner.baseline(record)
+    passed = []
+
+    def solve(graph, costs, budget_bytes, options, starts=()):
+        passed.extend(starts)
+        return solver(name)(graph, costs, budget_bytes, options, starts)
+
+    monkeypatch.setattr(planner.solve, "solver", lambda _: solve)
+    budget_bytes = (base.frugal.peak_bytes + base.plain.peak_bytes) // 2
+    planner.plan_step(record, budget_bytes, name, Options(seconds=0.5, mip_solver="highs"), base)
+    assert (base.frugal_schedules[0] in passed) == ALGORITHMS[name].uses_starts
 
 
 def test_importing_the_table_imports_neither_torch_nor_a_solver():
