@@ -1,18 +1,18 @@
-"""Torch's own partitioner beside monetrun's planner: the same joint graphs, costs and judge, recomputation only.
+"""Compare torch's partitioner with monetrun's planner: the same joint graphs, costs and replay, recomputation only.
 
     python recipes/bench_partitioner.py --models resnet50,unet --seconds 4 --out recipes/results/partitioner.json
 
-The problems are those of recipes/capture_instances.py, under roofline:p100. Torch's points are all that its
-``activation_memory_budget`` reaches, by their true peak (``monetrun.partitioner``). In its favour:
+The problems are those of recipes/capture_instances.py, under roofline:p100. Torch's points are everything that its
+``activation_memory_budget`` reaches, by their true peak (``lib.partitioner``). In torch's favour:
 
-* Its own order of operators is judged, in the forward and the backward pass.
+* Its own order of operators is replayed, in the forward and the backward pass.
 * Its operators run in place wherever that is legal, as the plain step's do.
-* A random operator that it would run again, drawing other numbers, is taken to draw the same.
+* A random operator that it would rerun, drawing other numbers, is taken to draw the same.
 
-An operator that only the backward pass reads may run there alone, with both.
+With both, an operator that only the backward pass reads may run there alone.
 
-Against each point stands the cheapest plan that was found within the same peak; below the least that torch reaches,
-plans to fixed shares. A share is (peak - gradients) / (plain peak - gradients).
+Each point is compared with the cheapest plan found within the same peak; below torch's least peak there are plans for
+fixed shares. A share is (peak - gradients) / (plain peak - gradients).
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from monetrun.core.options import Options, parse_kinds
 from monetrun.core.plan import Schedule, Solution, plain_schedule
 from monetrun.core.simulate import Timeline, simulate
 from monetrun.solve import hierarchical, tidy
+from monetrun.solve.incumbent import Incumbent
 
 SETTINGS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
-SHARES = (0.65, 0.5, 0.4, 0.33)  # planned where torch reaches none as low
-AT_MOST = 0.7  # of torch's overhead, at the same peak
+SHARES = (0.65, 0.5, 0.4, 0.33)  # planned where they are below torch's least peak
+AT_MOST = 0.7  # the wanted share of torch's overhead, at the same peak
 
 
-def judge(graph: Graph, costs: Costs, schedule: Schedule, options: Options) -> Timeline:
+def replayed(graph: Graph, costs: Costs, schedule: Schedule, options: Options) -> Timeline:
     """Replay a schedule, in place wherever ``options`` and the replay allow it."""
     return simulate(graph, costs, tidy.in_place_where_legal(graph, costs, schedule, options))
 
@@ -56,15 +57,15 @@ class Row:
 
     Attributes:
         model: name of the problem.
-        kinds: implementations that may be used beside the default, by both.
-        settings: of torch that end there, ``("flops 0.9", ...)``; none where torch reaches no peak as low.
+        kinds: implementations that both may use beside the default.
+        settings: torch's settings with this peak, ``("flops 0.9", ...)``; none below torch's least peak.
         share: of the plain step's peak less the gradients.
-        peak_bytes: torch's, or the share's; our plan's is no higher.
+        peak_bytes: torch's, or that of the share; our plan's is no higher.
         torch_overhead: over the plain step.
-        again: how many operators torch runs again.
+        again: how many operators torch reruns.
         overhead: our plan's.
         bound: no schedule within the peak has a lower overhead.
-        seconds: spent on planning (0 where a plan for a lower peak is no worse than torch's).
+        seconds: of planning (0 where a plan for a lower peak is no worse than torch's).
         status: the planner's.
     """
 
@@ -98,7 +99,7 @@ class Row:
 
 
 def verdict(overhead: float | None, torch_overhead: float, bound: float) -> str:
-    """Whether an overhead is at most ``AT_MOST`` of torch's; if not, whether any could, by the bound."""
+    """Whether an overhead is at most ``AT_MOST`` of torch's; if not, whether any could be, by the bound."""
     most = AT_MOST * torch_overhead
     if overhead is not None and overhead <= most:
         return "ok"
@@ -119,7 +120,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Point:
-    """What several settings of torch's end at."""
+    """One result of torch's partitioner, for one or several of its settings."""
 
     settings: tuple[str, ...]
     peak_bytes: int
@@ -133,11 +134,11 @@ class Bench:
     def __init__(self, joint: JointGraph, costs: Costs, kinds: str, options: Options) -> None:
         self.joint, self.costs, self.kinds = joint, costs, kinds
         self.options = dataclasses.replace(options, implementations=parse_kinds(kinds))
-        self.plain = judge(joint.graph, costs, plain_schedule(joint.graph), self.options)
+        self.plain = replayed(joint.graph, costs, plain_schedule(joint.graph), self.options)
         self.gradient_bytes = sum(t.nbytes for t in joint.graph.tensors if t.kept)
 
     def share(self, peak_bytes: int) -> float:
-        """Of the plain peak, less the gradients."""
+        """The share of a peak, without the gradients."""
         return (peak_bytes - self.gradient_bytes) / (self.plain.peak_bytes - self.gradient_bytes)
 
     def overhead(self, timeline: Timeline) -> float:
@@ -145,10 +146,10 @@ class Bench:
         return timeline.seconds / self.plain.seconds - 1
 
     def points(self, partitions: dict[str, Partition]) -> list[Point]:
-        """What torch reaches, from the highest peak down."""
+        """Torch's results, from the highest peak down."""
         found: dict[tuple[int, float], list[str]] = {}
         for setting, made in partitions.items():
-            timeline = judge(made.graph, made.costs, made.schedule, self.options)
+            timeline = replayed(made.graph, made.costs, made.schedule, self.options)
             found.setdefault((timeline.peak_bytes, self.overhead(timeline)), []).append(setting)
         return [
             Point(tuple(settings), peak_bytes, overhead, partitions[settings[0]])
@@ -156,18 +157,16 @@ class Bench:
         ]
 
     def plan(self, budget_bytes: int, torch_overhead: float | None = None, settle_seconds: float = 0.0) -> Plan:
-        """Ask the planner, for ``settle_seconds`` more where plan and bound leave the verdict open."""
+        """Plan, for ``settle_seconds`` more where plan and bound leave the verdict open."""
         start = time.perf_counter()
-        solve = hierarchical.solve
-        solution = solve(self.joint.graph, self.costs, budget_bytes, self.options)
+        solution = hierarchical.solve(self.joint.graph, self.costs, budget_bytes, self.options)
         plan = self._plan(budget_bytes, solution, time.perf_counter() - start)
         if torch_overhead is None or settle_seconds <= 0 or _settled(plan, torch_overhead):
             return plan
-        known = () if solution.schedule is None else (solution.schedule,)
         longer = dataclasses.replace(self.options, seconds=settle_seconds, gap=0.0)
-        solution = solve(
-            self.joint.graph, self.costs, budget_bytes, longer, known=known, bound_seconds=solution.bound_seconds
-        )
+        search = Incumbent(self.joint.graph, self.costs, budget_bytes, longer)
+        search.raise_bound(solution.bound_seconds)
+        solution = hierarchical.run(search, () if solution.schedule is None else (solution.schedule,))
         return self._plan(budget_bytes, solution, time.perf_counter() - start)
 
     def _plan(self, budget_bytes: int, solution: Solution, seconds: float) -> Plan:
@@ -182,15 +181,15 @@ class Bench:
     def rows(
         self, partitions: dict[str, Partition], shares: Sequence[float], settle_seconds: float = 0.0
     ) -> Iterator[Row]:
-        """Torch's points, then the shares that it does not reach."""
+        """Torch's points, then the shares below its least peak."""
         points = self.points(partitions)
         plans = [Plan(self.plain.peak_bytes, self.plain.peak_bytes, 0.0, 0.0, 0.0, "optimal")]
         plans += [
             self.plan(p.peak_bytes, p.overhead, settle_seconds)
             for p in points
-            if p.overhead > 0 and not _beaten(p, points)
+            if p.overhead > 0 and not _dominated(p, points)
         ]
-        for p in points:  # those of torch's that another of torch's beats: where no plan for that one is enough
+        for p in points:  # torch's dominated points: only where the plan for the dominating one is not enough
             if self._row(p.settings, p.peak_bytes, p, plans).verdict == "worse":
                 plans.append(self.plan(p.peak_bytes, p.overhead, settle_seconds))
         for p in points:
@@ -202,7 +201,7 @@ class Bench:
                 yield self._row((), budget_bytes, None, [self.plan(budget_bytes)])
 
     def _row(self, settings: tuple[str, ...], peak_bytes: int, point: Point | None, plans: list[Plan]) -> Row:
-        """The cheapest plan within the peak, and the best of the bounds that hold there."""
+        """The cheapest plan within the peak, and the best bound that is valid there."""
         fitting = [p for p in plans if p.peak_bytes <= peak_bytes]
         best = min(fitting, key=lambda p: float("inf") if p.overhead is None else p.overhead)
         return Row(
@@ -226,8 +225,8 @@ def _settled(plan: Plan, torch_overhead: float) -> bool:
     return verdict(plan.overhead, torch_overhead, plan.bound) != "worse"
 
 
-def _beaten(point: Point, points: list[Point]) -> bool:
-    """Whether another point has no higher peak and overhead: what is no worse than that one needs no plan here."""
+def _dominated(point: Point, points: list[Point]) -> bool:
+    """Whether another point has no higher peak and overhead: a plan for that one is enough."""
     return any(p is not point and p.peak_bytes <= point.peak_bytes and p.overhead <= point.overhead for p in points)
 
 
@@ -303,7 +302,7 @@ def main(
     mip_solver: str,
     out: Path | None,
 ) -> None:
-    """Print what torch's partitioner reaches, and what a plan within the same peak costs."""
+    """Print torch's points, and the overheads of plans within the same peaks."""
     options = Options(seconds=seconds, gap=0.001, mip_solver=mip_solver)
     table = Table(title=f"overheads under roofline:p100, {seconds:g} s a plan")
     for heading in ("model", "kinds", "torch's setting", "share", "torch %", "ours %", "bound %", "ratio", "s", ""):
@@ -314,7 +313,7 @@ def main(
         for k in kinds:
             click.echo(summary([r for r in found if r.kinds == k]), err=True)
         rows += found
-        if out is not None:  # after each model: what there is stays when the run is ended
+        if out is not None:  # after each model, so that an interrupted run keeps its results
             _write(rows, seconds, settle, out)
     for r in rows:
         ratio = "-" if r.ratio is None else f"{r.ratio:.2f}"

@@ -1,18 +1,18 @@
-"""MONeT's table of memory against overhead (arXiv 2010.14501), planned for the same card by the cost model.
+"""MONeT's table of memory and overhead (arXiv 2010.14501), planned for the same GPU with the cost model.
 
     python recipes/paper_table.py --seconds 120 --out recipes/results/paper_table.json
 
-The networks and batch sizes are the paper's; the problems are recipes/instances/ (fp32, roofline:p100), and all
-implementations there may be used. The paper measured on a 16 GB P100 and gives memory in GB of 2**30 bytes: parameters,
-activations, gradients and convolution workspaces. Counted here: parameters and buffers, and all that the graph
-allocates (activations, gradients, the loss); no workspaces, since a cost model knows none, and no optimizer state.
-So the plain step comes out 1 to 8% smaller here. Each row is therefore planned twice:
+The networks and batch sizes are the paper's; the problems are recipes/instances/ (fp32, roofline:p100), with all their
+implementations. The paper measured on a 16 GB P100 and gives memory in GB of 2**30 bytes: parameters, activations,
+gradients and convolution workspaces. Here memory is parameters, buffers, and everything that the graph allocates
+(activations, gradients, the loss), without workspaces, which a cost model does not know, and without optimizer state.
+So the plain step is 1 to 8% smaller here. Each row is therefore planned twice:
 
-* ratio: to the same share of the plain step's memory as in the paper. This is what is compared with the paper.
-* absolute: to the paper's bytes.
+* ratio: for the same share of the plain step's memory as in the paper; this is compared with the paper.
+* absolute: for the paper's bytes.
 
-The plain step is that of the paper's torch: a ReLU6 in place has its backward from its output. Since then eager copies
-the input first, which takes MobileNet-V2's plain step from 13.7 to 19.8 GB.
+The plain step is that of the paper's torch, where the backward of an in-place ReLU6 reads its output. Today eager
+copies the input first, which raises MobileNet-V2's plain step from 13.7 to 19.8 GB.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from monetrun.core.graph import Graph
 from monetrun.core.options import Options, parse_kinds
 from monetrun.core.plan import Schedule, Step, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.solve import names, solver, tidy
+from monetrun.solve import ALGORITHMS, solver, tidy
 
 HERE = Path(__file__).parent
 
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Against the paper's overhead: no worse, worse, or (by the bound) out of reach under the cost model."""
+        """Compared with the paper's overhead: ok (no worse), worse, or out of reach by the cost model's bound."""
         if self.overhead is not None and self.overhead <= self.paper_overhead + 0.005:
             return "ok"
         if self.status == "infeasible" or (self.bound is not None and self.bound > self.paper_overhead):
@@ -74,8 +74,8 @@ class Row:
         return "worse"
 
 
-# how the paper's torch ran a ReLU6 in place: (implementation, whether over an operand)
-PAPERS = {
+# how the paper's torch ran a ReLU6 in place: (implementation, whether in place of an operand)
+PAPERS_RELU6 = {
     "aten.hardtanh.default": ("in-place", True),
     "aten.hardtanh_backward.default": ("output", False),
 }
@@ -86,7 +86,7 @@ def papers_schedule(graph: Graph) -> Schedule:
 
     def step(plain: Step) -> Step:
         operator = graph.operators[plain.operator]
-        wanted = PAPERS.get(operator.target)
+        wanted = PAPERS_RELU6.get(operator.target)
         found = (k for k, i in enumerate(operator.implementations) if (i.name, i.in_place_of is not None) == wanted)
         return Step(plain.operator, next(found, 0))
 
@@ -142,7 +142,7 @@ def plan(network: str, readings: list[str], algorithm: str, options: Options) ->
 @click.command()
 @click.option("--networks", default=",".join(PAPER), show_default=True)
 @click.option("--readings", default="ratio,absolute", show_default=True)
-@click.option("--algorithm", default="hierarchical", show_default=True, type=click.Choice(names()))
+@click.option("--algorithm", default="hierarchical", show_default=True, type=click.Choice(tuple(ALGORITHMS)))
 @click.option("--seconds", default=20.0, show_default=True, help="Time limit for one row.")
 @click.option("--implementations", default="all", show_default=True, help="Kinds that may be used.")
 @click.option("--out", default=None, type=click.Path(dir_okay=False, path_type=Path), help="JSON of all rows.")
@@ -159,8 +159,8 @@ def main(networks: str, readings: str, algorithm: str, seconds: float, implement
         table.add_row(r.network, r.reading, *shown, f"{r.seconds:.0f}", r.verdict)
     Console(width=120).print(table)
     for reading in readings.split(","):
-        judged = [r.verdict for r in rows if r.reading == reading]
-        click.echo(f"{reading}: {judged.count('ok')} of {len(judged)} rows no worse than the paper's")
+        verdicts = [r.verdict for r in rows if r.reading == reading]
+        click.echo(f"{reading}: {verdicts.count('ok')} of {len(verdicts)} rows no worse than the paper's")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         found = {

@@ -1,10 +1,10 @@
-"""Plan problems of monetrun's instance format at every budget they list, and print how good the schedules are.
+"""Plan problems of monetrun's instance format at every budget they list, and compare with the best known overheads.
 
     python recipes/plan_instances.py FILE... --algorithm hierarchical --seconds 10 --out DIR
 
 For each FILE and budget it writes DIR/<name>.<column>.json = {"schedule": [operator numbers], "overhead", "bound",
-"seconds"}: overhead and bound as fractions of the plain step, null where there is no schedule. The overhead is
-simulate's, the bound the solver's, gap = overhead - bound.
+"seconds"}: overhead and bound as fractions of the plain step, null where there is no schedule. The overhead comes from
+``simulate``, the bound from the solver; gap = overhead - bound.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from monetrun.core.graph import Graph
 from monetrun.core.options import Options, parse_kinds
 from monetrun.core.plan import Schedule, Solution, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.solve import names, solver
+from monetrun.solve import ALGORITHMS, solver
 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--algorithm", default="hierarchical", show_default=True, type=click.Choice(names()))
+@click.option("--algorithm", default="hierarchical", show_default=True, type=click.Choice(tuple(ALGORITHMS)))
 @click.option("--seconds", default=10.0, show_default=True, help="Time limit for one budget.")
 @click.option("--out", default=None, type=click.Path(file_okay=False, path_type=Path), help="Folder for the schedules.")
 @click.option("--columns", default="", help="Only these budgets, by comma: 0.5,0.4")
@@ -95,7 +95,7 @@ def measure(instance: instances.Instance, budget_bytes: int, solution: Solution)
 
 
 def written(graph: Graph, schedule: Schedule) -> list[int] | list[list[int]]:
-    """The operators' numbers; pairs of operator (optional ones counted) and implementation if it uses others."""
+    """The operators' numbers; if other implementations are used, pairs of operator id and implementation."""
     steps = schedule.forward + schedule.backward
     everything = {op.id for op in graph.operators if op.plain}
     if {s.operator for s in steps} == everything and all(s.implementation == 0 for s in steps):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -39,20 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _unhurried():
-    """Searches look at this process's own time, with more patience: what they find depends less on a busy machine."""
-    if importlib.util.find_spec("cvxpy") is None:  # recipes/gpu_check.py runs some of these tests without the solvers
-        yield
-        return
-    from monetrun.core.options import Options
-    from monetrun.solve import greedy, incumbent
+def _patient_searches():
+    """Searches read this process's CPU time and wait longer, so that their results depend less on a busy machine.
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incumbent, "time", SimpleNamespace(monotonic=time.process_time))
-        patch.setattr(incumbent, "PATIENCE", 8.0)
-        # the last one is the patience; a model's most frugal schedule is looked for twice in most tests that train one
-        patch.setattr(greedy.improve, "__defaults__", (*greedy.improve.__defaults__[:-1], 2.0))
-        patch.setattr(greedy.most_frugal, "__defaults__", (Options(seconds=1.5), 0, 2.0))
+    Most tests that train a model look for its most frugal schedule twice, so that search gets less work.
+    """
+    from monetrun.solve import timing
+
+    with timing.override(clock=time.process_time, patience=8.0, greedy_patience=2.0, frugal_seconds=1.5):
         yield
 
 

@@ -24,8 +24,8 @@ from monetrun import __version__
 from monetrun.core.errors import MonetrunError, UsageError
 from monetrun.core.graph import KINDS
 from monetrun.core.options import parse_kinds
-
-ALGORITHMS = ("hierarchical", "greedy", "ilp", "hong-dp", "hong-linear", "sqrt", "none")
+from monetrun.solve import ALGORITHMS
+from monetrun.solve.mip import PACKAGES
 
 # Ctrl-C waits this long for workers that are stuck outside Python; torchrun waits 30 s. --shutdown-timeout sets both.
 INTERRUPT_GRACE_SECONDS = 5
@@ -104,8 +104,14 @@ def _add_options(parser: argparse.ArgumentParser) -> frozenset[str]:
     add("--plan", metavar="FILE", help="run this plan; plan nothing")
     add("--no-probe", action="store_true", help="plan in rank 0 at the first step, without a trial run before")
     add("--solver-seconds", type=_positive_seconds, default=20.0, metavar="N", help="time to plan (default: 20)")
-    add("--solver", choices=("scip", "highs"), default="scip", help="who solves the integer programs (default: scip)")
-    add("--algorithm", choices=ALGORITHMS, default="hierarchical", help="how to plan (default: hierarchical)")
+    add("--solver", choices=tuple(PACKAGES), default="scip", help="who solves the integer programs (default: scip)")
+    algorithms = "; ".join(f"{a.name}: {a.description}" for a in ALGORITHMS.values())
+    add(
+        "--algorithm",
+        choices=tuple(ALGORITHMS),
+        default="hierarchical",
+        help=f"how to plan (default: hierarchical). {algorithms}",
+    )
     add(
         "--implementations",
         type=_kinds,

@@ -148,7 +148,8 @@ def plan_step(
         options: for the solver; its ``seconds`` are shared by the rounds that need solving, and its ``on_progress``
             gets the seconds of the whole step.
         known: the record's baseline, when the caller has it already.
-        starts: schedules of all graphs to begin with, for the solvers that can; those over the budget are harmless.
+        starts: schedules of all graphs to begin with, for the solvers that use them; those over the budget are
+            harmless.
 
     Raises:
         BudgetBelowSmallest: no schedule known fits; names the smallest feasible budget and the operator that sets it.
@@ -253,8 +254,8 @@ def _solve_rounds(
 ) -> _Solved:
     """Solve the rounds in which the plain step exceeds the budget, one after the other."""
     solver = solve.solver(algorithm)
-    known: list[Sequence[Schedule]] | None = None
-    if algorithm == "hierarchical":
+    known: list[Sequence[Schedule]] = []
+    if solve.ALGORITHMS[algorithm].uses_starts:
         known = [s for s in (base.frugal_schedules, *starts) if _allowed(base.searched, s, options)]
     schedules = plain_in_place(record, options)
     # by the graphs of a round: by how much more seconds they cost at least (negative: other implementations are faster)
@@ -278,9 +279,8 @@ def _solve_rounds(
         plain_seconds = _seconds_of(record, graphs, base.fast_schedules)
         rest_seconds = timeline.seconds - calls * _seconds_of(record, graphs, schedules)
         share = replace(share, on_progress=_of_the_step(options.on_progress, rest_seconds, calls))
-        warm = {} if known is None else {"known": [joined.join(s) for s in known]}
         free_bytes = budget_bytes - timeline.start_bytes[bounds[0]]
-        solution = solver(joined.graph, joined.costs, free_bytes, share, **warm)
+        solution = solver(joined.graph, joined.costs, free_bytes, share, [joined.join(s) for s in known])
         if solution.schedule is None:
             status = "unknown"
             continue

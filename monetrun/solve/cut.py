@@ -1,17 +1,16 @@
-"""Schedules from minimum cuts: which tensors cross from the forward to the backward part, and which are made again.
+"""Schedules from minimum cuts: which tensors cross from the forward to the backward part, and which are recomputed.
 
-With a price on every byte at every position of the step, the cheapest choice among those where every operator runs
-again at most once, right before the first reader of what it writes, is a minimum cut: an operator that runs again is
-paid in seconds and in the bytes of its outputs from then on, a tensor that is held in its bytes in between; both ask
-for what they read. (torch's partitioner cuts with one price, that of the end of the forward part.)
+Put a price on every byte at every position of the step, and let every operator rerun at most once, right before the
+first reader of its outputs. The cheapest choice is then a minimum cut: a rerun costs its seconds and the bytes of its
+outputs from then on, a held tensor costs its bytes in between, and both require what they read. (torch's partitioner
+cuts with one price, that of the end of the forward part.)
 
-The prices are found as the multipliers of a Lagrangian relaxation are: cut, write the schedule down, replay it, raise
-the prices where it is over the budget and lower them where it is under (multiplicative weights: Arora, Hazan, Kale,
-Theory of Computing 8, 2012). Where the cut would have to know the schedule, which positions an operator that runs
-again stands at, it takes those of the round before.
+The prices are found as the multipliers of a Lagrangian relaxation are: cut, write the schedule, replay it, raise the
+prices where it is over the budget and lower them where it is under (multiplicative weights: Arora, Hazan, Kale,
+Theory of Computing 8, 2012). The positions of reruns, which depend on the schedule, are those of the previous round.
 
-A cut of 3,000 operators takes milliseconds, and knows the whole graph, which greedy eviction, one tensor at a time,
-does not: dense blocks, whose tensors pay only when all of them are dropped, are where they differ most.
+A cut of 3,000 operators takes milliseconds and considers the whole graph, while greedy eviction considers one tensor
+at a time. They differ most on dense blocks, whose tensors pay only when all of them are dropped.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from monetrun.solve import tidy
 
 _ROUNDS = 16
 _SECONDS_PER_OPERATOR = 5e-6  # of one cut and its replay, on a 2.6 GHz Zen 4 core (2026-11)
-_STEP = 1.0  # by which the logarithm of a price follows the excess, relative to the budget; the rounds make it less
-_CAPACITY = 2**29  # of all finite edges together, since scipy's flows are 32-bit; the others have twice that
+_STEP = 1.0  # change of a price's logarithm per excess relative to the budget; later rounds use less
+_CAPACITY = 2**29  # of all finite edges together, since scipy's flows are 32-bit; an infinite edge has twice that
 
 
 def schedules(
@@ -44,14 +43,14 @@ def schedules(
     base: Schedule | None = None,
     rounds: int = _ROUNDS,
 ) -> list[Schedule]:
-    """Schedules around the budget, in the order in which the prices were refined; none where nothing may run again.
+    """Schedules around the budget, in the order in which the prices were refined; none without ``recompute``.
 
     Args:
         graph: of any size.
         costs: of the graph.
-        budget_bytes: what the peaks should come to; single ones are above or below it.
+        budget_bytes: that the peaks approach, from above and below.
         options: ``recompute``, and which in-place implementations may be used.
-        base: where implementations and optional operators are taken from; the plain schedule by default.
+        base: provides implementations and optional operators; the plain schedule by default.
         rounds: how many cuts.
     """
     if not options.recompute:
@@ -70,14 +69,14 @@ def schedules(
 
 
 def dropping(graph: Graph, base: Schedule, dropped: Iterable[int]) -> Schedule:
-    """``base`` with the tensors ``dropped`` not held from the forward to the backward part, and no others run again.
+    """``base`` with the tensors ``dropped`` not held from the forward to the backward part, and no others recomputed.
 
     What is missing is recomputed right before its first reader, and held until its last.
 
     Args:
         graph: with the tensors.
-        base: not in place, with every operator that runs in its backward part run in the forward part; what runs
-            again tells only with which implementation.
+        base: not in place; every operator of its backward part also runs in its forward part. Of its reruns only the
+            implementations are used.
         dropped: written by replayable operators of the forward part.
     """
     again = _again(graph, base)
@@ -100,15 +99,15 @@ def dropping(graph: Graph, base: Schedule, dropped: Iterable[int]) -> Schedule:
 
 
 def _again(graph: Graph, base: Schedule) -> dict[int, int]:
-    """The implementation with which each forward operator would run again: as it does in ``base``, or ran there."""
+    """The implementation of each forward operator's rerun: that of its rerun in ``base``, or of its first run."""
     return {s.operator: s.implementation for s in (*base.forward, *base.backward) if s.operator < graph.forward_count}
 
 
 class _Network:
     """The closure problem of a graph as a flow network.
 
-    A node for every operator that may run again (on the source's side: it does), one for every tensor that may be
-    wanted in the backward part (on the source's side: it is, held or made again), the source and the sink.
+    A node for every operator that may rerun (on the source's side: it does), one for every tensor that may be wanted in
+    the backward part (on the source's side: it is, held or recomputed), the source and the sink.
     """
 
     def __init__(self, graph: Graph, costs: Costs, base: Schedule) -> None:
@@ -117,7 +116,7 @@ class _Network:
         forward = [(graph.operators[o], graph.operators[o].implementations[k]) for o, k in sorted(again.items())]
         backward = [s for s in base.backward if s.operator >= graph.forward_count]
         tensors = graph.tensors
-        # a kept tensor is there anyhow
+        # a kept tensor is in memory in any case
         self.wanted = [t for op, _ in forward for t in op.outputs if not tensors[t].kept]
         self.number = {t: i for i, t in enumerate(self.wanted)}
         self.nbytes = np.array([tensors[t].nbytes for t in self.wanted], dtype=float)
@@ -146,7 +145,7 @@ class _Network:
                     i = self.number[t]
                     self.first[i], self.last[i] = min(self.first[i], step.operator), max(self.last[i], step.operator)
         self.direct = self.first, self.last
-        # what only the backward part reads runs in the forward part only if it is held: holding costs that run, too
+        # what only the backward part reads runs in the forward part only if it is held, so holding costs that run too
         idle = np.array([graph.operators[graph.writer[t]].optional for t in self.wanted], dtype=bool) & ~compulsory
         self.held_seconds = np.where(idle & np.isfinite(self.seconds[self.of]), self.seconds[self.of], 0.0)
         operators, count = len(self.ran), len(self.wanted)
@@ -163,7 +162,7 @@ class _Network:
         self.endless = len(pairs) + len(read)
 
     def seconds_per_byte(self) -> float:
-        """What recomputation costs on average."""
+        """Average cost of recomputation."""
         finite = self.seconds[np.isfinite(self.seconds)]
         return float(finite.sum()) / max(float(self.nbytes.sum()), 1.0)
 
@@ -185,7 +184,7 @@ class _Network:
         return [t for t, o in zip(self.wanted, self.of, strict=True) if side[o]]
 
     def replay(self, schedule: Schedule) -> np.ndarray:
-        """The most bytes up to every compulsory operator; where runs stand is used for the next cut."""
+        """The most bytes up to every compulsory operator; the next cut uses the positions of the reruns."""
         graph = self.graph
         during_bytes = simulate(graph, self.costs, schedule).during_bytes
         most = np.zeros(len(graph.operators))
@@ -223,5 +222,5 @@ def _source_side(
 
 
 def work_seconds(graph: Graph, rounds: int = _ROUNDS) -> float:
-    """What ``schedules`` takes on an idle core."""
+    """Estimated seconds of ``schedules`` on an idle core."""
     return rounds * len(graph.operators) * _SECONDS_PER_OPERATOR

@@ -1,8 +1,9 @@
-"""The least memory in which a graph can be run at all: a schedule with a small peak, and a bound on every peak.
+"""The least memory in which a graph can run: a schedule with a small peak, and a bound on every peak.
 
-From above: greedy eviction towards lower and lower budgets, then elastic windows (``solve.windows.repair``) that
-bring the schedule below its own peak. From below: the largest single step, and the relaxed program over blocks with the
-budget as its objective (``monetrun.solve.relaxation``), memory looked at where its own schedules have their peaks.
+From above: greedy eviction towards lower and lower budgets, then elastic windows (``monetrun.solve.windows.repair``)
+that bring the schedule below its own peak. From below: the largest single step, and the relaxed program over blocks
+with the budget as its objective (``monetrun.solve.relaxation``), memory checked where its own schedules have their
+peaks.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from monetrun.core.graph import Costs, Graph
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule
 from monetrun.core.simulate import simulate
-from monetrun.solve import greedy, relaxation, windows
+from monetrun.solve import greedy, windows
+from monetrun.solve.bound import refine
 from monetrun.solve.incumbent import Incumbent
-from monetrun.solve.places import all_places, find_excess, first_places
+from monetrun.solve.places import Places, all_places, first_places
+from monetrun.solve.relaxation import relax
+from monetrun.solve.relaxed_schedule import relaxed_schedule
 
-_PROGRAMS = 6  # relaxed programs, each with more points
+_PROGRAMS = 6  # relaxed programs, each with more places
 _DRAWS = 3  # of the native search: how far down it gets is a matter of luck
 
 
@@ -44,7 +48,7 @@ class LeastBudget:
 
 
 def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> LeastBudget:
-    """The least budget within which ``graph`` can be run, and how sure that is.
+    """The least budget within which ``graph`` can be run, and a bound on it.
 
     Args:
         graph: of any size.
@@ -52,7 +56,7 @@ def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> 
         options: ``seconds`` is for everything; ``gap`` is of the bytes.
     """
     options = options or Options()
-    search = Incumbent(graph, costs, 0, options, None)
+    search = Incumbent(graph, costs, 0, dataclasses.replace(options, on_progress=None))
     schedule = _descend(search)
     peak_bytes = simulate(graph, costs, schedule).peak_bytes
     bound_bytes, schedules = _bound_bytes(search, schedule, peak_bytes)
@@ -62,10 +66,10 @@ def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> 
             candidate_bytes = simulate(graph, costs, candidate).peak_bytes
             if candidate_bytes < peak_bytes:
                 schedule, peak_bytes = candidate, candidate_bytes
-        if peak_bytes <= bound_bytes * (1 + options.gap) or _over(search):
+        if peak_bytes <= bound_bytes * (1 + options.gap) or search.out_of_time():
             break
     share = 0.5
-    while peak_bytes > bound_bytes * (1 + options.gap) and share > 0.01 and not _over(search):
+    while peak_bytes > bound_bytes * (1 + options.gap) and share > 0.01 and not search.out_of_time():
         target_bytes = peak_bytes - max(1, int(share * (peak_bytes - bound_bytes)))
         # what is left is shared with the targets that may follow
         found = _within(search, schedule, target_bytes, 0.4 * search.left())
@@ -77,46 +81,39 @@ def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> 
 
 
 def _descend(search: Incumbent) -> Schedule:
-    native, patience = search.native(0.2 * search.options.seconds)
-    return greedy.most_frugal(search.graph, search.costs, native, patience=patience)
-
-
-def _over(search: Incumbent) -> bool:
-    return search.interrupted or search.left() <= 0 or search.elapsed() >= search.options.seconds
+    return search.most_frugal(0.2 * search.options.seconds)
 
 
 def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[int, list[Schedule]]:
-    """A bound on every peak, and the schedules that the relaxed programs said."""
+    """A bound on every peak, and the schedules that the relaxed programs gave."""
     graph, costs, options = search.graph, search.costs, search.options
     bound_bytes = greedy.least_step_bytes(graph, costs)
     schedules: list[Schedule] = []
     places, work_seconds = first_places(graph, costs, frugal), options.seconds / 2 / _PROGRAMS
     if everywhere := all_places(graph, options.seconds / 3):
         places, work_seconds = everywhere, options.seconds / 3
-    for _ in range(_PROGRAMS):
-        if bound_bytes * (1 + options.gap) >= peak_bytes or _over(search):
-            break
-        program = relaxation.relax(graph, costs, peak_bytes, places, options, least_bytes=True)
+
+    def attempt(places: Places) -> tuple[Schedule, int] | None:
+        nonlocal bound_bytes
+        if len(schedules) == _PROGRAMS or bound_bytes * (1 + options.gap) >= peak_bytes or search.out_of_time():
+            return None
+        program = relax(graph, costs, peak_bytes, places, options, least_bytes=True)
         result = search.minimize(program.problem, work_seconds, 0.5 * options.gap, None)
         bound_bytes = max(bound_bytes, math.ceil(result.bound * program.unit_bytes * (1 - 1e-6)))
-        if result.value is None:
-            break
-        said = relaxation.relaxed_schedule(graph, program, result.value)
-        if said is None:
-            break
-        schedules.append(said)
-        finer = places.also(graph, find_excess(graph, costs, bound_bytes, said, places))
-        if finer == places:
-            break
-        places = finer
+        schedule = None if result.value is None else relaxed_schedule(graph, program, result.value)
+        if schedule is None:
+            return None
+        schedules.append(schedule)
+        return schedule, bound_bytes
+
+    refine(graph, costs, places, attempt)
     return bound_bytes, schedules
 
 
 def _within(search: Incumbent, schedule: Schedule, budget_bytes: int, seconds: float) -> Schedule | None:
-    """A schedule within ``budget_bytes``, made of ``schedule``, or None."""
+    """A schedule within ``budget_bytes``, made from ``schedule``, or None."""
     seconds = max(seconds, 0.01)
-    options = dataclasses.replace(search.options, seconds=seconds, on_progress=None)
-    inner = Incumbent(search.graph, search.costs, budget_bytes, options, None)
+    inner = Incumbent(search.graph, search.costs, budget_bytes, dataclasses.replace(search.options, seconds=seconds))
     windows.repair(inner, schedule, seconds)
     search.work_seconds += inner.work_seconds
     search.interrupted |= inner.interrupted

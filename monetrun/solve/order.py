@@ -1,18 +1,18 @@
-"""What is in memory while an operator runs again: the order that a relaxed program's segments lack.
+"""The order of runs that a relaxed program's segments lack: what is in memory while an operator reruns.
 
-A segment of ``monetrun.solve.relaxation`` is a set of runs. Look at the last run again of an operator i in segment s.
-What is alive at the segment's end was written before it, and is held, or is written after it; who runs after it reads
-what is held, or is written after it in turn. And what i reads was written before it, unless it was alive at the
-segment's beginning; who runs before it and after it runs twice, which costs:
+A segment of ``monetrun.solve.relaxation`` is a set of runs. Take the last rerun of an operator i in segment s. What is
+alive at the segment's end was written before that rerun and is held, or is written after it. An operator that runs
+after it reads what is held, or what is written after it. What i reads was written before it, unless it was alive at
+the segment's beginning. An operator that runs before and after it runs twice, and is paid twice:
 
-* ``F[v]``: v has run in s before it: ``F[i] = R[i, s]``; where v reads t, which w writes, ``F[w] >= F[v] - S[t, s]``;
+* ``F[v]``: v runs in s before it: ``F[i] = R[i, s]``; where v reads t, which w writes, ``F[w] >= F[v] - S[t, s]``;
 * ``A[v]``: v runs in s after it: ``A[v] <= R[v, s]``, and ``A[v] + F[v] <= 1 + D[v, s]``,
   and where v reads t, which i writes, ``A[v] >= R[v, s] - S[t, s] - D[i, s]``, or which w writes,
   ``A[v] >= R[v, s] - S[t, s] - D[w, s] - (1 - A[w])``;
 * ``H[t]``: t, which w writes, is held: ``H[t] + A[w] >= S[t, s + 1]``, and ``H[t] + A[w] >= A[v]`` where v reads t;
-* ``D[v, s]``: v runs at least twice in s, and is paid twice.
+* ``D[v, s]``: v runs at least twice in s.
 
-F, A and H are of one i and s each.
+Each i and s has its own F, A and H.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import cvxpy as cp
 import numpy as np
 
-from monetrun.solve import mip
+from monetrun.solve.mip.canonical import Vector
+from monetrun.solve.mip.rows import Column, Rows, Term
 
 Key = tuple[int, int]
-Column = tuple[str, int]
 
 
 class Order:
@@ -34,19 +34,19 @@ class Order:
 
     Args:
         rows: where rows are added.
-        runs: column in R of (operator, segment).
-        alive: column in S of (tensor, segment).
-        writer: of (tensor, segment): the operator whose run again in the segment may write the tensor, or None.
-        reads: of (operator, segment): the tensors that it reads however it runs, and that it may find held.
-        matters: whether a tensor takes bytes that matter.
+        runs: index in R of (operator, segment).
+        alive: index in S of (tensor, segment).
+        writer: of (tensor, segment): the operator whose rerun in the segment may write the tensor, or None.
+        reads: of (operator, segment): the tensors that every implementation reads, and that may be held.
+        matters: whether a tensor is large enough to model.
 
     Attributes:
-        twice: column in D of (operator, segment).
+        twice: index in D of (operator, segment).
     """
 
     def __init__(
         self,
-        rows: mip.Rows,
+        rows: Rows,
         runs: Mapping[Key, int],
         alive: Mapping[Key, int],
         writer: Callable[[int, int], int | None],
@@ -57,18 +57,18 @@ class Order:
         self._rows, self._runs, self._alive = rows, runs, alive
         self._writer, self._reads, self._matters = writer, reads, matters
         self._sizes = {"F": 0, "A": 0, "H": 0}
-        self._befores: list[tuple[Column, int, int | None]] = []  # F[w] >= the first - S's column
-        self._afters: list[tuple[int, int, int]] = []  # of each column in A: i, the segment, and the operator
-        self._helds: list[tuple[int, Column, int | None]] = []  # H >= the second - A's column
+        self._befores: list[tuple[Column, int, int | None]] = []  # (column, w, n): F[w] >= column - S[n]
+        self._afters: list[tuple[int, int, int]] = []  # of each entry of A: i, s and v
+        self._helds: list[tuple[int, Column, int | None]] = []  # (n, column, m): H[n] >= column - A[m]
 
     def held(self, operator: int, segment: int, ends: Iterable[int], own: set[int]) -> dict[int, Column]:
-        """What is held beside ``own`` at the last run again of ``operator`` in ``segment``: columns by tensor.
+        """What is held beside ``own`` at the last rerun of ``operator`` in ``segment``: columns by tensor.
 
         Args:
             operator: i.
             segment: s.
             ends: tensors that may be alive at the segment's end.
-            own: tensors that are there in any case, or are not to be counted.
+            own: tensors that are counted elsewhere.
         """
         ends = sorted(t for t in ends if t not in own and self._matters(t))
         after = self._after(operator, segment, ends)
@@ -78,7 +78,7 @@ class Order:
             if v in before:
                 self._rows.add([("A", column, 1.0), ("F", before[v], 1.0), self._not_twice(v, segment)], 1.0)
             for t in self._reads(v, segment):
-                # who reads what `operator` writes, or what is written after it alone, runs after it
+                # what reads an output of `operator`, or one that is only written after it, runs after it
                 w = self._writer(t, segment)
                 if w is None or (w != operator and w not in after):
                     continue
@@ -106,7 +106,7 @@ class Order:
                 self._rows.add([(*wants, 1.0), (*found[t], -1.0), *there], 0.0)
         return found
 
-    def _not_twice(self, operator: int, segment: int) -> tuple[str, int, float]:
+    def _not_twice(self, operator: int, segment: int) -> Term:
         return "D", self.twice.setdefault((operator, segment), len(self.twice)), -1.0
 
     def _new(self, name: str) -> int:
@@ -114,7 +114,7 @@ class Order:
         return self._sizes[name] - 1
 
     def _after(self, operator: int, segment: int, ends: Iterable[int]) -> dict[int, int]:
-        """Columns in A of the operators that may run after ``operator``, for what is alive at the end."""
+        """Indices in A of the operators that may run after ``operator``, for what is alive at the end."""
         found: dict[int, int] = {}
         waiting = list(ends)
         while waiting:
@@ -127,10 +127,10 @@ class Order:
         return found
 
     def _before(self, operator: int, segment: int) -> dict[int, int]:
-        """Columns in F of the operators that may have to run before ``operator``."""
+        """Indices in F of the operators that may have to run before ``operator``."""
         found: dict[int, int] = {}
         waiting = [-operator]
-        while waiting:  # the last first: who reads comes before who writes
+        while waiting:  # the last operator first: readers before writers
             v = -heapq.heappop(waiting)
             known = ("R", self._runs[operator, segment]) if v == operator else ("F", found[v])
             for t in self._reads(v, segment):
@@ -147,18 +147,18 @@ class Order:
         return found
 
     def variables(self) -> dict[str, cp.Variable]:
-        """F, A, H and D by name, where there are any."""
+        """Those of F, A, H and D that have entries, by name."""
         found = {name: cp.Variable(size, name=name, bounds=[0, 1]) for name, size in self._sizes.items() if size}
         if self.twice:
             found["D"] = cp.Variable(len(self.twice), name="D", boolean=True)
         return found
 
-    def start(self, value: dict[str, mip.Vector], ran: Mapping[int, Sequence[int]]) -> None:
-        """Add values of F, A, H and D that go with those of R and S.
+    def start(self, value: dict[str, Vector], ran: Mapping[int, Sequence[int]]) -> None:
+        """Add values of F, A, H and D that match those of R and S.
 
         Args:
             value: of the program's variables, by name.
-            ran: of each segment, the operators that run again in it, in order.
+            ran: per segment the operators that rerun in it, in order.
         """
         value |= {name: np.zeros(size) for name, size in self._sizes.items()}
         for (name, column), w, begins in self._befores:

@@ -1,6 +1,6 @@
-"""Where a relaxed program (``monetrun.solve.relaxation``) looks at memory, and where it has to look next.
+"""Where a relaxed program (``monetrun.solve.relaxation``) checks memory, and where the next one has to.
 
-Its solution, written down as a schedule and replayed, is over the budget where memory was not looked at.
+Its solution, written as a schedule and replayed, is over the budget where memory was not checked.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.core.plan import Schedule
 from monetrun.core.simulate import simulate
 
-# so many pairs of point and forward operator can a program have of which SCIP 10 solves the root relaxation and cuts in
-# a second on one 2.6 GHz Zen 4 core (2026-11)
+# pairs of point and forward operator in the largest program whose root relaxation and cuts SCIP 10 solves in a second,
+# on one 2.6 GHz Zen 4 core (2026-11)
 _PLACES_PER_SECOND = 2000.0
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a relaxed program looks at memory.
+    """Where a relaxed program checks memory.
 
     Attributes:
         points: compulsory operators, ascending.
-        runs: forward operators, at whose runs again memory is looked at as well.
-        ordered: those of them of which it is told what runs before and after them (``monetrun.solve.order``).
+        runs: forward operators, at whose reruns memory is checked as well.
+        ordered: those of ``runs`` for which the program models what runs before and after (``monetrun.solve.order``).
     """
 
     points: tuple[int, ...]
@@ -33,10 +33,10 @@ class Places:
     ordered: frozenset[int] = frozenset()
 
     def also(self, graph: Graph, over: Sequence[Excess]) -> Places:
-        """Also where a schedule is over the budget.
+        """These places, and those where a schedule is over the budget.
 
-        Runs between two points have no order. So where a run again is over, its segment is cut down to what runs
-        between two compulsory operators; where it still is, it is ordered.
+        Runs between two points have no order. So where a rerun is over, its segment is reduced to what runs between
+        two compulsory operators; where it is over again, its order is modelled.
         """
         again = [e for e in over if e.run >= 0]
         points = {*self.points, *(e.point for e in over), *(_before(graph, e.point) for e in again)}
@@ -53,17 +53,17 @@ def _before(graph: Graph, operator: int) -> int:
 
 
 def first_places(graph: Graph, costs: Costs, schedule: Schedule) -> Places:
-    """The place where ``schedule`` has its peak, which is where memory has to be looked at first."""
+    """The place where ``schedule`` has its peak, which is where memory has to be checked first."""
     peak_bytes = simulate(graph, costs, schedule).peak_bytes
     over = find_excess(graph, costs, peak_bytes - 1, schedule, Places(()))
     return Places(tuple(sorted(e.point for e in over)))
 
 
 def all_places(graph: Graph, seconds: float) -> Places | None:
-    """Every operator of the backward pass and every run again; None where such a program is too large.
+    """Every operator of the backward pass and every rerun; None where such a program is too large for ``seconds``.
 
-    It bounds best: on a U-Net at a third of its activations 38% where eight points that grow to where its schedules are
-    over the budget give 20%. ``seconds`` is the time there is.
+    It bounds best: on a U-Net at a third of its activations 38%, where eight points added where its schedules are over
+    the budget give 20%.
     """
     points = tuple(op.id for op in graph.operators[graph.forward_count :] if not op.optional)
     if len(points) * graph.forward_count > _PLACES_PER_SECOND * seconds:
@@ -78,7 +78,7 @@ class Excess:
     Attributes:
         nbytes: by how much.
         point: the compulsory operator that runs there, or the next one.
-        run: the forward operator that runs there again, or -1.
+        run: the forward operator that reruns there, or -1.
     """
 
     nbytes: int

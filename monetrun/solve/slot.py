@@ -1,11 +1,11 @@
-"""The places of a program at which an operator runs or may run, in order."""
+"""Slots: the places of an integer program at which an operator runs or may run, in order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monetrun.core.graph import BACKWARD, FORWARD, Graph
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.core.options import Options
 
 
@@ -16,8 +16,8 @@ class Slot:
     Attributes:
         operator: its id.
         choices: indices of the implementations that it may use.
-        compulsory: it runs for certain.
-        part: the pass in which the slot stands: a forward operator that may run again stands in the backward one.
+        compulsory: the operator certainly runs here.
+        part: the pass of the slot; a slot for rerunning a forward operator is in the backward one.
     """
 
     operator: int
@@ -26,8 +26,14 @@ class Slot:
     part: str
 
 
+def reads_of(graph: Graph, slot: Slot) -> list[tuple[int, ...]]:
+    """What each choice of ``slot`` reads."""
+    implementations = graph.operators[slot.operator].implementations
+    return [implementations[k].inputs for k in slot.choices]
+
+
 def allowed_choices(graph: Graph, operator: int, options: Options) -> tuple[int, ...]:
-    """Indices of the implementations of ``operator`` that ``options`` allow and that can ever be legal."""
+    """Indices of the implementations of ``operator`` that ``options`` allow and that are legal in some schedule."""
     op = graph.operators[operator]
     allowed = [0]
     for k, impl in enumerate(op.implementations[1:], 1):
@@ -42,7 +48,7 @@ def allowed_choices(graph: Graph, operator: int, options: Options) -> tuple[int,
 
 
 def all_slots(graph: Graph, options: Options) -> list[Slot]:
-    """The slots of the paper's program: before every backward operator any replayable forward operator, once."""
+    """The slots of the paper's program: each replayable forward operator once before every backward operator."""
     choices = [allowed_choices(graph, op.id, options) for op in graph.operators]
     forward = [op for op in graph.operators if op.phase == FORWARD]
     slots = [Slot(op.id, choices[op.id], not op.optional, FORWARD) for op in forward]
@@ -54,7 +60,7 @@ def all_slots(graph: Graph, options: Options) -> list[Slot]:
 
 
 def necessary(graph: Graph, options: Options) -> set[int]:
-    """The operators that every schedule runs: compulsory ones, and what all allowed implementations of these read."""
+    """The operators that every schedule runs: compulsory ones, and the writers of what these read in any case."""
     found = {op.id for op in graph.operators if not op.optional}
     for op in reversed(graph.operators):
         if op.id in found:
@@ -63,11 +69,16 @@ def necessary(graph: Graph, options: Options) -> set[int]:
     return found
 
 
-def without_useless(graph: Graph, slots: Sequence[Slot]) -> list[Slot]:
-    """Drop the slots none of whose outputs can be read before it is certainly written again.
+def floor_seconds(graph: Graph, costs: Costs, options: Options) -> float:
+    """What every schedule costs at least: each necessary operator once, with its cheapest allowed implementation."""
+    return sum(min(costs.seconds[i][k] for k in allowed_choices(graph, i, options)) for i in necessary(graph, options))
 
-    One sweep from the last slot: what a dropped slot would have read is then not wanted either. No schedule worth
-    having is lost; of the paper's R about half of the variables go.
+
+def without_useless(graph: Graph, slots: Sequence[Slot]) -> list[Slot]:
+    """Remove the slots none of whose outputs can be read before they are certainly written again.
+
+    One sweep from the last slot: what a removed slot would have read is then not wanted either. No useful schedule is
+    lost; about half of the paper's R are removed.
     """
     wanted: set[int] = set()
     left = []

@@ -1,4 +1,4 @@
-"""Improve a schedule where that needs no search: drop runs that nothing reads, run in place where it is legal."""
+"""Improvements of a schedule that need no search: remove runs that nothing reads, run in place where it is legal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from monetrun.core.plan import Schedule, Step
 
 
 def without_dead_runs(graph: Graph, schedule: Schedule) -> Schedule:
-    """Leave out the runs whose outputs nothing reads: they cost seconds and bytes for nothing."""
+    """Remove the runs whose outputs nothing reads."""
     wanted: set[int] = set()
     kept_written = {t for s in schedule.forward for t in graph.operators[s.operator].outputs if graph.tensors[t].kept}
     parts: list[tuple[Step, ...]] = []
@@ -28,10 +28,10 @@ def without_dead_runs(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 def at_least_as_good(graph: Graph, costs: Costs, operator: int, k: int, j: int) -> bool:
-    """Whether implementation k, in place, reads what j reads, is as exact, and costs no more of anything."""
+    """Whether implementation k, in place, reads no more than j, is as exact, and costs no more in anything."""
     one, other = (graph.operators[operator].implementations[i] for i in (k, j))
     seconds, workspaces = costs.seconds[operator], costs.workspace_bytes[operator]
-    if other.in_place_of is not None and j < k:  # of two equal ones the first stays
+    if other.in_place_of is not None and j < k:  # the first of two equal ones stays
         return False
     cheaper = seconds[k] <= seconds[j] and workspaces[k] <= workspaces[j]
     return cheaper and one.exact >= other.exact and set(one.inputs) <= set(other.inputs)
@@ -63,7 +63,7 @@ def in_place_where_legal(graph: Graph, costs: Costs, schedule: Schedule, options
 
 
 def out_of_place(graph: Graph, schedule: Schedule) -> Schedule:
-    """In-place implementations as those that they are variants of, which are legal in any other order too."""
+    """Replace in-place implementations by those that they are variants of, which are legal in any order."""
 
     def outer(step: Step) -> Step:
         op = graph.operators[step.operator]
@@ -74,9 +74,10 @@ def out_of_place(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 def with_first_runs(graph: Graph, schedule: Schedule) -> Schedule:
-    """``schedule`` with what runs in its backward part alone run in the forward part too, as the native search has it.
+    """``schedule`` in which each operator of the backward part also runs in the forward part.
 
-    That run is dead: it takes no bytes that matter, and is left out when the schedule that was found is tidied.
+    The native search requires it. Such a run is dead: it costs no bytes that matter, and ``without_dead_runs`` removes
+    it from the result.
     """
     first = {s.operator: s for s in schedule.forward}
     again = {s.operator for s in schedule.backward if s.operator < graph.forward_count}

@@ -1,7 +1,7 @@
-"""Windows: the paper's program with a few operators free and all else as in a given schedule.
+"""Windows: the paper's program with a few operators free and everything else as in a given schedule.
 
-The rest of the schedule is a fixed profile of memory, so that a window is small wherever it lies in a graph of
-thousands of operators; started from the schedule that it comes from, it never makes it worse.
+The rest of the schedule is a fixed profile of memory, so a window is small wherever it lies in a graph of thousands of
+operators. It starts from the schedule that it comes from, and so never makes it worse.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from monetrun.core.graph import BACKWARD, FORWARD, Graph
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.solve import greedy, ilp, tidy
+from monetrun.solve import tidy
+from monetrun.solve.ilp_program import build
+from monetrun.solve.ilp_schedule import read_schedule, start_from
 from monetrun.solve.incumbent import Incumbent
 from monetrun.solve.slot import Slot, all_slots, allowed_choices
 
-_SMALL = 25  # so few forward operators, and the paper's whole program is solved instead of windows
+_SMALL = 25  # up to this many forward operators the paper's whole program is solved instead of windows
 
-_LEAST_SUCCESS = 0.25  # what finds nothing for long still has this share of the work that what finds always has
-_BUILD_SECONDS = 0.02  # of a window that is not solved
+# the least work of a kind of search that finds nothing for long, as a share of the work of one that always succeeds
+_LEAST_SUCCESS = 0.25
+_BUILD_SECONDS = 0.02  # work booked for a window that is not solved
 
 
 def repair(search: Incumbent, schedule: Schedule, work_seconds: float) -> None:
@@ -41,14 +44,14 @@ def repair(search: Incumbent, schedule: Schedule, work_seconds: float) -> None:
         whole = failures % 3 == 2
         free = set(movable) if whole else _around(graph, schedule, worst, movable, length, rng)
         slots = window_slots(graph, schedule, free, options, 2 + failures if whole else None)
-        program = ilp.build(graph, costs, budget_bytes, slots, elastic=True)
-        start = ilp.start_from(graph, program, schedule)
+        program = build(graph, costs, budget_bytes, slots, elastic=True)
+        start = start_from(graph, program, schedule)
         result = search.minimize(program.problem, min(left, max(2.0, 0.3 * left) if whole else 2.0), 0.01, start)
         length = min(length + 1, 20) if result.status == "optimal" else max(length - 2, 6)
         failures += 1
         if result.value is None:
             continue
-        candidate = tidy.without_dead_runs(graph, ilp.read_schedule(program, result.value))
+        candidate = tidy.without_dead_runs(graph, read_schedule(program, result.value))
         candidate = tidy.in_place_where_legal(graph, costs, candidate, options)
         during_bytes = simulate(graph, costs, candidate).during_bytes
         if sum(max(0, b - budget_bytes) for b in during_bytes) < sum(over):
@@ -59,7 +62,7 @@ def repair(search: Incumbent, schedule: Schedule, work_seconds: float) -> None:
 def _around(
     graph: Graph, schedule: Schedule, step: int, movable: list[int], length: int, rng: random.Random
 ) -> set[int]:
-    """Movable operators that matter at a step: run again beside it, or holding memory there, near and anywhere."""
+    """Movable operators that matter at a step: they rerun beside it, or hold memory there, near it or anywhere."""
     steps = schedule.forward + schedule.backward
     begin = end = step
     while begin > 0 and graph.operators[steps[begin - 1].operator].phase == FORWARD and begin > len(schedule.forward):
@@ -84,9 +87,9 @@ def _around(
 
 
 def improve(search: Incumbent) -> None:
-    """Free some operators at a time, or all within a reach, until the gap is reached or the time is up."""
+    """Solve windows of some operators, or of all within a reach, until the gap is reached or the time is up."""
     graph, options = search.graph, search.options
-    if not options.recompute:  # few variables: what nothing decides is settled, and nothing runs twice
+    if not options.recompute:  # few variables, because nothing runs twice
         _improve_whole(search, search.left())
         return
     movable = _movable(graph, search.budget_bytes)
@@ -94,8 +97,7 @@ def improve(search: Incumbent) -> None:
         return
     rng = random.Random(options.seed)
     if search.best is None:
-        frugal, patience = search.native(min(2.0, max(0.01, 0.2 * search.left())))
-        base = greedy.most_frugal(graph, search.costs, frugal, search.budget_bytes, patience)
+        base = search.most_frugal(min(2.0, max(0.01, 0.2 * search.left())), search.budget_bytes)
     else:
         base = search.best
     length, reach = 20, 2 if search.best is not None else 16
@@ -111,11 +113,11 @@ def improve(search: Incumbent) -> None:
             share = 0.4 if search.best is None else 0.2
             status, _ = _improve_window(search, base, set(movable), max(1.0, share * search.left()), reach)
             if status == "optimal" and reach > len(movable):
-                return  # nothing better exists with runs where what they serve is read
+                return  # no better schedule reruns operators right where their outputs are needed
             if status == "optimal" or search.best is None:
-                reach *= 2  # more freedom, since this was quick, or was not enough
+                reach *= 2  # it was solved quickly, or did not reach the budget
             elif search.seconds >= before:
-                reach = max(2, reach // 2) if reach > 2 else 2 * len(movable) + 1  # too large: leave it
+                reach = max(2, reach // 2) if reach > 2 else 2 * len(movable) + 1  # too large: no more of these
         else:
             free = _choose(rng, movable, min(length, len(movable)))
             status, seconds = _improve_window(search, base, free, 3.0, None if turn % 2 else 6)
@@ -130,12 +132,12 @@ def improve(search: Incumbent) -> None:
 
 @dataclasses.dataclass
 class _Effort:
-    """How much of a kind of search was done, and how often of late it found something.
+    """How much of a kind of search was done, and how often it succeeded lately.
 
     Attributes:
-        turns: so many times it had its turn.
+        turns: how often it ran.
         work_seconds: its work.
-        success: of its turns, the late ones weighing most, the share that found a cheaper schedule.
+        success: the share of runs that found a cheaper schedule, recent ones weighted most.
     """
 
     turns: int = 0
@@ -148,26 +150,23 @@ class _Effort:
         self.success = max(_LEAST_SUCCESS, 0.7 * self.success + 0.3 * found)
 
     def comes_before(self, other: _Effort) -> bool:
-        """Whether it did less than ``other`` did, each measured by its success."""
+        """Whether it did less work per success than ``other``."""
         return self.work_seconds * other.success <= other.work_seconds * self.success
 
 
 def _improve_natively(search: Incumbent, base: Schedule, turn: int) -> None:
-    """Steps that windows do not make: one run for many, everywhere at once.
+    """Make the changes that windows cannot: one run for many, everywhere at once.
 
-    In turns from minimum cuts with the best's implementations, from the best, and from scratch. What annealing comes to
-    depends on its random choices by percents of the overhead: one more draw is worth more than going on (swin_t at 0.4
-    of its activations, from scratch: 7.26 to 7.62% overhead).
+    Starts in turn from minimum cuts with the best schedule's implementations, from the best schedule, and from scratch.
+    The result of annealing varies with its random choices by percents of the overhead, so another draw is worth more
+    than a longer one (swin_t at 0.4 of its activations, from scratch: 7.26 to 7.62% overhead).
     """
     start = (search.cut, lambda: base, lambda: None)[turn % 3]()
-    options, patience = search.native(min(4.0, max(0.3, 0.2 * search.left())))
-    found = greedy.improve(search.graph, search.costs, search.budget_bytes, start, options, patience).schedule
-    if found is not None:
-        search.offer(found)
+    search.improve_greedily(min(4.0, max(0.3, 0.2 * search.left())), start)
 
 
 def _improve_whole(search: Incumbent, work_seconds: float) -> bool:
-    """Solve the paper's whole program; whether it was solved to the end."""
+    """Solve the paper's whole program; return whether it was solved to the end."""
     slots = all_slots(search.graph, search.options)
     start = search.best or plain_schedule(search.graph)
     return _improve_slots(search, slots, start, work_seconds)[0] in ("optimal", "infeasible")
@@ -183,7 +182,7 @@ def _movable(graph: Graph, budget_bytes: int) -> list[int]:
 
 
 def _choose(rng: random.Random, movable: list[int], length: int) -> set[int]:
-    """Neighbours, or two groups of neighbours: bytes that one place gives up may be worth more at another."""
+    """One to three groups of neighbouring operators: bytes freed in one place may be worth more in another."""
     groups = rng.choice((1, 1, 2, 3))
     free: set[int] = set()
     for _ in range(groups):
@@ -196,32 +195,32 @@ def _choose(rng: random.Random, movable: list[int], length: int) -> set[int]:
 def _improve_window(
     search: Incumbent, base: Schedule, free: set[int], work_seconds: float, reach: int | None
 ) -> tuple[str, float]:
-    """Solve the window of ``base`` in which the operators ``free`` may run again; the solver's status, and its work."""
+    """Solve the window of ``base`` in which the operators ``free`` may rerun; return the solver's status and work."""
     slots = window_slots(search.graph, base, free, search.options, reach)
     return _improve_slots(search, slots, base, work_seconds)
 
 
 def _improve_slots(search: Incumbent, slots: list[Slot], base: Schedule, work_seconds: float) -> tuple[str, float]:
-    program = ilp.build(search.graph, search.costs, search.budget_bytes, slots)
+    program = build(search.graph, search.costs, search.budget_bytes, slots)
     if program.infeasible:
         search.work_seconds += _BUILD_SECONDS
         return "infeasible", _BUILD_SECONDS
-    start = ilp.start_from(search.graph, program, base)
+    start = start_from(search.graph, program, base)
     result = search.minimize(program.problem, work_seconds, search.mip_gap() / 4, start)
     if result.value is not None:
-        search.offer(ilp.read_schedule(program, result.value))
+        search.offer(read_schedule(program, result.value))
     return result.status, result.work_seconds
 
 
 def window_slots(
     graph: Graph, schedule: Schedule, free: set[int], options: Options, reach: int | None = None
 ) -> list[Slot]:
-    """The slots of a window: ``schedule``'s own steps, and beside them runs of the operators ``free``.
+    """The slots of a window: ``schedule``'s own steps, and runs of the operators ``free``.
 
-    A free operator may run before each step that reads what it, or another free one, reads or writes: elsewhere
-    nothing changes for it. With ``reach`` it may only do so where it runs now, and where the output of one of the next
-    ``reach`` free operators is read: enough for a window over the whole network. Steps that only served runs of free
-    operators are freed as well.
+    A free operator may run before each step that reads what it, or another free one, reads or writes; elsewhere a run
+    gains nothing. With ``reach`` it may only run where it runs now, and where the output of one of the next ``reach``
+    free operators is read, which keeps a window over the whole network small. Steps that only serve runs of free
+    operators become free as well.
     """
     operators = graph.operators
     free = set(free)
@@ -268,7 +267,7 @@ def window_slots(
             here = here.union(*(again[max(0, n - reach) : n + 1] for n in near))
         elif running or not touched.isdisjoint(reads):
             here = set(again)
-        # what runs here now gets slots in its own order: where that is not the graph's, some operators get several
+        # present runs keep their order: where that is not the graph's, some operators get several slots
         cuts = [n for n in range(1, len(running)) if running[n] <= running[n - 1]]
         for begin, end in itertools.pairwise([0, *cuts, len(running)]):
             group = sorted({*running[begin:end], *(here if begin == 0 else ())})

@@ -1,1 +1,1 @@
-"""What only recipes and tests import."""
+"""Modules that only the recipes and tests import."""

@@ -6,10 +6,10 @@ The format: ``tensor_bytes[t]``; ``ops`` in the order they run, each with ``read
 where none is known. A schedule is a list of operator numbers: every operator once in this order, and any non-random
 forward operator again anywhere in the backward part.
 
-Beyond that, and for readers that look for it: an operator's ``implementations`` beside the default (``name``,
+Optional fields: an operator's ``implementations`` beside the default (``name``,
 ``reads``, ``seconds``, ``in_place_of``, ``inexact``), ``optional`` (it may be left out), and ``optional_ops``, written
-like the others with the number of the operator that each stands ``before``. They have no numbers: a list of numbers is
-a schedule of defaults.
+like the others with the number of the operator that each stands ``before``. Those have no numbers: a list of numbers is
+a schedule of default implementations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Instance:
     Attributes:
         graph: its joint graph; operators have the file's numbers.
         costs: the file's seconds; no workspaces.
-        gradient_bytes: bytes of the kept tensors; what a budget's share does not scale.
+        gradient_bytes: bytes of the kept tensors; a budget's share does not scale them.
         plain_peak_bytes: the peak of the plain step.
         budgets: column (``"0.5"``) -> budget in bytes.
         best_known: column -> overhead as a fraction, or None where none is known.
@@ -54,13 +54,13 @@ def read(path: str | Path) -> Instance:
     """Read a problem.
 
     Raises:
-        UsageError: the file can not be read or is not such a problem.
+        UsageError: the file cannot be read or is not such a problem.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         return _instance(data)
     except OSError as error:
-        raise UsageError(f"{path} can not be read: {error.strerror}") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except KeyError as error:
         raise UsageError(f"{path} has no field {error.args[0]!r}", "it is not a planning problem") from error
     except (ValueError, TypeError) as error:
@@ -79,7 +79,7 @@ def _instance(data: dict[str, Any]) -> Instance:
         for t in (*op["reads"], *op["writes"], *(t for other in others for t in other["reads"])):
             if not 0 <= t < len(data["tensor_bytes"]):
                 raise ValueError(f"operator {op['name']} has tensor {t}, but there are {len(data['tensor_bytes'])}")
-        # a forward operator that runs behind backward ones (a copy into a running mean) stays where it is
+        # a forward operator after backward ones (a copy into a running mean) keeps its place
         operators.append(
             Operator(
                 id=len(operators),
@@ -130,7 +130,7 @@ def _implementation(data: dict[str, Any]) -> Implementation:
 
 
 def problem(graph: Graph, costs: Costs, shares: Sequence[str] = SHARES) -> Instance:
-    """A captured graph as a planning problem: external tensors are left out, and workspaces.
+    """A captured graph as a planning problem, without external tensors and workspaces.
 
     Args:
         graph: as captured.
@@ -174,7 +174,7 @@ def problem(graph: Graph, costs: Costs, shares: Sequence[str] = SHARES) -> Insta
 
 
 def to_json(instance: Instance) -> dict[str, Any]:
-    """The problem as the file has it (late forward operators as backward ones)."""
+    """The problem as JSON (late forward operators as backward ones)."""
     graph, seconds = instance.graph, instance.costs.seconds
     ops: list[dict[str, Any]] = []
     optional: list[dict[str, Any]] = []
@@ -239,7 +239,7 @@ def to_numbers(graph: Graph, schedule: Schedule) -> list[int]:
 
 
 def from_numbers(graph: Graph, numbers: list[int]) -> Schedule:
-    """The schedule that runs ``numbers``; whether it is valid is for ``simulate`` to say."""
+    """The schedule that runs ``numbers``; ``simulate`` checks whether it is valid."""
     steps = [Step(_numbered(graph)[n]) for n in numbers]
     cut = min(sum(o < graph.forward_count for o in _numbered(graph)), len(numbers))
     return Schedule(tuple(steps[:cut]), tuple(steps[cut:]))

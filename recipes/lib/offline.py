@@ -1,4 +1,4 @@
-"""Plan for a device that is not here: capture a model of fake tensors, which have shapes and no memory.
+"""Plan for an absent device: capture a model of fake tensors, which have shapes but no memory.
 
 with offline.fake_tensors():
     model = torchvision.models.resnet50()
@@ -39,10 +39,10 @@ def capture(
     """The joint graph of a training step of ``module``, as a worker would capture it; nothing is allocated.
 
     Args:
-        module: made within ``fake_tensors()``; it is left in the mode that ``train`` says.
-        arguments: of its forward, made there too.
-        loss: from the module's result to the scalar that backward starts from; captured with the module. None: the
-            graph ends at the module's outputs, as a worker captures a model whose loss the script computes.
+        module: made within ``fake_tensors()``; it stays in the mode that ``train`` selects.
+        arguments: of its forward, made within ``fake_tensors()`` too.
+        loss: maps the module's result to the scalar that backward starts from; captured with the module. None: the
+            graph ends at the module's outputs, as when the script computes the loss.
         train: False captures evaluation mode, with gradients.
         name: of the graph; the class of ``module`` by default.
 
@@ -72,16 +72,16 @@ def capture(
     if len(collector.joints) != 1:
         raise CaptureFailed(
             f"{name} was captured as {len(collector.joints)} graphs, expected one",
-            "TORCH_LOGS=graph_breaks says where its forward breaks" if collector.joints else "no input needs gradients",
+            "TORCH_LOGS=graph_breaks shows where it breaks" if collector.joints else "no input needs gradients",
         )
     return collector.joints[0]
 
 
 def costs(joint: JointGraph, model_name: str) -> Costs:
-    """What each operator of ``joint`` costs under a cost model (``"roofline:p100"``).
+    """The cost of each operator of ``joint`` under a cost model (``"roofline:p100"``).
 
     Raises:
-        UsageError: no such model, or ``"measured"``, for which there is nothing to run here.
+        UsageError: there is no such model, or it is ``"measured"``, which fake tensors cannot be.
     """
     device = roofline.parse(model_name)
     if device is None:
@@ -90,7 +90,7 @@ def costs(joint: JointGraph, model_name: str) -> Costs:
 
 
 class _Collector:
-    """Keeps what is captured, and lets it run plainly."""
+    """Keeps the captured graphs, and runs them as they are."""
 
     def __init__(self) -> None:
         self.joints: list[JointGraph] = []

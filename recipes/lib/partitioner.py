@@ -1,8 +1,8 @@
-"""Torch's own partitioner, read back as a schedule: what ``simulate`` can judge beside monetrun's plans.
+"""Torch's own partitioner as a schedule, which ``simulate`` replays like monetrun's.
 
-``min_cut_rematerialization_partition`` decides what is saved, what runs again, and in which order its two modules run;
-the knob is ``torch._functorch.config.activation_memory_budget``. Judged are the calls of these modules as they are,
-without a compiler that fuses them.
+``min_cut_rematerialization_partition`` decides what is saved, what is recomputed, and the order of its two modules, by
+``torch._functorch.config.activation_memory_budget``. The schedule has the calls of these modules as they are, without
+a compiler that fuses them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from monetrun.solve import tidy
 
 monet = torch.ops.monet
 
-_OPERATORS = "monetrun_operators"  # in a node's meta: which of the graph's it stands for; copies of the node carry it
+_OPERATORS = (
+    "monetrun_operators"  # in a node's meta: the graph's operators that it stands for; copies of the node have it too
+)
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Partition:
         graph: the joint graph's tensors, and its operators in the order and the phases of torch's two modules.
         costs: of ``graph``.
         schedule: over ``graph``, default implementations.
-        again: how many operators run again. Random ones draw the same numbers then; in torch, others.
-        deferred: how many forward operators run in the backward only, since nothing else reads them.
+        again: how many operators are rerun. Random ones draw the same numbers; in torch they draw others.
+        deferred: how many forward operators run in the backward pass only, because nothing else reads them.
     """
 
     graph: Graph
@@ -48,25 +50,25 @@ class Partition:
 
 
 def partition(joint: JointGraph, costs: Costs, budget: float, estimator: str = "flops") -> Partition:
-    """Let torch partition ``joint``.
+    """Partition ``joint`` with torch.
 
     Args:
-        joint: as captured; left as it is.
+        joint: as captured; it is not changed.
         costs: of ``joint.graph``.
-        budget: torch's ``activation_memory_budget``, from 0 (run all again) to 1 (the fastest).
-        estimator: its ``activation_memory_budget_runtime_estimator``.
+        budget: torch's ``activation_memory_budget``, from 0 (recompute everything) to 1 (the fastest).
+        estimator: torch's ``activation_memory_budget_runtime_estimator``.
 
     Raises:
-        CaptureFailed: the graph was captured of real tensors.
+        CaptureFailed: the graph was captured from real tensors.
     """
-    module = _as_torch_sees_it(joint)
+    module = _without_monetruns_operators(joint)
     inputs = [n for n in module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
     own = {n.name: t for n, t in joint.storage.items()}
     static = [i for i, n in enumerate(inputs) if own.get(n.name, -1) not in joint.transient]
     mode = detect_fake_mode([n.meta.get("val") for n in inputs])
     if mode is None:
-        raise CaptureFailed(f"{joint.graph.name} has no fake inputs", "capture it with monetrun.offline")
-    # without common subexpressions: every operator of the graph is either in a module or dead
+        raise CaptureFailed(f"{joint.graph.name} has no fake inputs", "capture it with lib.offline")
+    # cse=False: without it an operator of the graph is either in a module or dead
     patched = config.patch(
         activation_memory_budget=budget, activation_memory_budget_runtime_estimator=estimator, cse=False
     )
@@ -77,7 +79,8 @@ def partition(joint: JointGraph, costs: Costs, budget: float, estimator: str = "
     return _read(joint, costs, _operators(forward), _operators(backward))
 
 
-def _as_torch_sees_it(joint: JointGraph) -> fx.GraphModule:
+def _without_monetruns_operators(joint: JointGraph) -> fx.GraphModule:
+    """The joint module without optional operators, and with torch's random operators for monetrun's."""
     module = fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph))
     number = {node: i for i, node in enumerate(joint.nodes)}
     stands_for = {n.name: [number[o] for o in (random.state_of(n), n) if o is not None] for n in joint.nodes}
@@ -97,7 +100,7 @@ def _as_torch_sees_it(joint: JointGraph) -> fx.GraphModule:
 
 
 def _operators(module: fx.GraphModule) -> list[int]:
-    """The operators that a module of torch's runs, in order."""
+    """The operators that one of torch's modules runs, in order."""
     return [o for n in module.graph.nodes if n.op == "call_function" for o in n.meta.get(_OPERATORS, ())]
 
 

@@ -1,4 +1,4 @@
-"""The problems' format: read, written back, and its rules kept by what the solvers find, by a checker of its own."""
+"""The problems' format: reading, writing, and its rules, checked by code that is independent of the replay."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def file(tmp_path):
     return path
 
 
-def test_reading_gives_the_plain_peak_of_the_file_and_late_forward_operators_stay_late(file):
+def test_reading_keeps_the_plain_peak_and_the_place_of_late_forward_operators(file):
     instance = instances.read(file)
     graph = instance.graph
     assert simulate(graph, instance.costs, plain_schedule(graph)).peak_bytes == measure(problem(), list(range(7)))[0]
@@ -93,7 +93,7 @@ def test_a_file_of_another_kind_is_refused(file, change, why):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"gone\.json can not be read"):
+    with pytest.raises(UsageError, match=r"gone\.json cannot be read"):
         instances.read(tmp_path / "gone.json")
 
 
@@ -107,7 +107,7 @@ def test_a_missing_file_is_named(tmp_path):
         ([0, 0, 1, 2, 3, 4, 5, 6], "before the backward part"),
     ],
 )
-def test_the_checker_refuses_what_breaks_a_rule(schedule, why):
+def test_the_checker_refuses_a_schedule_that_breaks_a_rule(schedule, why):
     with pytest.raises(ValueError, match=why):
         measure(problem(), schedule)
 
@@ -130,7 +130,7 @@ def test_the_checker_and_simulate_agree(data):
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_found_schedules_keep_the_rules_and_the_budget(data):
+def test_found_schedules_obey_the_rules_and_the_budget(data):
     graph, costs = data.draw(joint_graphs(in_place=False, alternatives=False, optional=False, workspace=False))
     budget = data.draw(st.integers(0, simulate(graph, costs, plain_schedule(graph)).peak_bytes))
     solution = greedy.solve(graph, costs, budget, Options(seconds=0.02))

@@ -1,4 +1,4 @@
-"""Capture without memory: the graph of a fake model is the graph of the real one."""
+"""Capture without memory: the graph of a fake model equals that of the real one."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_tied_weights_and_buffers_are_one_storage():
     assert len(gradients) == 1
 
 
-def test_without_a_loss_the_graph_is_that_of_the_outputs():
+def test_without_a_loss_the_graph_ends_at_the_outputs():
     with offline.fake_tensors():
         model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
         joint = offline.capture(model, (torch.empty(16, 32),))

@@ -1,4 +1,4 @@
-"""Torch's partitioner as a schedule: it is what torch runs, and the benchmark compares like with like."""
+"""Torch's partitioner as a schedule: it is what torch runs, and the comparison is fair."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def measured(budget):
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.05])
-def test_the_peak_is_the_one_that_torch_s_modules_have_when_they_run(budget):
+def test_the_peak_equals_that_of_torchs_modules_when_they_run(budget):
     if reason := cpu_allocator.unavailable_reason():
         pytest.skip(reason)
     assert cpu_allocator.install()
@@ -79,7 +79,7 @@ def test_the_peak_is_the_one_that_torch_s_modules_have_when_they_run(budget):
     assert predicted == pytest.approx(measured(budget), abs=64)  # scalars that the allocator rounds, or autograd makes
 
 
-def test_a_budget_of_nothing_runs_all_that_the_backward_reads_again():
+def test_with_a_budget_of_zero_everything_that_backward_reads_is_recomputed():
     joint, costs = captured()
     made = partition(joint, costs, 0.0)
     operators = made.graph.operators
@@ -98,7 +98,7 @@ def test_a_budget_of_nothing_runs_all_that_the_backward_reads_again():
     assert seconds == pytest.approx(plain + extra)
 
 
-def test_a_random_operator_that_torch_would_run_again_draws_the_same_numbers_from_a_state_noted_once():
+def test_a_random_operator_that_torch_reruns_draws_the_same_numbers_from_one_saved_state():
     joint, costs = captured(dropout=0.5)
     made = partition(joint, costs, 0.0)
     targets = [
@@ -110,7 +110,7 @@ def test_a_random_operator_that_torch_would_run_again_draws_the_same_numbers_fro
     simulate(made.graph, made.costs, made.schedule)
 
 
-def test_what_only_the_backward_reads_runs_there_alone():
+def test_an_operator_read_only_by_backward_runs_only_there():
     class Overwriting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -133,7 +133,7 @@ def test_what_only_the_backward_reads_runs_there_alone():
     assert simulate(made.graph, made.costs, made.schedule).seconds == pytest.approx(plain + extra)
 
 
-def test_partitioning_leaves_the_joint_graph_as_it_was():
+def test_partitioning_does_not_change_the_joint_graph():
     joint, costs = captured(dropout=0.5)
     before = [(n.name, n.target, sorted(n.meta)) for n in joint.module.graph.nodes]
     first = partition(joint, costs, 0.5)
@@ -141,7 +141,7 @@ def test_partitioning_leaves_the_joint_graph_as_it_was():
     assert partition(joint, costs, 0.5) == first
 
 
-def test_every_point_of_torch_s_has_the_cheapest_plan_within_its_peak_beside_it():
+def test_each_of_torchs_points_is_compared_with_the_cheapest_plan_within_its_peak():
     joint, costs = captured(layers=6)
     partitions = {f"{budget:g}": partition(joint, costs, budget) for budget in (1.0, 0.5, 0.3, 0.0)}
     bench = recipe.Bench(joint, costs, "none", Options(seconds=1.0, gap=0.0, mip_solver="highs"))
@@ -170,7 +170,7 @@ def test_every_point_of_torch_s_has_the_cheapest_plan_within_its_peak_beside_it(
         (None, None, float("inf"), "infeasible", "no schedule", None),
     ],
 )
-def test_a_row_is_judged_by_its_ratio_or_by_the_bound(torch_s, ours, bound, status, verdict, ratio):
+def test_the_verdict_follows_from_the_ratio_or_the_bound(torch_s, ours, bound, status, verdict, ratio):
     row = recipe.Row("net", "none", (), 0.5, 1, torch_s, 0, ours, bound, 1.0, status)
     assert row.verdict == verdict
     assert row.ratio == (None if ratio is None else pytest.approx(ratio))

@@ -12,7 +12,7 @@ from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation,
 from monetrun.core.options import Options
 from monetrun.core.plan import Step, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.solve import chain
+from monetrun.solve import chain, checkpoints
 from support.random_graphs import joint_graphs
 
 SOLVERS = {
@@ -57,24 +57,24 @@ def released(d, e, c):
 @given(chains())
 def test_the_cubic_program_equals_brute_force(case):
     d, e = case
-    found = chain.hong_dp(d, e)
+    found = checkpoints.hong_dp(d, e)
     if len(d) == 1:
-        assert found == chain.Checkpoints((0,), d[0])
+        assert found == checkpoints.Checkpoints((0,), d[0])
         return
     assert found.peak_bytes == min(stored(d, e, c) for c in choices(len(d) - 1))
-    assert found.peak_bytes == stored(d, e, found.nodes) == chain.stored_peak_bytes(d, found.nodes, e)
+    assert found.peak_bytes == stored(d, e, found.nodes) == checkpoints.stored_peak_bytes(d, found.nodes, e)
 
 
 @settings(max_examples=300, deadline=None)
 @given(chains())
 def test_the_linear_algorithm_equals_brute_force(case):
     d, e = case
-    found = chain.hong_linear(d, e)
+    found = checkpoints.hong_linear(d, e)
     if len(d) == 1:
-        assert found == chain.Checkpoints((0,), d[0])
+        assert found == checkpoints.Checkpoints((0,), d[0])
         return
     assert found.peak_bytes == min(released(d, e, c) for c in choices(len(d) - 1))
-    assert found.peak_bytes == released(d, e, found.nodes) == chain.released_peak_bytes(d, found.nodes, e)
+    assert found.peak_bytes == released(d, e, found.nodes) == checkpoints.released_peak_bytes(d, found.nodes, e)
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,18 +84,18 @@ def test_the_linear_algorithm_equals_its_quadratic_recurrence_on_longer_chains(d
     total = [0] * n + [d[n]]
     for i in range(n - 1, -1, -1):
         total[i] = d[i] + min(max(segment(d, [], i, j) + d[j], total[j]) for j in range(i + 1, n + 1))
-    found = chain.hong_linear(d)
+    found = checkpoints.hong_linear(d)
     assert found.peak_bytes == total[0] == released(d, [], found.nodes)
 
 
 def test_equal_nodes_give_the_known_optima():
     # 16 layers of one byte: all checkpoints and one segment, 2 sqrt(n) or so; with release less is held at the end
     d = [0] + [1] * 16
-    assert chain.none(d) == chain.Checkpoints(tuple(range(17)), 17)
-    assert chain.sqrt(d) == chain.Checkpoints((0, 4, 8, 12, 16), 4 + 3 + 1)
-    assert chain.hong_dp(d).peak_bytes == 8
-    assert chain.hong_linear(d).peak_bytes == 7
-    nodes = chain.hong_linear(d).nodes
+    assert checkpoints.none(d) == checkpoints.Checkpoints(tuple(range(17)), 17)
+    assert checkpoints.sqrt(d) == checkpoints.Checkpoints((0, 4, 8, 12, 16), 4 + 3 + 1)
+    assert checkpoints.hong_dp(d).peak_bytes == 8
+    assert checkpoints.hong_linear(d).peak_bytes == 7
+    nodes = checkpoints.hong_linear(d).nodes
     lengths = [j - i for i, j in itertools.pairwise(nodes)]
     assert lengths[1:] == [5, 4, 3, 2, 1]  # later segments are shorter: more checkpoints are held with them
 
@@ -105,19 +105,19 @@ def test_a_million_nodes_take_the_linear_algorithm_under_two_seconds():
     took = []
     for _ in range(3):  # the least of three, and of this thread's own time: the machine is shared
         start = time.thread_time()
-        found = chain.hong_linear(d)
+        found = checkpoints.hong_linear(d)
         took.append(time.thread_time() - start)
         if took[-1] < 2:
             break
     assert min(took) < 2, took
     assert found.nodes[0] == 0
     assert found.nodes[-1] == 1_000_000
-    assert found.peak_bytes == chain.released_peak_bytes(d, found.nodes)
+    assert found.peak_bytes == checkpoints.released_peak_bytes(d, found.nodes)
     assert found.peak_bytes < sum(d) / 100
 
 
-@pytest.mark.parametrize("algorithm", [chain.hong_dp, chain.hong_linear, chain.sqrt, chain.none])
-def test_sizes_that_are_no_chain_are_refused_with_their_value(algorithm):
+@pytest.mark.parametrize("algorithm", checkpoints.SELECTIONS.values())
+def test_invalid_sizes_are_refused_with_their_value(algorithm):
     with pytest.raises(ValueError, match="got none"):
         algorithm([])
     with pytest.raises(ValueError, match="got -3"):
@@ -233,14 +233,14 @@ def test_a_counter_that_is_copied_at_the_end_hides_no_narrow_point():
     assert chain.linearize(graph).tensors == (None, 2, None)  # over a hundredth of what backward reads: not small
 
 
-def test_what_backward_does_not_read_runs_again_where_it_leads_to_what_it_does():
+def test_operators_that_backwards_reads_depend_on_are_recomputed():
     graph = forward_graph([(0,), (1,), (2,), (2,), (4,)], [(1,), (2,), (3,), (4,), (5,)], backward_reads=(2, 5))
     found = chain.schedule_of(graph, chain.linearize(graph), (0, 3, 4))
     assert chain.linearize(graph).tensors == (None, 1, 2, 4, None)
     assert [s.operator for s in found.backward] == [0, 1, 5]  # not 2: nothing reads tensor 3
 
 
-def test_a_segment_runs_again_when_backward_reaches_it():
+def test_a_segment_is_recomputed_when_backward_reaches_it():
     graph, costs = linear_graph([1, 1, 1, 1, 1])
     cut = chain.linearize(graph)
     found = chain.schedule_of(graph, cut, (0, 2, 4, 5))
@@ -258,7 +258,7 @@ def test_the_last_segment_is_not_dropped():
     assert [s.operator for s in chain.schedule_of(graph, cut, (0, 2, 5)).backward] == [5, 6, 0, 7, 8]
 
 
-def test_a_dropout_mask_is_drawn_once_and_its_layer_may_run_again():
+def test_a_dropout_mask_is_drawn_once_and_its_layer_may_be_recomputed():
     graph, costs = linear_graph([1, 4, 4, 4, 4], dropout_after=(0, 1, 2, 3))
     cut = chain.linearize(graph)
     found = chain.schedule_of(graph, cut, tuple(range(0, len(cut.cuts), 2)))
@@ -271,13 +271,13 @@ def test_a_dropout_mask_is_drawn_once_and_its_layer_may_run_again():
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=3, max_size=25))
-def test_on_a_linear_network_the_replay_never_passes_the_objective(node_bytes):
+def test_on_a_linear_network_the_simulated_peak_is_at_most_the_objective(node_bytes):
     graph, costs = linear_graph(node_bytes, output_bytes=1)
     cut = chain.linearize(graph)
     for nodes, objective in (
-        (chain.hong_linear(cut.node_bytes).nodes, chain.released_peak_bytes),
-        (chain.hong_dp(cut.node_bytes).nodes, chain.stored_peak_bytes),
-        (chain.sqrt(cut.node_bytes).nodes, chain.released_peak_bytes),
+        (checkpoints.hong_linear(cut.node_bytes).nodes, checkpoints.released_peak_bytes),
+        (checkpoints.hong_dp(cut.node_bytes).nodes, checkpoints.stored_peak_bytes),
+        (checkpoints.sqrt(cut.node_bytes).nodes, checkpoints.released_peak_bytes),
     ):
         peak_bytes = simulate(graph, costs, chain.schedule_of(graph, cut, nodes)).peak_bytes
         # the output, and the batch's gradient, are kept and not nodes of the chain; the smallest tensors stay
@@ -286,7 +286,7 @@ def test_on_a_linear_network_the_replay_never_passes_the_objective(node_bytes):
 
 def test_checkpoints_halve_the_peak_of_a_long_network_and_release_beats_storing():
     graph, costs = linear_graph([1] * 100)
-    peaks = {name: simulate(graph, costs, chain.schedule(graph, name)).peak_bytes for name in chain.ALGORITHMS}
+    peaks = {name: simulate(graph, costs, chain.schedule(graph, name)).peak_bytes for name in checkpoints.SELECTIONS}
     assert peaks["none"] == 100  # nodes 1 to 98, the first gradient and the output
     assert peaks["hong-linear"] <= peaks["hong-dp"] <= 22
     assert peaks["hong-linear"] <= peaks["sqrt"]
@@ -294,7 +294,7 @@ def test_checkpoints_halve_the_peak_of_a_long_network_and_release_beats_storing(
 
 @settings(max_examples=200, deadline=None)
 @given(joint_graphs(max_forward=12), st.sampled_from(sorted(SOLVERS)))
-def test_every_random_graph_gives_a_schedule_that_replays_within_its_budget_or_none(case, name):
+def test_every_random_graph_gives_a_valid_schedule_within_its_budget_or_none(case, name):
     graph, costs = case
     found = chain.schedule(graph, name)
     timeline = simulate(graph, costs, found)  # raises if it breaks a rule
@@ -308,7 +308,7 @@ def test_every_random_graph_gives_a_schedule_that_replays_within_its_budget_or_n
     assert masks.isdisjoint(s.operator for s in found.backward if s.operator < graph.forward_count)
 
 
-def test_without_recomputation_the_plain_schedule_is_all_there_is():
+def test_without_recomputation_the_plain_schedule_is_the_only_one():
     graph, costs = linear_graph([1] * 30)
     plain = plain_schedule(graph)
     peak_bytes = simulate(graph, costs, plain).peak_bytes

@@ -21,7 +21,7 @@ PLAIN = Options(seconds=0.3, gap=0.0, implementations=())
 
 
 def priced(graph: Graph, costs: Costs, prices: np.ndarray, again: set[int]) -> float:
-    """What it costs to run ``again`` again and to hold all else that is read in the backward part, or infinity."""
+    """The cost of rerunning ``again`` and holding everything else that the backward part reads, or infinity."""
     ran = [op for op in graph.operators if op.plain]
     if any(not graph.operators[o].replayable for o in again):
         return float("inf")
@@ -49,7 +49,7 @@ def priced(graph: Graph, costs: Costs, prices: np.ndarray, again: set[int]) -> f
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_a_cut_is_the_cheapest_choice_of_what_runs_again(data):
+def test_a_cut_is_the_cheapest_choice_of_what_to_recompute(data):
     graph, costs = data.draw(joint_graphs(max_forward=7))
     prices = np.array([data.draw(st.integers(0, 8)) / 64 for _ in graph.operators])
     plain = plain_schedule(graph)
@@ -64,7 +64,7 @@ def test_a_cut_is_the_cheapest_choice_of_what_runs_again(data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_what_is_dropped_runs_again_once_and_nothing_else_does(data):
+def test_dropped_tensors_are_recomputed_once_and_no_others_are(data):
     graph, costs = data.draw(joint_graphs())
     plain = plain_schedule(graph)
     replayable = [s.operator for s in plain.forward if graph.operators[s.operator].replayable]
@@ -92,7 +92,7 @@ def test_cuts_of_any_schedule_are_valid_schedules_with_its_implementations(data)
 
 
 def _ways(graph: Graph, step: Step) -> tuple[int, frozenset[int]]:
-    """Operator, and what the implementation reads: in place or not, and of several the better one, is not the cut's."""
+    """Operator and the implementation's reads: a cut decides neither on running in place nor between equal reads."""
     return step.operator, frozenset(graph.operators[step.operator].implementations[step.implementation].inputs)
 
 
@@ -101,12 +101,12 @@ def _parts(graph: Graph, base: Schedule | None) -> tuple[tuple[Step, ...], ...]:
     return base.forward, base.backward
 
 
-def test_nothing_runs_again_where_that_is_forbidden():
+def test_without_recomputation_there_are_no_cuts():
     graph, costs = conv_norm_relu(4)
     assert cut.schedules(graph, costs, 0, Options(recompute=False)) == []
 
 
-def test_what_only_the_backward_reads_waits_for_it_at_no_cost():
+def test_an_operator_read_only_by_backward_moves_there_at_no_cost():
     graph, costs = make("1 9 1 1", "f: > 0", "f: 0 > 1 p", "b: > 2", "b: 1 2 > 3")
     schedules = cut.schedules(graph, costs, 11, PLAIN)
     late = [s for s in schedules if s.forward == (Step(0),) and s.backward == (Step(2), Step(1), Step(3))]

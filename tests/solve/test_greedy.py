@@ -1,4 +1,4 @@
-"""The search: its memory of bytes equals the judge's, its schedules fit, and are never worse than plain."""
+"""The greedy solver: its bytes equal those of ``simulate``, its schedules fit, and are never worse than plain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from monetrun.core.graph import Costs
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, plain_schedule
 from monetrun.core.simulate import core, simulate
-from monetrun.solve import cut, greedy
+from monetrun.solve import cut, greedy, native_search
+from monetrun.solve.native_search import Allowed, NativeSearch
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain, conv_norm_relu, make
 
@@ -20,7 +21,7 @@ QUICK = Options(seconds=0.02)
 
 
 def idle(graph, schedule):
-    """The first runs of optional operators that nothing reads before they run again: those need not have been."""
+    """The first runs of optional operators that nothing reads before they run again: they are not needed."""
     found, wanted = [], set()
     for i, step in reversed(list(enumerate(schedule.forward + schedule.backward))):
         op = graph.operators[step.operator]
@@ -39,11 +40,10 @@ def test_the_search_counts_the_bytes_and_seconds_that_simulate_counts(data):
     graph, costs = data.draw(joint_graphs())
     plain = simulate(graph, costs, plain_schedule(graph))
     budget = data.draw(st.integers(0, plain.peak_bytes))
-    view = greedy._View(graph, costs, QUICK)
-    with greedy._Search(view, budget, plain_schedule(graph)) as search:
+    with NativeSearch(Allowed.of(graph, costs, QUICK), budget, plain_schedule(graph), QUICK.seed) as search:
         search.greedy()
         search.anneal(data.draw(st.integers(0, 3000)), 3.0, 0.1, 0.0, until_it_fits=False)
-        current = search.read(1)
+        current = search.current()
         assert current is not None
         timeline = simulate(graph, costs, current)
         seconds = timeline.seconds - sum(costs.seconds[s.operator][s.implementation] for s in idle(graph, current))
@@ -60,7 +60,7 @@ def test_the_search_counts_the_bytes_and_seconds_that_simulate_counts(data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_a_solution_fits_and_costs_between_its_bound_and_what_is_plain(data):
+def test_a_solution_fits_and_costs_between_its_bound_and_the_plain_schedule(data):
     graph, costs = data.draw(joint_graphs())
     plain = simulate(graph, costs, plain_schedule(graph))
     budget = data.draw(st.integers(0, plain.peak_bytes + 1))
@@ -123,7 +123,7 @@ def test_in_place_variants_are_used_where_legal_and_named():
 
 
 @needs_native
-def test_an_optional_operator_runs_when_its_output_makes_a_tensor_needless():
+def test_an_optional_operator_runs_when_its_output_replaces_a_tensor():
     # op5 reads 64 bytes, which op4 with its workspace has no room for, or the 2-byte mask that op2 makes of them
     graph, costs = make(
         "64 64 2 64 1 1", "f: > 0 r", "f: 0 > 1 r", "f: 1 > 2 o", "f: 1 > 3 r", "b: 3 > 4 w40", "b: 1 > 5 a2"
@@ -142,25 +142,25 @@ def test_an_implementation_that_reads_less_at_no_cost_is_used_from_the_start():
     graph, costs = make("64 8 8 1", "f: > 0 r", "f: 0 > 1 r", "b: 0 1 > 2 a1", "b: 2 > 3")
     costs = Costs("test", ((1.0,), (1.0,), (1.0, 1.0), (1.0,)), costs.workspace_bytes)
     plain = plain_schedule(graph)
-    with greedy._Search(greedy._View(graph, costs, QUICK), 10**6, plain) as search:
-        current = search.read(1)
+    with NativeSearch(Allowed.of(graph, costs, QUICK), 10**6, plain, QUICK.seed) as search:
+        current = search.current()
     assert current is not None
     assert [s.implementation for s in current.backward] == [1, 0]
 
 
 @needs_native
 @pytest.mark.parametrize(("blocks", "tenths", "overhead"), [(24, 5, 0.06066), (40, 4, 0.10302)])
-def test_recomputation_and_other_implementations_are_found_together_at_once(blocks, tenths, overhead):
+def test_recomputation_and_other_implementations_are_combined_in_a_short_search(blocks, tenths, overhead):
     graph, costs = conv_norm_relu(blocks)
     plain = simulate(graph, costs, plain_schedule(graph))
-    solution = greedy.improve(graph, costs, plain.peak_bytes * tenths // 10, None, QUICK)
+    solution = greedy.solve(graph, costs, plain.peak_bytes * tenths // 10, QUICK)
     assert solution.schedule is not None
     # the optimum's overhead; without a view of what is alive anyway recomputation costs 0.078 and 0.142
     assert simulate(graph, costs, solution.schedule).seconds / plain.seconds - 1 < 1.1 * overhead
 
 
 @needs_native
-def test_options_forbid_implementations_and_recomputation():
+def test_options_exclude_implementations_and_recomputation():
     graph, costs = make("8 8 8 1", "f: > 0", "f: 0 > 1 i0", "b: 1 > 2 i1", "b: 2 > 3")
     assert greedy.solve(graph, costs, 9, Options(seconds=0.02, implementations=())).schedule is None
     graph, costs = chain(12, 10)
@@ -173,14 +173,14 @@ def test_improving_a_schedule_never_makes_it_worse():
     graph, costs = chain(12, 10)
     start = cut.dropping(graph, plain_schedule(graph), range(1, 12, 2))
     peak_bytes = simulate(graph, costs, start).peak_bytes
-    solution = greedy.improve(graph, costs, peak_bytes, start, QUICK)
+    solution = greedy.solve(graph, costs, peak_bytes, QUICK, [start])
     assert solution.schedule is not None
     assert simulate(graph, costs, solution.schedule).seconds <= simulate(graph, costs, start).seconds
 
 
-def test_without_a_compiler_a_schedule_is_found_all_the_same(monkeypatch):
+def test_without_a_compiler_a_schedule_is_still_found(monkeypatch):
     monkeypatch.setattr(simulate_module, "core", lambda: (None, "no compiler"))
-    monkeypatch.setattr(greedy, "core", lambda: (None, "no compiler"))
+    monkeypatch.setattr(native_search, "core", lambda: (None, "no compiler"))
     graph, costs = chain(12, 10)
     solution = greedy.solve(graph, costs, 100, QUICK)
     assert isinstance(solution.schedule, Schedule)
@@ -194,16 +194,16 @@ def test_where_greedy_gives_up_the_search_starts_from_a_cut(monkeypatch):
     options = Options(seconds=0.05, implementations=())
     cuts = cut.schedules(graph, costs, budget_bytes, options)
     loaded: list[Schedule] = []
-    load = greedy._Search.load
-    monkeypatch.setattr(greedy._Search, "greedy", lambda self: False)
-    monkeypatch.setattr(greedy._Search, "load", lambda self, schedule: (loaded.append(schedule), load(self, schedule)))
+    load = NativeSearch.load
+    monkeypatch.setattr(NativeSearch, "greedy", lambda self: False)
+    monkeypatch.setattr(NativeSearch, "load", lambda self, schedule: (loaded.append(schedule), load(self, schedule)))
     greedy.solve(graph, costs, budget_bytes, options)
     assert loaded == [plain_schedule(graph), greedy.nearest(graph, costs, budget_bytes, cuts)]
 
 
 @needs_native
-def test_greedy_gives_up_after_so_many_tries():
+def test_greedy_stops_after_the_given_number_of_tries():
     graph, costs = chain(12, 10)
-    with greedy._Search(greedy._View(graph, costs, QUICK), 60, plain_schedule(graph)) as search:
+    with NativeSearch(Allowed.of(graph, costs, QUICK), 60, plain_schedule(graph), QUICK.seed) as search:
         assert not search.greedy(1)
         assert search.greedy()

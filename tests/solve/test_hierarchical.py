@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, Step, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.solve import greedy, hierarchical, ilp, incumbent, relaxation, windows
+from monetrun.solve import bound, greedy, hierarchical, ilp, incumbent, windows
+from monetrun.solve.ilp_program import build
+from monetrun.solve.ilp_schedule import start_from
 from support.exhaustive import cheapest_seconds
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain
@@ -61,7 +63,7 @@ def test_an_interrupt_returns_the_best_schedule_so_far(monkeypatch):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(relaxation, "relax", interrupted)
+    monkeypatch.setattr(bound, "relax", interrupted)
     solution = hierarchical.solve(graph, costs, 7, Options(seconds=5.0))
     assert simulate(graph, costs, solution.schedule).peak_bytes <= 7
     assert solution.status == "feasible"
@@ -75,31 +77,32 @@ def test_the_same_inputs_give_the_same_plan_when_the_gap_ends_the_search():
     assert first.schedule == second.schedule
 
 
-def test_progress_tells_of_better_schedules_and_bounds_only():
+def test_progress_reports_only_better_schedules_and_bounds():
     graph, costs = chain(10)
-    told: list[tuple[float, float]] = []
-    hierarchical.solve(graph, costs, 7, Options(seconds=3.0, gap=0.0), lambda s, b: told.append((s, b)))
-    assert told
-    assert told == sorted(told, key=lambda pair: (-pair[0], pair[1]))
+    reports: list[tuple[float, float]] = []
+    options = Options(seconds=3.0, gap=0.0, on_progress=lambda _, seconds, bound: reports.append((seconds, bound)))
+    hierarchical.solve(graph, costs, 7, options)
+    assert reports
+    assert reports == sorted(reports, key=lambda pair: (-pair[0], pair[1]))
 
 
-def test_a_window_can_say_the_schedule_it_comes_from_even_out_of_the_graphs_order():
+def test_a_window_can_express_its_schedule_even_out_of_the_graphs_order():
     graph, costs = chain(5)
     plain = plain_schedule(graph)
     again = (Step(0), Step(1), Step(2), Step(0), Step(1))
     schedule = Schedule(plain.forward, plain.backward[:2] + again + plain.backward[2:])
     slots = windows.window_slots(graph, schedule, {0, 1, 2}, Options())
-    program = ilp.build(graph, costs, 10, slots)
-    assert ilp.start_from(graph, program, schedule) is not None
+    program = build(graph, costs, 10, slots)
+    assert start_from(graph, program, schedule) is not None
 
 
 def test_native_searches_of_one_solve_each_have_their_own_seed():
     graph, costs = chain(4)
-    search = incumbent.Incumbent(graph, costs, 5, Options(seed=3), None)
+    search = incumbent.Incumbent(graph, costs, 5, Options(seed=3))
     assert [search.native(1.0)[0].seed for _ in range(3)] == [3, 4, 5]
 
 
-def test_what_finds_nothing_gives_way_to_what_finds_but_keeps_a_share_of_the_work():
+def test_an_unsuccessful_kind_of_search_keeps_a_small_share_of_the_work():
     fruitful, fruitless = windows._Effort(), windows._Effort()
     for _ in range(400):
         if fruitful.comes_before(fruitless):
@@ -109,15 +112,15 @@ def test_what_finds_nothing_gives_way_to_what_finds_but_keeps_a_share_of_the_wor
     assert fruitful.work_seconds / fruitless.work_seconds == pytest.approx(1 / windows._LEAST_SUCCESS, rel=0.1)
 
 
-def test_a_budget_that_one_draw_does_not_reach_is_tried_again_with_another_seed(monkeypatch):
+def test_a_budget_that_one_seed_does_not_reach_is_tried_with_another(monkeypatch):
     graph, costs = chain(8)
     budget_bytes = simulate(graph, costs, plain_schedule(graph)).peak_bytes - 2
-    search = incumbent.Incumbent(graph, costs, budget_bytes, Options(seconds=4.0), None)
+    search = incumbent.Incumbent(graph, costs, budget_bytes, Options(seconds=4.0))
     frugal, seeds = greedy.most_frugal, []
 
-    def unlucky_at_first(graph, costs, options, enough_bytes, patience):
+    def unlucky_at_first(graph, costs, options, enough_bytes, allowance):
         seeds.append(options.seed)
-        return plain_schedule(graph) if len(seeds) < 3 else frugal(graph, costs, options, enough_bytes, patience)
+        return plain_schedule(graph) if len(seeds) < 3 else frugal(graph, costs, options, enough_bytes, allowance)
 
     monkeypatch.setattr(greedy, "most_frugal", unlucky_at_first)
     hierarchical._search_frugally(search, 1.0)

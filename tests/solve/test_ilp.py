@@ -8,7 +8,9 @@ from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation,
 from monetrun.core.options import Options
 from monetrun.core.plan import Step, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.solve import ilp
+from monetrun.solve import cut, ilp
+from monetrun.solve.ilp_program import build
+from monetrun.solve.ilp_schedule import read_schedule, start_from
 from monetrun.solve.slot import all_slots, without_useless
 from support.exhaustive import cheapest_seconds
 from support.random_graphs import joint_graphs
@@ -51,7 +53,7 @@ def test_ablations_equal_exhaustive_search_without_what_they_leave_out(problem, 
 
 
 @pytest.mark.parametrize(("budget_bytes", "again"), [(7, 0), (6, 1), (5, 2), (4, 3)])
-def test_a_chain_is_recomputed_no_more_than_its_budget_demands(budget_bytes, again):
+def test_a_chain_is_recomputed_no_more_than_its_budget_requires(budget_bytes, again):
     graph, costs = chain(6)
     assert simulate(graph, costs, plain_schedule(graph)).peak_bytes == 7
     solution = ilp.solve(graph, costs, budget_bytes, Options(seconds=60.0, gap=0.0))
@@ -59,7 +61,26 @@ def test_a_chain_is_recomputed_no_more_than_its_budget_demands(budget_bytes, aga
     assert solution.bound_seconds == pytest.approx(12 + again)
 
 
-def test_useless_slots_are_left_out():
+def test_progress_is_reported_in_seconds_of_the_schedule():
+    graph, costs = chain(8)
+    reports = []
+    options = Options(seconds=60.0, gap=0.0, mip_solver="highs", on_progress=lambda *now: reports.append(now))
+    solution = ilp.solve(graph, costs, 5, options)
+    assert reports[-1][1] == pytest.approx(simulate(graph, costs, solution.schedule).seconds)
+    assert all(bound <= seconds + 1e-9 for _, seconds, bound in reports)
+
+
+def test_a_start_is_returned_when_no_time_is_left():
+    graph, costs = chain(30)
+    start = cut.dropping(graph, plain_schedule(graph), range(0, 29, 2))
+    budget_bytes = simulate(graph, costs, start).peak_bytes
+    solution = ilp.solve(graph, costs, budget_bytes, Options(seconds=1e-6), [start])
+    assert simulate(graph, costs, solution.schedule).seconds <= simulate(graph, costs, start).seconds
+    assert solution.status in ("feasible", "optimal")
+    assert 0 < solution.bound_seconds <= simulate(graph, costs, solution.schedule).seconds
+
+
+def test_useless_slots_are_removed():
     graph, _ = chain(6)
     slots = all_slots(graph, Options())
     left = without_useless(graph, slots)
@@ -68,12 +89,12 @@ def test_useless_slots_are_left_out():
     assert len(left) == 12 + 6 + 5 + 4 + 3 + 2 + 1
 
 
-def test_a_schedule_is_found_again_among_the_slots():
+def test_a_schedule_survives_the_way_through_the_variables():
     graph, costs = chain(4)
-    program = ilp.build(graph, costs, 4, all_slots(graph, Options()))
+    program = build(graph, costs, 4, all_slots(graph, Options()))
     schedule = ilp.solve(graph, costs, 4, Options(gap=0.0)).schedule
-    start = ilp.start_from(graph, program, schedule)
-    assert ilp.read_schedule(program, start) == schedule
+    start = start_from(graph, program, schedule)
+    assert read_schedule(program, start) == schedule
     assert program.memory.excess(start).max() == pytest.approx(0.0, abs=1e-9)
 
 

@@ -1,8 +1,9 @@
-"""What holds of every solver and graph, whatever the search does."""
+"""Laws of the solvers on random graphs, whatever the search does."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,8 +16,10 @@ from monetrun.core.plan import GraphPlan, Plan, Schedule, plain_schedule
 from monetrun.core.simulate import simulate
 from monetrun.planning import planner
 from monetrun.planning.frontier import frontier
-from monetrun.solve import hierarchical, ilp, incumbent, relaxation
+from monetrun.solve import hierarchical, ilp, timing
 from monetrun.solve.places import Places
+from monetrun.solve.relaxation import relax
+from monetrun.solve.relaxed_schedule import start_from
 from support.random_graphs import joint_graphs, schedules
 from support.small_graphs import chain, conv_norm_relu
 from support.step_records import graph_record
@@ -69,7 +72,7 @@ def test_recomputation_and_other_implementations_are_used_together():
 
 @quick
 @given(joint_graphs(max_forward=8, max_backward=8), st.integers(5, 10))
-def test_implementations_alone_are_chosen_by_the_whole_program(problem, tenths):
+def test_without_recomputation_the_whole_program_is_solved(problem, tenths):
     graph, costs = problem
     budget_bytes = share_of_plain_peak(graph, costs, tenths)
     exact = ilp.solve(graph, costs, budget_bytes, dataclasses.replace(EXACT, recompute=False))
@@ -116,29 +119,29 @@ def test_scip_and_highs_agree(problem, tenths):
         assert seconds_of(graph, costs, one.schedule) == pytest.approx(seconds_of(graph, costs, other.schedule))
 
 
-def test_the_same_inputs_give_the_same_plan_when_the_work_ends_the_search(monkeypatch):
+def test_the_same_inputs_give_the_same_plan_when_the_work_ends_the_search():
     graph, costs = conv_norm_relu(90, (16, 8, 24, 12, 20, 7, 13))
     budget_bytes = share_of_plain_peak(graph, costs, 2)
-    # however slow the machine is: the clock is only there for machines that are too busy
-    monkeypatch.setattr(incumbent.Incumbent, "elapsed", lambda self: -1e6)
-    monkeypatch.setattr(incumbent, "PATIENCE", 1e6)
     options = Options(seconds=1.0, gap=0.0)
-    first, second, other = (
-        hierarchical.solve(graph, costs, budget_bytes, dataclasses.replace(options, seed=seed)) for seed in (0, 0, 1)
-    )
+    backwards = itertools.count(0.0, -1e6)  # so that the clock ends no search, however slow the machine is
+    with timing.override(clock=lambda: next(backwards), patience=1e6):
+        first, second, other = (
+            hierarchical.solve(graph, costs, budget_bytes, dataclasses.replace(options, seed=seed))
+            for seed in (0, 0, 1)
+        )
     assert first.status == "feasible"
     assert first.schedule != other.schedule  # so that it is not the only one that there is to find
     assert (first.schedule, first.bound_seconds) == (second.schedule, second.bound_seconds)
 
 
-def test_on_progress_is_told_the_best_and_the_bound_and_is_no_part_of_what_is_asked_for():
+def test_on_progress_gets_the_best_and_the_bound_and_is_not_compared():
     graph, costs = chain(10)
-    told: list[tuple[float, float, float]] = []
-    options = Options(seconds=3.0, gap=0.0, on_progress=lambda *now: told.append(now))
+    reports: list[tuple[float, float, float]] = []
+    options = Options(seconds=3.0, gap=0.0, on_progress=lambda *now: reports.append(now))
     solution = hierarchical.solve(graph, costs, 7, options)
     assert options == Options(seconds=3.0, gap=0.0)
-    assert told[-1][1:] == (simulate(graph, costs, solution.schedule).seconds, solution.bound_seconds)
-    assert [t for t, _, _ in told] == sorted(t for t, _, _ in told)
+    assert reports[-1][1:] == (simulate(graph, costs, solution.schedule).seconds, solution.bound_seconds)
+    assert [t for t, _, _ in reports] == sorted(t for t, _, _ in reports)
 
 
 @quick
@@ -151,14 +154,14 @@ def test_a_plan_is_the_same_after_json(data):
     assert codec.loads(Plan, codec.dumps(plan)) == plan
 
 
-def test_a_run_again_may_use_another_implementation_in_the_relaxed_program():
+def test_a_rerun_may_use_another_implementation_in_the_relaxed_program():
     graph, costs = conv_norm_relu(3)
     schedule = hierarchical.solve(graph, costs, share_of_plain_peak(graph, costs, 6), Options(seconds=2.0)).schedule
     places = Places(tuple(op.id for op in graph.operators if not op.optional))
-    program = relaxation.relax(graph, costs, simulate(graph, costs, schedule).peak_bytes, places, Options())
-    start = relaxation.start_from(graph, program, schedule)
+    program = relax(graph, costs, simulate(graph, costs, schedule).peak_bytes, places, Options())
+    start = start_from(graph, program, schedule)
     for variable in program.problem.variables():
         variable.value = start[variable.name()]
     assert all(c.violation().max() <= 1e-9 for c in program.problem.constraints)
-    said = program.fixed_seconds + program.problem.objective.value * program.unit_seconds
-    assert said <= simulate(graph, costs, schedule).seconds + 1e-9
+    relaxed_seconds = program.fixed_seconds + program.problem.objective.value * program.unit_seconds
+    assert relaxed_seconds <= simulate(graph, costs, schedule).seconds + 1e-9

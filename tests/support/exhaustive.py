@@ -1,7 +1,7 @@
-"""The cheapest schedule of a tiny graph by search over everything, sharing no code with the solvers or the replay.
+"""The cheapest schedule of a tiny graph by exhaustive search, which shares no code with the solvers or the replay.
 
-A state is what must run next and which tensors are alive; a move runs the next operator, runs a replayable forward
-operator again, or drops a tensor.
+A state is the next operator and the set of tensors that are alive; a move runs the next operator, reruns a replayable
+forward operator, or frees a tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def cheapest_seconds(
     recompute: bool = True,
     max_states: int = 200_000,
 ) -> float | None:
-    """The least seconds of any schedule within the budget; infinity where there is none, None where that is too much.
+    """The least seconds of any schedule within the budget; infinity if there is none, None after ``max_states``.
 
-    With ``any_order`` forward operators run again in any order, any number of times; without it at most once between
-    two backward operators, in the graph's order (the class of the integer program).
+    With ``any_order`` forward operators rerun in any order, any number of times; without it at most once between two
+    backward operators, in the graph's order (the class of the integer program).
     """
     operators, tensors = graph.operators, graph.tensors
     external = {t.id for t in tensors if t.external}
@@ -46,7 +46,7 @@ def cheapest_seconds(
                 continue
             if not set(impl.inputs) - external <= alive:
                 continue
-            # a tensor that is overwritten and not read here was of no use: the state without it is searched too
+            # holding a tensor until it is overwritten gains nothing: the state without it is searched too
             if any(t in alive and t not in kept for t in op.outputs):
                 continue
             written, left = size(op.outputs), alive

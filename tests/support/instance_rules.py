@@ -1,4 +1,4 @@
-"""The rules of the planning problems' format, checked on the file's own data, sharing no code with the replay.
+"""The rules of the planning problems' format, checked on the file's own data without any code of the replay.
 
 A schedule is a sequence of operator numbers: every operator once in the file's order, and any non-random forward
 operator again anywhere in the backward part. A tensor lives from a write to its last read before the next write, a

@@ -1,8 +1,8 @@
 """Hypothesis strategies for small random joint graphs, their costs and valid schedules of them.
 
-``joint_graphs()`` has everything that a captured graph may have: several outputs, in-place implementations, other
-implementations that read other tensors, optional operators, kept, external and zero-byte tensors, operators that
-must not be replayed. Switch features off by keyword for a solver that does not know them.
+``joint_graphs()`` has everything that a captured graph may have: several outputs, in-place implementations,
+implementations that read other tensors, optional operators, kept, external and zero-byte tensors, operators that must
+not rerun. Keywords switch features off for code that does not support them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def joint_graphs(
 
 @st.composite
 def schedules(draw: st.DrawFn, graph: Graph, *, max_replays: int = 6) -> Schedule:
-    """A schedule of ``graph`` that mostly obeys the rules: only what it reads, or runs in place, may be wrong."""
+    """A schedule of ``graph`` that is valid except that a read, or running in place, may be illegal."""
 
     def step(op: Operator) -> Step:
         return Step(op.id, draw(st.integers(0, len(op.implementations) - 1)) if draw(st.booleans()) else 0)

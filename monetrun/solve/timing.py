@@ -1,0 +1,60 @@
+"""The clock that searches read, and how much longer than planned they may take on it.
+
+Every use of time in this package goes through ``current()``. To search under another clock:
+
+    with timing.override(clock=time.process_time, patience=8.0):
+        ...
+
+The override holds for the whole process, threads included, because searches start deep inside the planner and the
+training process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How searches measure and limit their time.
+
+    Attributes:
+        clock: the current time in seconds, from any origin.
+        patience: wall-clock allowance per search phase, as a multiple of its estimated work.
+        greedy_patience: wall-clock allowance of the greedy solver, as a multiple of ``Options.seconds``.
+        frugal_seconds: work of ``greedy.most_frugal`` when the caller passes no options.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    patience: float = 4.0
+    greedy_patience: float = 1.0
+    frugal_seconds: float = 6.0
+
+
+_current = Timing()
+
+
+def current() -> Timing:
+    """The timing in force."""
+    return _current
+
+
+def now() -> float:
+    """The current time in seconds, by the clock in force."""
+    return _current.clock()
+
+
+@contextmanager
+def override(**changes: object) -> Iterator[Timing]:
+    """Replace fields of ``Timing`` inside a ``with`` block."""
+    global _current
+    before = _current
+    _current = dataclasses.replace(before, **changes)  # type: ignore[arg-type]
+    try:
+        yield _current
+    finally:
+        _current = before
