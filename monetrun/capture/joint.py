@@ -74,8 +74,8 @@ class JointGraph:
         calls: for each (operator, implementation) beside the default the call that it makes.
         signatures: for each operator and implementation what it costs as: a key of ``timed``.
         timed: for each signature a call to measure, and a node whose result has the form of its result.
-        tried: for each signature of which only a trial tells whether it has eager's bits, the call and eager's.
-        no_faster: the (operator, implementation) that cost no less than the operator's default.
+        exactness_trials: for each signature whose exactness only a trial can show, the call and the default's.
+        no_faster_than_default: the (operator, implementation) whose seconds are at least the default's.
         storage: for each fx node that holds one tensor, the id of the tensor (storage) in ``graph``.
         outputs: the forward's outputs (nodes, or constants) in AOTAutograd's order.
         gradients: the backward's outputs, likewise.
@@ -89,8 +89,8 @@ class JointGraph:
     calls: dict[tuple[int, int], Call]
     signatures: tuple[tuple[str, ...], ...]
     timed: dict[str, tuple[Call, fx.Node]]
-    tried: dict[str, tuple[Call, Call]]
-    no_faster: frozenset[tuple[int, int]]
+    exactness_trials: dict[str, tuple[Call, Call]]
+    no_faster_than_default: frozenset[tuple[int, int]]
     storage: dict[fx.Node, int]
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
@@ -211,7 +211,7 @@ class _Reader:
             signatures.append(tuple(signature(call) for call in costs_as))
             for key, call in zip(signatures[-1], costs_as, strict=True):
                 timed.setdefault(key, (call, node))
-            no_faster.update((i, k) for k, a in enumerate(alternatives, 1) if a.no_faster)
+            no_faster.update((i, k) for k, a in enumerate(alternatives, 1) if a.no_faster_than_default)
             pairs = zip(signatures[-1][1:], alternatives, strict=True)
             tried.update({key: (a.call, default) for key, a in pairs if a.exact is None})
             readable.update(written)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monetrun.ops.layout import memory_format
+from monetrun.ops.memory_format import memory_format
 
 aten = torch.ops.aten
 
