@@ -266,4 +266,6 @@ inline std::tuple<Tensor, Tensor, Tensor> channel_norm_output_backward(
   return norm.all();
 }
 
+MONET_KERNEL(channel_norm_output_backward);
+
 }  // namespace monet

@@ -167,4 +167,7 @@ inline Tensor affine_invertible(const std::optional<Tensor>& weight, const std::
   return out;
 }
 
+MONET_KERNEL(layer_norm_output_backward);
+MONET_KERNEL(affine_invertible);
+
 }  // namespace monet

@@ -91,4 +91,6 @@ inline Tensor batch_norm_act(const Tensor& x, const std::optional<Tensor>& weigh
   return out;
 }
 
+MONET_KERNEL(batch_norm_act);
+
 }  // namespace monet

@@ -226,4 +226,8 @@ inline Tensor max_pool2d_input_backward(const Tensor& grad, const Tensor& x, std
   return result;
 }
 
+MONET_KERNEL(max_pool2d_index);
+MONET_KERNEL(max_pool2d_index_backward);
+MONET_KERNEL(max_pool2d_input_backward);
+
 }  // namespace monet

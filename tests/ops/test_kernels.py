@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from monetrun.core.native import source_folder
 from monetrun.ops import definition, kernels, registry
 from monetrun.ops.families import cross_entropy
 from support.kernel_cases import DEVICE, INF, NAN, assert_same, dtypes, laid_out, layouts, numbers, shapes
@@ -261,6 +263,29 @@ def test_opcheck(name):
     if not name.endswith("_"):  # torch functionalizes no operator that returns what it writes
         checks.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(monet, name).default, samples()[name], test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("device", "source", "suffix"), [("cpu", "ops_cpu.cpp", "_cpu.hpp"), ("cuda", "ops_cuda.cu", ".cuh")]
+)
+def test_every_kernel_file_is_compiled(device, source, suffix):
+    """A file that nothing includes would leave its operators to their references, silently."""
+    files = {path.name for path in source_folder().glob(f"*{suffix}")}
+    included, waiting = set(), [source]
+    while waiting:
+        found = set(re.findall(r'^#include "(.*)"', (source_folder() / waiting.pop()).read_text(), re.MULTILINE))
+        waiting += found - included
+        included |= found
+    assert files - included == set()
+    names = {name for file in included for name in registered_kernels(file)}
+    assert {"range_mask", "hardswish_output_backward"} < names <= definition.REFERENCES.keys()
+    if device == DEVICE and kernels.load(device):
+        key = device.upper()
+        assert [n for n in names if not torch._C._dispatch_has_kernel_for_dispatch_key(f"monet::{n}", key)] == []
+
+
+def registered_kernels(file):
+    return re.findall(r"^MONET_KERNEL\((\w+)\);", (source_folder() / file).read_text(), re.MULTILINE)
 
 
 def test_without_a_compiler_the_references_serve_and_the_reason_is_told(tmp_path):
