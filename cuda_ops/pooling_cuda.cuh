@@ -1,5 +1,5 @@
-// Max pooling that keeps one byte for each window, or nothing. The gradient is gathered: each element of the input asks
-// the windows that cover it, in the order of the output, so that no two runs differ.
+// Max pooling that keeps one byte for each window, or nothing. The gradient is gathered: each element of the input
+// reads the windows that cover it, in the order of the output, so that runs are identical.
 
 #pragma once
 

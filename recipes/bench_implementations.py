@@ -42,7 +42,7 @@ from monetrun.ops import kernels
 from step_pairs import Recorded, Reference, Trainer, run_planned
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from support import zoo
+from support import networks
 
 METER = CpuMeter()
 RECOMPUTE, IMPLEMENTATIONS, JOINT = "recomputation", "implementations", "joint"
@@ -83,7 +83,7 @@ def of_images(make: Callable[[], nn.Module], batch: int, size: int, classes: int
     def build(scale: float) -> Trainer:
         torch.manual_seed(0)
         model = make()
-        x, y = zoo.images(max(2, round(batch * scale)), size, classes)
+        x, y = networks.images(max(2, round(batch * scale)), size, classes)
         return Trainer(model, lambda: F.cross_entropy(model(x), y), METER)
 
     return build
@@ -91,16 +91,16 @@ def of_images(make: Callable[[], nn.Module], batch: int, size: int, classes: int
 
 def unet(scale: float) -> Trainer:
     torch.manual_seed(0)
-    model = zoo.UNet()
-    x, _ = zoo.images(max(2, round(8 * scale)), 128)
+    model = networks.UNet()
+    x, _ = networks.images(max(2, round(8 * scale)), 128)
     y = (x.sum(1) > 0).long()
     return Trainer(model, lambda: F.cross_entropy(model(x), y), METER)
 
 
 def gpt(scale: float) -> Trainer:
     torch.manual_seed(0)
-    model = zoo.GPT()
-    batch = zoo.tokens(max(2, round(8 * scale)), 256, 0)
+    model = networks.GPT()
+    batch = networks.tokens(max(2, round(8 * scale)), 256, 0)
     return Trainer(model, lambda: model(batch)["loss"], METER)
 
 

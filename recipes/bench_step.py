@@ -2,8 +2,8 @@
 
     python recipes/bench_step.py --cases resnet50 small_resnet unet gpt --shares 1.0 0.6 --out recipes/results/step.json
 
-Each case is one of tests/zoo.py's models with its loss. In one process, the plain model and the planned one train in
-turn, step by step; times are medians over the pairs, peaks are the allocator's.
+Each case is a model of tests/support/networks.py with its loss. In one process, the plain model and the planned one
+train in turn, step by step; times are medians over the pairs, peaks are the allocator's.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from monetrun.capture import cpu_allocator
 from monetrun.core.errors import InfeasibleBudget
 from monetrun.runtime import worker
 from monetrun.runtime.settings import RUN, Settings
-from support import zoo
+from support import networks
 
 
 def of_images(make, batch, size, classes):
     def build():
         torch.manual_seed(0)
         model = make()
-        x, y = zoo.images(batch, size, classes)
+        x, y = networks.images(batch, size, classes)
         return model, lambda: F.cross_entropy(model(x), y)
 
     return build
@@ -37,23 +37,23 @@ def of_images(make, batch, size, classes):
 
 def unet():
     torch.manual_seed(0)
-    model = zoo.UNet()
-    x, _ = zoo.images(4, 128)
+    model = networks.UNet()
+    x, _ = networks.images(4, 128)
     y = (x.sum(1) > 0).long()
     return model, lambda: F.cross_entropy(model(x), y)
 
 
 def gpt():
     torch.manual_seed(0)
-    model = zoo.GPT()
-    batch = zoo.tokens(8, 256, 0)
+    model = networks.GPT()
+    batch = networks.tokens(8, 256, 0)
     return model, lambda: model(batch)["loss"]
 
 
 CASES = {
     "resnet50": of_images(torchvision.models.resnet50, 16, 160, 1000),
     "mobilenet_v2": of_images(torchvision.models.mobilenet_v2, 16, 160, 1000),
-    "small_resnet": of_images(zoo.SmallResNet, 16, 128, 10),
+    "small_resnet": of_images(networks.SmallResNet, 16, 128, 10),
     "unet": unet,
     "gpt": gpt,
 }

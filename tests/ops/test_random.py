@@ -22,7 +22,7 @@ from monetrun.ops.registry import Call
 from monetrun.runtime.backend import Backend, Chooser
 from monetrun.runtime.recorder import estimated
 from monetrun.solve import greedy
-from support import zoo
+from support import networks
 
 monet = torch.ops.monet
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ class Noisy(nn.Module):
 
 NETWORKS = {
     "noisy": (Noisy, lambda: torch.randn(6, 8)),
-    "gpt": (lambda: zoo.GPT(layers=2, width=32, length=32), lambda: zoo.tokens(4, 32, 0)),
+    "gpt": (lambda: networks.GPT(layers=2, width=32, length=32), lambda: networks.tokens(4, 32, 0)),
     "stochastic depth": (
         lambda: torchvision.models.efficientnet_b0(num_classes=10, stochastic_depth_prob=0.4),
         lambda: torch.randn(4, 3, 32, 32),

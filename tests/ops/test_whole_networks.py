@@ -14,7 +14,7 @@ from monetrun.core.plan import Schedule, Step
 from monetrun.core.simulate import simulate
 from monetrun.ops.cudnn import MOST_PLANS
 from monetrun.runtime.backend import Backend
-from support import zoo
+from support import networks
 from support.captured import Chooser, Residual, normalized_conv, pool
 from support.kernel_cases import DEVICE
 
@@ -94,8 +94,8 @@ NETWORKS = {
         {"output:softplus", "output:group-norm", "conv:apart"},
     ),
     "gpt": (
-        lambda: zoo.GPT(layers=2, width=32, length=32),
-        lambda: zoo.tokens(4, 32, 0),
+        lambda: networks.GPT(layers=2, width=32, length=32),
+        lambda: networks.tokens(4, 32, 0),
         {"intermediate:mask", "fused:cross-entropy", "output:layer-norm"},
     ),
 }
@@ -237,8 +237,8 @@ def test_hardswish_from_its_output_has_at_most_twice_eagers_error_in_a_whole_net
             set(),
         ),
         (
-            lambda: zoo.GPT(layers=2, width=32, length=32),
-            lambda: zoo.tokens(4, 32, 0),
+            lambda: networks.GPT(layers=2, width=32, length=32),
+            lambda: networks.tokens(4, 32, 0),
             {"aten.nll_loss_backward.default"},
             set(),
         ),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from monetrun.core.errors import InfeasibleBudget
-from support import zoo
+from support import networks
 from support.paths import RECIPES
 
 
@@ -24,7 +24,7 @@ def check():
     finally:
         sys.path.remove(str(RECIPES))
     module.NETWORKS["tiny"] = module.Network(
-        lambda: zoo.SmallResNet(channels=16, blocks=2), 0, (0, 0), module.of_type(zoo.Block), (8, (32, 32))
+        lambda: networks.SmallResNet(channels=16, blocks=2), 0, (0, 0), module.of_type(networks.Block), (8, (32, 32))
     )
     yield module
     del sys.modules["gpu_check"]

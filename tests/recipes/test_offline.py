@@ -10,7 +10,7 @@ from lib import offline
 from monetrun.core.errors import CaptureFailed, UsageError
 from monetrun.core.plan import plain_schedule
 from monetrun.core.simulate import simulate
-from support import zoo
+from support import networks
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_resnet50_at_batch_184_is_captured_without_its_memory():
 
 def test_tied_weights_and_buffers_are_one_storage():
     with offline.fake_tensors():
-        model = zoo.GPT(layers=1, length=64)
+        model = networks.GPT(layers=1, length=64)
         model.register_buffer("scale", torch.ones(256))
         batch = {"tokens": torch.zeros(4, 64, dtype=torch.int64)}
         joint = offline.capture(model, (batch,), loss=lambda out: out["loss"] + (out["logits"] * model.scale).mean())
@@ -81,7 +81,7 @@ def test_real_tensors_are_refused():
 
 def test_a_forward_that_breaks_is_refused():
     with offline.fake_tensors():
-        model = zoo.TwoHalves()
+        model = networks.TwoHalves()
         with pytest.raises(CaptureFailed, match="captured as 2 graphs"):
             offline.capture(model, (torch.empty(2, 3, 32, 32),))
 
