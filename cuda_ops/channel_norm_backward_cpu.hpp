@@ -6,8 +6,8 @@
 
 namespace monet {
 
-// Of each element the gradient is (grad * weight - mean - normal * slope) * rstd, where mean and slope are those of
-// grad * weight and of grad * weight * normal over what the statistic is over, and normal = (y - bias) / weight.
+// An element's gradient is (grad * weight - mean - normal * slope) * rstd, where normal = (y - bias) / weight; mean and
+// slope are the means of grad * weight and of grad * weight * normal over the elements that share a statistic.
 template <class T>
 struct ChannelNormOutputBackward {
   using A = Arithmetic<T>;
@@ -16,10 +16,10 @@ struct ChannelNormOutputBackward {
   const ChannelNormGradients& norm;
   const T *grad, *result;
   T* to;  // null where the gradient of the input is not wanted
-  // of each channel, with a register's worth of room behind
+  // one for each channel, padded by one register
   std::vector<A> weight, bias, inverse;
   std::vector<A> rstd;
-  // for each unit and part of it the sums of grad * (y - bias) over each channel, then of grad
+  // for each unit and each of its parts: each channel's sum of grad * (y - bias), then each channel's sum of grad
   Tensor sums;
   int64_t width = 0, parts = 1;
 
@@ -46,7 +46,7 @@ struct ChannelNormOutputBackward {
     sums = torch::stable::new_empty(result, std::vector<int64_t>{norm.units * parts * 2 * width}, kind());
   }
 
-  // Whether the channels of a pixel are together: in a batch norm of single pixels they always are.
+  // Whether a pixel's channels are adjacent in memory: always so in a batch norm of single pixels.
   bool by_columns() const { return norm.channels_last || (norm.of_batch && norm.pixels == 1); }
   static ScalarType kind() { return sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float; }
   A* sums_of(int64_t unit, int64_t part) const { return write<A>(sums) + (unit * parts + part) * 2 * width; }
@@ -55,7 +55,7 @@ struct ChannelNormOutputBackward {
   static uint64_t last_lanes(int64_t count) { return ~uint64_t{0} << (kLanes - count); }
   static V only(V values, uint64_t kept) { return choose(kept, values, V{}); }
 
-  // The last lanes of a row, those that are not among its whole registers; the others are 0.
+  // The lanes of a row beyond its last whole register; the others are 0.
   static V load_end(const T* row, int64_t count, int64_t left) {
     if (count < kLanes) return load_some(row, left);
     return only(load(row + count - kLanes), last_lanes(left));
@@ -93,11 +93,11 @@ struct ChannelNormOutputBackward {
     for (; i + kLanes <= count; i += kLanes) store(value(load(g + i), load(y + i)), out + i);
     if (i == count) return;
     if (count < kLanes) return store_some(value(load_some(g, count), load_some(y, count)), out, count);
-    i = count - kLanes;  // what is written twice is the same
+    i = count - kLanes;  // elements written twice get the same value
     store(value(load(g + i), load(y + i)), out + i);
   }
 
-  // Where a channel of an image is one row: a thread takes what a statistic is over.
+  // Where a channel of an image is one contiguous row: a thread takes all rows that share a statistic.
   void rows() const {
     const int64_t pixels = norm.pixels, statistics = norm.units * norm.groups;
     const int64_t grain = kBlock * kBlocksPerTask / std::max<int64_t>(1, norm.count());
@@ -130,8 +130,8 @@ struct ChannelNormOutputBackward {
     });
   }
 
-  // body(i, load, store) for the columns of a row from i on, as many as a register has. The last ones may have come
-  // before: then they are 0 if each column is to come `once`.
+  // body(i, load, store) for the columns of a row from i on, one register at a time. The last register may overlap
+  // the one before it: its repeated columns are 0 if each column is to be visited `once`.
   template <bool once, class Body>
   void for_columns(Body body) const {
     const int64_t channels = norm.channels, left = channels % kLanes;
@@ -151,7 +151,7 @@ struct ChannelNormOutputBackward {
     }
   }
 
-  // Adds up each column of rows that follow one another.
+  // Adds up each column of consecutive rows.
   template <int64_t count>
   void sum_columns(const T* g, const T* y, A* products, A* plain) const {
     for_columns<true>([&](int64_t i, auto values_of, auto) {
@@ -168,7 +168,7 @@ struct ChannelNormOutputBackward {
     });
   }
 
-  // Where the channels of a pixel are together: columns are summed up, part by part, before anything is written.
+  // Where a pixel's channels are adjacent: columns are summed up, part by part, before anything is written.
   void columns() const {
     constexpr int64_t kAtOnce = 4;
     const int64_t rows = norm.unit_images * norm.pixels, channels = norm.channels;
@@ -265,5 +265,7 @@ inline std::tuple<Tensor, Tensor, Tensor> channel_norm_output_backward(
   });
   return norm.all();
 }
+
+MONET_KERNEL(channel_norm_output_backward);
 
 }  // namespace monet

@@ -6,7 +6,7 @@
 
 namespace monet {
 
-// A row of pixels is summed up in stretches of so many.
+// The pixels of a row that one warp sums up.
 constexpr int64_t kStretch = 4096;
 
 // As SumsOfPart, where a channel of an image is one row: a warp takes a stretch of it.
@@ -151,5 +151,7 @@ inline std::tuple<Tensor, Tensor, Tensor> channel_norm_output_backward(
   });
   return norm.all();
 }
+
+MONET_KERNEL(channel_norm_output_backward);
 
 }  // namespace monet

@@ -11,7 +11,7 @@ constexpr int64_t kBlock = 64;
 // torch's own grain of 32768 elements
 constexpr int64_t kBlocksPerTask = 512;
 
-// The elements of a vector of parameters, in the type in which they are computed with.
+// The elements of a vector of parameters, in the type of the arithmetic.
 template <class A>
 std::vector<A> parameters(const Tensor& t, int64_t count, const char* name) {
   STD_TORCH_CHECK(t.numel() == count && t.is_contiguous(), name, " must be ", count, " contiguous elements, got ",

@@ -55,7 +55,7 @@ void launch(const Tensor& like, int64_t count, Body body) {
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// Eight elements: in as few loads as there can be where the address allows that.
+// Eight elements, in as few loads as possible where the address is aligned.
 template <class T>
 struct alignas(16) Pack {
   T values[kPack];

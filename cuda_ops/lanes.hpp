@@ -1,6 +1,6 @@
 // Vectors as wide as this processor's registers, over GCC's and clang's vector extension, for the four float types.
 //
-// What is computed on reduced types is computed in float, as ATen does (its "opmath" type).
+// Reduced types are computed in float, as ATen does (its "opmath" type).
 
 #pragma once
 
@@ -62,7 +62,7 @@ inline void narrow(float value, Half* to) {
 inline void narrow(float value, float* to) { *to = value; }
 inline void narrow(double value, double* to) { *to = value; }
 
-// What a value becomes when it is kept in T and read again.
+// A value rounded to T and widened again.
 template <class T, class A>
 inline A rounded(A value) {
   T kept;
@@ -158,7 +158,7 @@ inline void store(Vector<float> value, Half* to) {
 #endif
 }
 
-// What is left of each lane when it is kept in T.
+// Each lane, rounded to T.
 template <class T>
 inline Values<T> round_to(Values<T> value) {
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -199,7 +199,7 @@ inline V broadcast(E value) {
 }
 
 // One bit for each lane in which a <= b, or in which a == b, the first lane's lowest.
-#if defined(MONET_AVX512)  // by themselves GCC's comparisons leave vectors, not bits
+#if defined(MONET_AVX512)  // GCC's own comparisons give vectors, not bits
 inline uint64_t at_most_bits(Vector<float> a, Vector<float> b) {
   return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ);
 }

@@ -1,5 +1,5 @@
-// What is done with a mask, into a new tensor or over the operand. The CPU and CUDA each define the `_into` functions,
-// which give `out`.
+// Operators that read a mask, each into a new tensor or over its operand. The CPU and CUDA each define the `_into`
+// functions, which return `out`.
 
 #pragma once
 
@@ -9,9 +9,6 @@ namespace monet {
 
 inline Tensor mask_backward_into(const Tensor& grad, const Tensor& mask, double slope, const Tensor& out);
 inline Tensor mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out);
-
-inline Tensor hardswish_output_backward_into(const Tensor& grad, const Tensor& result, const Tensor& mask,
-                                             const Tensor& out);
 
 inline Tensor mask_backward(const Tensor& grad, const Tensor& mask, double slope) {
   return mask_backward_into(grad, mask, slope, torch::stable::empty_like(grad));
@@ -27,11 +24,9 @@ inline Tensor mask_scale_(const Tensor& x, const Tensor& mask, double scale) {
   return mask_scale_into(x, mask, scale, x);
 }
 
-inline Tensor hardswish_output_backward(const Tensor& grad, const Tensor& result, const Tensor& mask) {
-  return hardswish_output_backward_into(grad, result, mask, torch::stable::empty_like(grad));
-}
-inline Tensor hardswish_output_backward_(const Tensor& grad, const Tensor& result, const Tensor& mask) {
-  return hardswish_output_backward_into(grad, result, mask, grad);
-}
+MONET_KERNEL(mask_backward);
+MONET_KERNEL(mask_backward_);
+MONET_KERNEL(mask_scale);
+MONET_KERNEL(mask_scale_);
 
 }  // namespace monet

@@ -64,6 +64,9 @@ inline Tensor nonzero_mask(const Tensor& x) {
   return mask;
 }
 
+MONET_KERNEL(range_mask);
+MONET_KERNEL(nonzero_mask);
+
 // --- values changed by bits
 
 template <class T>
@@ -127,47 +130,6 @@ inline Tensor mask_scale_into(const Tensor& x, const Tensor& mask, double scale,
     using A = Arithmetic<T>;
     // rounded to T, as a tensor of noise would be
     change_by_bits<T>(x, mask, out, TimesFactorOrZero<T>{static_cast<A>(T(static_cast<A>(scale)))});
-  });
-  return out;
-}
-
-template <class T>
-struct HardswishByOutput {
-  const T *grad, *result;
-  const uint8_t* bytes;
-  T* to;
-  int64_t count;
-  bool whole;
-
-  __device__ void operator()(int64_t p) const {
-    using A = Arithmetic<T>;
-    Pack<T> values = load(grad, p, count, whole);
-    const Pack<T> results = load(result, p, count, whole);
-    const unsigned bits = bytes[p];
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      const A g = static_cast<A>(values.values[i]), y = static_cast<A>(results.values[i]);
-      const A inside = y * A(24) + A(9);
-      const A slope = sqrt(inside < 0 ? A(0) : inside) / A(6);
-      const A right = g * (y < 3 ? slope : A(1)), left = y < 0 ? g * -slope : A(0);
-      values.values[i] = T((bits >> i & 1) != 0 ? right : left);
-    }
-    store(values, to, p, count, whole);
-  }
-};
-
-inline Tensor hardswish_output_backward_into(const Tensor& grad, const Tensor& result, const Tensor& mask,
-                                             const Tensor& out) {
-  check_dense(grad, "grad");
-  check_same_layout(grad, result, "grad and result");
-  check_mask(mask, grad.numel());
-  for_dtype(grad, [&](auto typed) {
-    using T = typename decltype(typed)::type;
-    const T *from = read<T>(grad), *results = read<T>(result);
-    T* to = write<T>(out);
-    const bool whole = aligned(from) && aligned(results) && aligned(to);
-    const uint8_t* bytes = read<uint8_t>(mask);
-    launch(grad, packs(grad.numel()), HardswishByOutput<T>{from, results, bytes, to, grad.numel(), whole});
   });
   return out;
 }

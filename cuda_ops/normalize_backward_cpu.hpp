@@ -9,9 +9,10 @@
 
 namespace monet {
 
-// Rows are summed up in so many parts at most, of so many rows at least: the sums are the same for any number of threads.
+// Rows are summed up in at most kRowParts parts of at least kRowsPerPart rows: the sums do not depend on the
+// number of threads.
 constexpr int64_t kRowParts = 32, kRowsPerPart = 16;
-// Rows that are worked on together, so that what belongs to the columns is read and written once for all of them.
+// Rows that are worked on together, so that the values of each column are read and written once for all of them.
 constexpr int64_t kRowsAtOnce = 2;
 
 template <class V>
@@ -26,7 +27,7 @@ inline auto sum_of_lanes(V values) {
   }
 }
 
-// A register's worth of what begins at `from`, or so many elements of it and zeros.
+// One register from `from` on, or its first `count` elements and zeros.
 template <class T>
 inline Values<T> load_some(const T* from, int64_t elements) {
   T padded[Lanes<T>::kLanes] = {};
@@ -40,7 +41,7 @@ inline void store_some(Values<T> value, T* to, int64_t elements) {
   std::memcpy(to, padded, elements * sizeof(T));
 }
 
-// What the rows of a layer norm have in common, its vectors filled up to whole registers.
+// What all rows of a layer norm share; its vectors are padded to whole registers.
 template <class T>
 struct LayerNormOutputBackward {
   using A = Arithmetic<T>;
@@ -145,7 +146,7 @@ inline std::tuple<Tensor, Tensor, Tensor> layer_norm_output_backward(
   return out.all();
 }
 
-// Whether every weight is a number that can be divided by, and `limit` of it no less than the bias.
+// Whether every weight can be divided by, and no bias exceeds `limit` times its weight.
 inline Tensor affine_invertible(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double limit) {
   STD_TORCH_CHECK(weight || bias, "there is neither weight nor bias");
   const Tensor& like = weight ? *weight : *bias;
@@ -155,7 +156,7 @@ inline Tensor affine_invertible(const std::optional<Tensor>& weight, const std::
     using A = Arithmetic<T>;
     const auto weights = parameters<A>(weight, like.numel(), A{1}, "weight");
     const auto biases = parameters<A>(bias, like.numel(), A{0}, "bias");
-    // room for the digits of what is multiplied by it, on both sides
+    // far enough from underflow and overflow that products with it keep all their digits
     const A least = std::numeric_limits<A>::min() / std::numeric_limits<A>::epsilon(), most = 1 / least;
     for (int64_t i = 0; i < like.numel(); ++i) {
       const A size = std::abs(weights[i]);
@@ -166,5 +167,8 @@ inline Tensor affine_invertible(const std::optional<Tensor>& weight, const std::
   *static_cast<bool*>(out.mutable_data_ptr()) = holds;
   return out;
 }
+
+MONET_KERNEL(layer_norm_output_backward);
+MONET_KERNEL(affine_invertible);
 
 }  // namespace monet

@@ -10,7 +10,8 @@
 namespace monet {
 
 constexpr int kWarp = 32;
-// Rows are summed up in so many parts at most, of so many rows at least: no two runs differ, on any device.
+// Rows are summed up in at most kRowParts parts of at least kRowsPerPart rows: runs are identical, on any
+// device.
 constexpr int64_t kRowParts = 128, kRowsPerPart = 64;
 
 // The sum over the lanes of a warp, in each of them.
@@ -121,7 +122,7 @@ inline std::tuple<Tensor, Tensor, Tensor> layer_norm_output_backward(
   return out.all();
 }
 
-// Whether every weight is a number that can be divided by, and `limit` of it no less than the bias: for one warp.
+// Whether every weight can be divided by, and no bias exceeds `limit` times its weight: for one warp.
 template <class T>
 struct IsInvertible {
   using A = Arithmetic<T>;
@@ -148,7 +149,7 @@ inline Tensor affine_invertible(const std::optional<Tensor>& weight, const std::
   for_dtype(given, [&](auto typed) {
     using T = typename decltype(typed)::type;
     using A = Arithmetic<T>;
-    // room for the digits of what is multiplied by it, on both sides
+    // far enough from underflow and overflow that products with it keep all their digits
     const A least = std::numeric_limits<A>::min() / std::numeric_limits<A>::epsilon();
     const int64_t count = given.numel();
     launch(given, kWarp,
@@ -157,5 +158,8 @@ inline Tensor affine_invertible(const std::optional<Tensor>& weight, const std::
   });
   return out;
 }
+
+MONET_KERNEL(layer_norm_output_backward);
+MONET_KERNEL(affine_invertible);
 
 }  // namespace monet

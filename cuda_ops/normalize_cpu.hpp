@@ -1,7 +1,7 @@
 // Batch norm from saved statistics, the addition of a residual and clamping, in one pass.
 //
-// The arithmetic is ATen's on the CPU, so that the bits are those of the first run: one multiply-add for each element,
-// contracted into one rounding where the processor has that (this file is compiled with -ffp-contract=fast).
+// The arithmetic is that of ATen on the CPU, so that results are bitwise identical to the first run's: one multiply-add
+// for each element, with a single rounding where the processor has that (compiled with -ffp-contract=fast).
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace monet {
 
-// torch's clamp: NaN stays, and so does -0 under a lower bound of 0. A bound of NaN is none.
+// torch's clamp: NaN stays, and so does -0 with a lower bound of 0. NaN is no bound.
 template <class V>
 inline V clamp(V value, V low, V high) {
   value = value < low ? low : value;
@@ -19,13 +19,13 @@ inline V clamp(V value, V low, V high) {
 template <class T>
 struct Affine {
   using A = Arithmetic<T>;
-  // with a register's worth of room behind, so that the end of a row is computed like the rest
+  // padded by one register, so that the end of a row is computed like the rest
   std::vector<A> scale, shift;
   A low = std::numeric_limits<A>::quiet_NaN(), high = std::numeric_limits<A>::quiet_NaN();
 
   explicit Affine(int64_t channels) : scale(channels + Lanes<T>::kLanes), shift(channels + Lanes<T>::kLanes) {}
 
-  // y = clamp(x * a + b (+ residual)) for `count` elements; `vary` says whether a and b go along with them.
+  // y = clamp(x * a + b (+ residual)) for `count` elements; `vary`: a and b have one value for each.
   template <bool vary, bool has_residual>
   void row(const T* x, const T* residual, T* y, const A* a, const A* b, int64_t count) const {
     using V = Values<T>;
@@ -39,7 +39,7 @@ struct Affine {
       }
       V value = load(from) * va + vb;
       if constexpr (has_residual) value = round_to<T>(value) + load(more);
-      // rounding keeps the order, so that once, after the bounds, is enough
+      // rounding is monotonic, so that rounding once, after the bounds, is enough
       store(clamp(value, lowest, highest), to);
     };
     int64_t i = 0;
@@ -111,5 +111,7 @@ inline Tensor batch_norm_act(const Tensor& x, const std::optional<Tensor>& weigh
   });
   return out;
 }
+
+MONET_KERNEL(batch_norm_act);
 
 }  // namespace monet

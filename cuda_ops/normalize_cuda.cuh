@@ -6,7 +6,7 @@
 
 namespace monet {
 
-// A vector of parameters, of the type in which the input is kept or of the type in which it is computed with.
+// A vector of parameters, of the input's type or of the type of its arithmetic.
 template <class T>
 struct Parameters {
   using A = Arithmetic<T>;
@@ -90,5 +90,7 @@ inline Tensor batch_norm_act(const Tensor& x, const std::optional<Tensor>& weigh
   });
   return out;
 }
+
+MONET_KERNEL(batch_norm_act);
 
 }  // namespace monet

@@ -1,8 +1,8 @@
-// Max pooling whose backward reads one byte for each window, the place of the largest element within it, or nothing
-// but the input.
+// Max pooling whose backward reads one byte for each window (the place of the largest element within it), or only the
+// input.
 //
-// The element is the one that ATen picks: the first of equal ones, the last NaN, the first of the window if none is
-// greater than -inf. Gradients of windows that overlap are added in ATen's order, row by row of the output.
+// The element is the one ATen picks: the first of equal ones, the last NaN, the window's first if none exceeds -inf.
+// Gradients of windows that overlap are added in ATen's order, row by row of the output.
 
 #pragma once
 
@@ -37,7 +37,7 @@ class Finder {
   Finder(const Images& in, const Window& w, int64_t columns) : in_(in), w_(w), columns_(columns) {
     if (in.channels_last) return;
     span_ = columns + (w.size[1] - 1) * w.dilation[1] / w.stride[1] + kLanes;
-    // what is not written over is padding, which is never the largest
+    // elements that are not written over are padding, which is never the largest
     phases_.assign(static_cast<size_t>(w.size[0] * w.stride[1] * span_), kNone);
     line_.resize(in.width + kLanes);
     first_.resize(columns + kLanes);
@@ -121,7 +121,7 @@ class Finder {
   std::vector<Bits> first_;
 };
 
-// Images, where channels are innermost, or else planes: what is worked on by one task.
+// The units that tasks work on: images where channels are innermost, otherwise planes.
 struct Units {
   int64_t count, width;
   explicit Units(const Images& in)
@@ -225,5 +225,9 @@ inline Tensor max_pool2d_input_backward(const Tensor& grad, const Tensor& x, std
   });
   return result;
 }
+
+MONET_KERNEL(max_pool2d_index);
+MONET_KERNEL(max_pool2d_index_backward);
+MONET_KERNEL(max_pool2d_input_backward);
 
 }  // namespace monet

@@ -1,5 +1,5 @@
-// Max pooling that keeps one byte for each window, or nothing. The gradient is gathered: each element of the input asks
-// the windows that cover it, in the order of the output, so that no two runs differ.
+// Max pooling that keeps one byte for each window, or nothing. The gradient is gathered: each element of the input
+// reads the windows that cover it, in the order of the output, so that runs are identical.
 
 #pragma once
 
@@ -176,5 +176,9 @@ inline Tensor max_pool2d_input_backward(const Tensor& grad, const Tensor& x, std
   });
   return result;
 }
+
+MONET_KERNEL(max_pool2d_index);
+MONET_KERNEL(max_pool2d_index_backward);
+MONET_KERNEL(max_pool2d_input_backward);
 
 }  // namespace monet

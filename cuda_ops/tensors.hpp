@@ -1,4 +1,4 @@
-// What every operator needs of torch: types, checks, and the storage of a dense tensor as one array.
+// What every kernel uses of torch: types, checks, and its registration.
 //
 // Only torch's stable ABI, so that one build serves every torch from 2.11 on.
 
@@ -18,6 +18,19 @@
 #include <optional>
 #include <utility>
 #include <vector>
+
+#if defined(__CUDACC__)
+#define MONET_DEVICE CUDA
+#else
+#define MONET_DEVICE CPU
+#endif
+
+// Registers monet::name, defined above it, as the kernel of torch.ops.monet.name on the device that is compiled for.
+#define MONET_KERNEL(name)                                  \
+  STABLE_TORCH_LIBRARY_IMPL(monet, MONET_DEVICE, library) { \
+    library.impl(#name, TORCH_BOX(&monet::name));           \
+  }                                                         \
+  static_assert(true)
 
 namespace monet {
 

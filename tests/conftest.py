@@ -76,11 +76,12 @@ def kernel(request):
     """Name of an operator to what is tested: the operator with its native kernel, or its reference."""
     import torch
 
-    from monetrun.ops import definitions, kernels
+    from monetrun.ops import definition, kernels, registry
     from support.kernel_cases import DEVICE
 
+    registry.load()
     if request.param == "reference":
-        return definitions.REFERENCES.__getitem__
+        return definition.REFERENCES.__getitem__
     if not kernels.load(DEVICE):
         pytest.skip(kernels.unavailable_reason(DEVICE))
     return lambda name: getattr(torch.ops.monet, name).default

@@ -1,8 +1,8 @@
 """What each operator costs: measured on this device, one call at a time, or estimated from bytes and flops.
 
-Every distinct operator (target, shapes, dtypes, layouts, constants) is timed once, in interleaved rounds, and the
-median is kept in the store, so that a second run plans with the same numbers. The bytes that a call allocates beside
-its outputs (its workspace) are counted by the allocator in the same calls.
+Every distinct call (target, shapes, dtypes, layouts, constants) is timed in interleaved rounds, and the median is kept
+in the store, so that a second run plans with the same numbers. The allocator counts a call's workspace: the bytes that
+it allocates beside its outputs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ _log = logging.getLogger("monetrun")
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """Of one signature: seconds of a call, bytes it allocates beside its outputs, and whether it was measured.
+    """What a call of one signature costs.
 
-    ``eagers_bits``: whether a trial gave those of what it stands for; False where none was needed.
+    Attributes:
+        seconds: of one call.
+        workspace_bytes: allocated in the call beside its outputs.
+        measured: False where it was estimated.
+        eagers_bits: whether a trial showed it bitwise identical to the default; False where no trial was needed.
     """
 
     seconds: float
@@ -46,23 +50,24 @@ class OperatorCost:
 def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) -> Costs:
     """Assemble the costs of a graph from those of its implementations' signatures.
 
-    What runs in place costs no more than the same out of place: less on a CPU, where new pages take longer to get than
-    to fill (a ReLU of 430 MB took 24 ms in place, 190 out of place, on 2 cores of a Zen 4, 2026-11), else by luck. What
-    is marked as no faster than the default costs no less than that.
+    An implementation in place costs at most as much as the same one out of place: elsewhere a higher figure is noise,
+    and on a CPU it is truly faster, since new pages take longer to get than to fill (a ReLU of 430 MB took 24 ms in
+    place, 190 out of place, on 2 cores of a Zen 4, 2026-11). One marked as no faster than the default costs at least as
+    much as the default.
     """
     seconds, workspaces = [], []
     for op, row in zip(joint.graph.operators, joint.signatures, strict=True):
         costs = [known[signature] for signature in row]
-        least = _to_draw_again(joint, op)
+        least_workspace = _bytes_to_save_generator_state(joint, op)
         pairs = [(costs[k], costs[counterpart(op, k)]) for k in range(len(costs))]
         floors = [costs[0].seconds if (op.id, k) in joint.no_faster_than_default else 0.0 for k in range(len(costs))]
         seconds.append(tuple(max(s, min(c.seconds for c in pair)) for s, pair in zip(floors, pairs, strict=True)))
-        workspaces.append(tuple(max(least, min(c.workspace_bytes for c in pair)) for pair in pairs))
+        workspaces.append(tuple(max(least_workspace, min(c.workspace_bytes for c in pair)) for pair in pairs))
     return Costs(device, tuple(seconds), tuple(workspaces))
 
 
-def _to_draw_again(joint: JointGraph, op: Operator) -> int:
-    """The bytes that noting the generator's state once more takes beyond what the operator writes after that."""
+def _bytes_to_save_generator_state(joint: JointGraph, op: Operator) -> int:
+    """Workspace of drawing again: bytes of the generator's state, saved meanwhile, beyond those of the outputs."""
     state = random.state_of(joint.nodes[op.id])
     if state is None:
         return 0
@@ -82,8 +87,8 @@ def measure(
     """Measure the implementations of ``joint`` whose signature is not in ``known``; gives the new entries only.
 
     Inputs are made up with the captured shapes, strides and dtypes (integers are zero, which is a valid index
-    everywhere). Only the inputs and outputs of one operator are alive at a time. The state of the random number
-    generators is as before afterwards. What refuses such inputs is estimated, with as much workspace as it has results.
+    everywhere). Only one call's inputs and outputs are allocated at a time. The random number generators are left as
+    they were. A call that fails on such inputs is estimated, with a workspace as large as its results.
     """
     todo = {signature: call for signature, (call, _) in joint.timed.items() if signature not in known}
     if not todo:
@@ -103,9 +108,9 @@ def measure(
                     seconds[signature].append(_timed(call, meter))
                 except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
                     _log.debug("%s cannot be timed alone (%s): estimated", call.target, error)
-                    failed[signature] = _guess(*joint.timed[signature])
+                    failed[signature] = _estimate_after_failure(*joint.timed[signature])
         trials = {s: calls for s, calls in joint.exactness_trials.items() if s in todo and s not in failed}
-        exact = {signature for signature, calls in trials.items() if _has_eagers_bits(*calls)}
+        exact = {signature for signature, calls in trials.items() if _is_bitwise_identical(*calls)}
     measured = {
         signature: OperatorCost(statistics.median(seconds[signature]), workspace[signature], True, signature in exact)
         for signature in todo
@@ -114,13 +119,13 @@ def measure(
     return {**measured, **failed}
 
 
-def _guess(call: Call, like: fx.Node) -> OperatorCost:
+def _estimate_after_failure(call: Call, like: fx.Node) -> OperatorCost:
     results = (v for v in tree_leaves(like.meta.get("val")) if isinstance(v, torch.Tensor))
     return replace(estimate(call, like), workspace_bytes=sum(v.nbytes for v in results))
 
 
 def as_tried(joint: JointGraph, known: Mapping[str, OperatorCost]) -> Graph:
-    """The graph, in which an implementation is exact also where a trial (see ``measure``) gave eager's bits."""
+    """The graph with implementations marked exact where a trial (see ``measure``) showed them bitwise identical."""
     exact = {signature for signature in joint.exactness_trials if signature in known and known[signature].eagers_bits}
 
     def marked(op: Operator) -> Operator:
@@ -132,8 +137,8 @@ def as_tried(joint: JointGraph, known: Mapping[str, OperatorCost]) -> Graph:
     return replace(joint.graph, operators=tuple(operators))
 
 
-def _has_eagers_bits(call: Call, eagers: Call) -> bool:
-    """Whether both calls give the same bits of the same random operands (False where there is no memory for both)."""
+def _is_bitwise_identical(call: Call, default: Call) -> bool:
+    """Whether both calls give bitwise identical results of the same random operands (False where memory runs out)."""
     operands: dict[fx.Node, Any] = {}
 
     def result(of: Call) -> Any:
@@ -141,7 +146,7 @@ def _has_eagers_bits(call: Call, eagers: Call) -> bool:
         return of.target(*arguments, **keywords)
 
     try:
-        expected, given = result(eagers), result(call)  # which may write over an operand
+        expected, given = result(default), result(call)  # which may write over an operand
     except torch.OutOfMemoryError:
         return False
     pairs = zip(tree_leaves(given), tree_leaves(expected if call.only is None else expected[call.only]), strict=True)
@@ -153,7 +158,7 @@ def _arguments(
     made: dict[fx.Node, Any] | None = None,
     fill: Callable[[torch.Tensor], Any] = lambda tensor: tensor.fill_(0.5),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Operands of the captured forms, those floating-point filled by ``fill``; ``made`` are there, and added to."""
+    """A call's arguments, each node a made-up tensor (floating-point ones filled by ``fill``); ``made`` holds them."""
     made = {} if made is None else made
 
     def make(argument: fx.Node) -> Any:
@@ -183,7 +188,7 @@ def _span(value: torch.Tensor) -> int:
 
 
 def _warm_up(call: Call, meter: Meter) -> int:
-    """Call once; gives the bytes allocated during the call beside what it returned."""
+    """Call once, and return the bytes allocated during the call beside its results."""
     arguments, keywords = _arguments(call)
     before = meter.current_bytes()
     meter.reset_peak()
@@ -215,11 +220,11 @@ def _timed(call: Call, meter: Meter) -> float:
 
 
 def estimate(call: Call, like: fx.Node, model: roofline.Device | None = None) -> OperatorCost:
-    """Seconds from the bytes that a call moves and from its flops (see ``roofline``), and no workspace.
+    """Seconds by the roofline model, and no workspace.
 
     Args:
-        call: what runs.
-        like: a node whose result has the form of the call's.
+        call: what to estimate.
+        like: a node whose result has the shapes, strides and dtypes of the call's.
         model: the device; by default a CPU of no particular make.
     """
     arguments, keywords = fx.map_arg((call.args, call.kwargs), lambda a: a.meta.get("val"))

@@ -113,7 +113,7 @@ def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inpu
         signatures=tuple(d.signatures for d in described),
         timed=_calls_to_measure(described),
         exactness_trials={d.signatures[k]: (a.call, Call.of(d.node)) for d, k, a in alternatives if a.exact is None},
-        no_faster_than_default=frozenset((d.operator.id, k) for d, k, a in alternatives if a.no_faster),
+        no_faster_than_default=frozenset((d.operator.id, k) for d, k, a in alternatives if a.no_faster_than_default),
         storage=storages.by_node,
         outputs=results[:forward_outputs],
         gradients=results[forward_outputs:],

@@ -1,10 +1,13 @@
-"""What an operator costs on a device that is not here: bytes over bandwidth or flops over rate, whichever takes longer.
+"""The roofline model of a named device: a call takes bytes over bandwidth or flops over rate, whichever is longer.
 
-The deterministic alternative to measuring. Peaks are the data sheets'; what is reached of them is one share for each
-class of operator. Against TensorFlow's published benchmarks of training on one P100 (DGX-1, fp32, batch 64, synthetic
-data), images a second come to 1.06 of what was measured for ResNet-50 (219), 1.02 for ResNet-152 (91.8), 0.90 for
-VGG-16 (154) and 1.28 for Inception v3 (142). What the model leaves out: FFT convolutions (faster than their flops),
-depthwise kernels (slower than their bytes), workspaces, and caches.
+It is the deterministic alternative to measuring, and the device need not be present. Peaks are from data sheets, and
+each class of operator reaches one fixed share of them. Against TensorFlow's published benchmarks of training on one
+P100 (DGX-1, fp32, batch 64, synthetic data), the model gives 1.06 times the measured images per second for ResNet-50
+(219), 1.02 times for ResNet-152 (91.8), 0.90 for VGG-16 (154) and 1.28 for Inception v3 (142). It leaves out FFT
+convolutions (faster than their flops), depthwise kernels (slower than their bytes), workspaces and caches.
+
+ATen's operators are listed here; those of ``torch.ops.monet`` declare their cost where they are defined
+(``monetrun.ops.definition.Cost``).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from monetrun.core.errors import UsageError
+from monetrun.ops.definition import cost_of
 
 aten = torch.ops.aten
 
@@ -45,10 +49,10 @@ class Device:
         memory_bytes: as its driver reports it.
         bytes_per_second: peak of its memory.
         flops_per_second: peak (multiply and add are two) without sparsity, by ``"fp64"``, ``"fp32"``, ``"tf32"``,
-            ``"fp16"``, ``"bf16"``; what is missing runs at the rate of fp32.
+            ``"fp16"``, ``"bf16"``; a missing one runs at the rate of fp32.
         tensor_cores: the entries of ``flops_per_second`` that are tensor cores' rates.
-        launch_seconds: the least that one call takes, however small.
-        source: of these values.
+        launch_seconds: what the smallest call takes.
+        source: where these values are from.
         winograd: whether its convolutions use Winograd's algorithm.
     """
 
@@ -62,14 +66,14 @@ class Device:
     winograd: bool = True
 
     def dense_seconds(self, flops: float, kind: str) -> float:
-        """Of ``flops`` in matrix products of ``kind`` (``"fp32"``, ...)."""
+        """Seconds of ``flops`` in matrix products of ``kind`` (``"fp32"``, ...)."""
         if kind not in self.flops_per_second:
             kind = "fp32"
         share = TENSOR_CORE_SHARE if kind in self.tensor_cores else DENSE_SHARE
         return flops / (share * self.flops_per_second[kind])
 
     def memory_seconds(self, nbytes: int) -> float:
-        """Of reading or writing ``nbytes``."""
+        """Seconds to read or write ``nbytes``."""
         return nbytes / (MEMORY_SHARE * self.bytes_per_second)
 
 
@@ -138,7 +142,7 @@ DEVICES: dict[str, Device] = {
 
 
 def names() -> list[str]:
-    """What ``parse`` takes."""
+    """The cost models that ``parse`` accepts."""
     return [MEASURED, *(PREFIX + name for name in DEVICES)]
 
 
@@ -146,7 +150,7 @@ def parse(text: str) -> Device | None:
     """The device that ``text`` (``"roofline:p100"``) names; None for ``"measured"``.
 
     Raises:
-        UsageError: neither; the message lists the names.
+        UsageError: there is no such cost model; the hint lists the names.
     """
     if text == MEASURED:
         return None
@@ -169,13 +173,17 @@ def estimate(target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any],
     inputs, outputs = _tensors((list(arguments), dict(keywords))), _tensors(result)
     if _is_view(target, inputs, outputs):
         return 0.0
+    cost = cost_of(target)
+    if cost.like is not None:
+        target, arguments, keywords = cost.like, arguments[: len(cost.like._schema.arguments)], {}
     name = str(getattr(target, "overloadpacket", target)).rpartition(".")[2]
-    convolution = _CONVOLUTIONS[name](*arguments) if name in _CONVOLUTIONS else None
+    convolution = _CONVOLUTIONS[target](*arguments) if target in _CONVOLUTIONS else None
     if convolution is not None:
         inputs = convolution.reads
     elif name in _SHAPE_OF_SECOND:
         inputs = _tensors((arguments[0], list(arguments[2:]), dict(keywords)))
-    memory = model.memory_seconds(_bytes_moved(name, inputs, outputs))
+    read, written = _bytes_moved(name, inputs, outputs)
+    memory = model.memory_seconds(cost.reads * read + cost.writes * written)
     kind = _kind(inputs, convolution is not None, model)
     if convolution is None:
         flops = float(_flops(target, arguments, keywords, result))
@@ -199,14 +207,8 @@ def _is_view(target: Any, inputs: Iterable[torch.Tensor], outputs: list[torch.Te
 
 
 # The statistics of a normalization over a batch take a pass of their own, in both directions.
-_TWO_PASSES = (
-    "native_batch_norm",
-    "cudnn_batch_norm",
-    "batch_norm_backward_in_parts",
-    "native_group_norm",
-    "channel_norm",
-)
-# Of their second argument they need the shape only.
+_TWO_PASSES = ("native_batch_norm", "cudnn_batch_norm", "native_group_norm")
+# They read only the shape of their second argument.
 _SHAPE_OF_SECOND = frozenset(
     {
         "max_pool2d_with_indices_backward",
@@ -217,26 +219,24 @@ _SHAPE_OF_SECOND = frozenset(
         "_adaptive_avg_pool3d_backward",
     }
 )
-# They read of their first argument as much as they write, whatever its size.
+# They read as many bytes of their first argument as they write, whatever its size.
 _GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 
 
-def _bytes_moved(name: str, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> int:
+def _bytes_moved(name: str, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Bytes that an operator of ATen reads and writes."""
     written = sum(_touched(t) for t in outputs)
     if name.endswith("_like") or name.startswith("new_"):
-        return written  # of the argument only the shape is read
+        return 0, written  # only the argument's shape is read
     sizes = [_touched(t) for t in {(t.untyped_storage()._cdata, t.storage_offset()): t for t in inputs}.values()]
     if name in _GATHERS and sizes:
         sizes[0] = min(sizes[0], written)
     passes = 2 if any(part in name for part in _TWO_PASSES) else 1
-    if "_in_parts" in name:  # parts of the result are copied into it; those of a norm's operands are copies
-        written *= 3
-        passes += 2 if "norm" in name else 0
-    return written + passes * sum(sizes)
+    return passes * sum(sizes), written
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """Bytes of the elements that are there: a broadcast dimension is one element."""
+    """Bytes of a tensor's distinct elements: a broadcast dimension counts as one element."""
     if tensor.layout is not torch.strided:
         return int(tensor.numel() * tensor.element_size())
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
@@ -245,7 +245,7 @@ def _touched(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Convolution:
-    """What one call computes of a convolution: its output, or gradients of its input or weight."""
+    """One call of a convolution or its backward: flops, whether Winograd's algorithm applies, and tensors read."""
 
     flops: float
     winograd: bool
@@ -274,24 +274,18 @@ def _backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *window: Any) -> 
 def _convolution(
     batch: int, spatial: Iterable[int], weight: Any, stride: Any, dilation: Any, groups: int, reads: list[torch.Tensor]
 ) -> _Convolution:
-    """Of one direction: each weight is used once for each position of the output (transposed: of the input)."""
+    """One direction: each weight is used once for each position of the output (of the input where transposed)."""
     winograd = tuple(weight.shape[2:]) == (3, 3) and {*stride, *dilation, groups} == {1}
     return _Convolution(2.0 * batch * math.prod(spatial) * weight.numel(), winograd, reads)
 
 
-# By the operator's name. torch's own formula counts a grouped weight's gradient once for each group.
-_CONVOLUTIONS: dict[str, Callable[..., _Convolution]] = {
-    "convolution": _forward,
-    "convolution_backward": _backward,
-    "convolution_by": lambda *arguments: _forward(*arguments[:-1]),
-    "convolution_weight_backward_by": lambda *arguments: _backward(*arguments[:-1]),
-    "convolution_in_parts": lambda *arguments: _forward(*arguments[:-2]),
-    "convolution_weight_backward_in_parts": lambda *arguments: _backward(*arguments[:-1]),
-    "cudnn_convolution": lambda *arguments: _forward(*arguments[:-2]),
-    "cudnn_convolution_weight_backward": lambda *arguments: _backward(*arguments[:-2]),
+# torch's own formula counts a grouped weight's gradient once for each group.
+_CONVOLUTIONS: dict[Any, Callable[..., _Convolution]] = {
+    aten.convolution.default: _forward,
+    aten.convolution_backward.default: _backward,
 }
 
-# torch 2.11 has no formula for the CPU's kernel; it takes the same tensors first
+# torch 2.11 has no formula for the CPU's kernels, whose first arguments are the same tensors
 _COUNTED_AS: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -299,7 +293,7 @@ _COUNTED_AS: dict[Any, Any] = {
 
 
 def _flops(target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> int:
-    """From torch's own formulas; 0 for what has none."""
+    """Flops by torch's own formulas; 0 for an operator without one."""
     packet = getattr(target, "overloadpacket", None)
     packet = _COUNTED_AS.get(packet, packet)
     if packet not in flop_registry:
@@ -309,7 +303,7 @@ def _flops(target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], r
 
 
 def _kind(inputs: Iterable[torch.Tensor], convolution: bool, model: Device) -> str:
-    """At which of the device's rates the operands are multiplied."""
+    """The entry of ``flops_per_second`` that applies to the operands' dtype."""
     dtype = next((t.dtype for t in inputs if t.dtype.is_floating_point), torch.float32)
     if dtype is torch.float32:
         # torch's defaults: TensorFloat-32 in convolutions, and in matrix products where the script allows it

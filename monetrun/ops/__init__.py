@@ -1,1 +1,1 @@
-"""How operators may run other than as eager runs them: one file per family."""
+"""Alternative implementations of operators: what they compute, what they cost, and where they may be used."""

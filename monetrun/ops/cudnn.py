@@ -1,16 +1,16 @@
 """cuDNN's plans for a convolution or one of its gradients, and running one (``pip install nvidia-cudnn-frontend``).
 
-For one convolution cuDNN has dozens of plans (an engine and its settings, which are the plan's name), in the order in
-which its heuristics expect them to be fast; ATen runs the first, however much workspace that takes. Worth a choice are
-the first and the next in order that take clearly less: of a contiguous one in float32 the first may take as much as
-input and output together, and the thirtieth nothing.
+For one convolution cuDNN has dozens of plans (an engine and its settings, which are the plan's name), ordered by the
+speed that its heuristics expect; ATen runs the first, whatever its workspace. Worth a choice are the first and those
+after it with clearly less workspace: for a contiguous convolution in float32 the first may take as much as input and
+output together, and the thirtieth nothing.
 
 Operations are named as cuDNN names them, between an *image*, a *filter* and a *response*: ``fprop`` computes the
 response, ``dgrad`` the image's gradient, ``wgrad`` the filter's. A transposed convolution is a ``dgrad``, and the
 gradient of its input an ``fprop``.
 
-Plans that are not deterministic are left out, so that what runs twice gives the same bits twice, and where torch does
-not allow TensorFloat-32, those that use it. Without a CUDA device the package is not imported.
+Plans that are not deterministic are left out, so that a recomputation is bitwise identical; so are those that use
+TensorFloat-32 where torch does not allow it. Without a CUDA device the package is not imported.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monetrun.ops.layout import memory_format
+from monetrun.ops.memory_format import memory_format
 
 aten = torch.ops.aten
 
 MOST_PLANS = 4  # for one call: each is timed, and is one more choice for the planner
-# a plan has a place among them if it takes this share less workspace than those before it, and as many bytes less
+# a plan is worth a choice if its workspace is smaller than that of all before it by this share and by so many bytes
 _SHARE_SAVED, _BYTES_SAVED = 0.1, 1 << 20
-_ALIGNMENT_BYTES = 16  # that plans may rely on
+_ALIGNMENT_BYTES = 16  # of pointers; plans may rely on it
 
 _ROLES = {  # of the operands, and of the result
     "fprop": ("image", "filter", "response"),
@@ -49,7 +49,7 @@ _log = logging.getLogger("monetrun")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is to be computed.
+    """One convolution, or one gradient of it.
 
     Attributes:
         operation: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
@@ -78,14 +78,14 @@ class Problem:
         dtype: torch.dtype,
         channels_last: bool,
     ) -> Problem:
-        """With the sizes of image, filter and response, and stride, padding and dilation, as any sequences."""
+        """From the sizes of image, filter and response, and stride, padding and dilation, as any sequences."""
         image, filter, response = map(tuple, sizes)
         stride, padding, dilation = map(tuple, window)
         return cls(operation, image, filter, response, stride, padding, dilation, dtype, channels_last)
 
     @property
     def roles(self) -> tuple[str, str, str]:
-        """Of the two operands, and of the result."""
+        """The roles of the two operands, and of the result."""
         return _ROLES[self.operation]
 
     @property
@@ -103,7 +103,7 @@ class Problem:
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """Why no plan can be had (no package, no device, ...), or None. The package is imported where there is a device."""
+    """Why there are no plans (no package, no device, ...), or None. Imports the package where there is a device."""
     if importlib.util.find_spec("cudnn") is None:
         return "nvidia-cudnn-frontend is not installed"
     if not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
@@ -121,18 +121,18 @@ def tensor_float_allowed() -> bool:
     """Whether torch computes float32 convolutions in TensorFloat-32."""
     try:
         return bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:  # the script says it by the newer name
+    except RuntimeError:  # the script set it by its newer name
         return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What the package raises where cuDNN does not do what it is asked for."""
+    """The exceptions that the package raises where cuDNN does not support a request."""
     return importlib.import_module("cudnn").cudnnGraphNotSupportedError, RuntimeError, ValueError
 
 
 @contextlib.contextmanager
 def _handle(device: torch.device) -> Iterator[Any]:
-    """The device's handle, on the current stream, for one thread at a time."""
+    """The device's handle, set to the current stream, locked against other threads."""
     with _lock, torch.cuda.device(device):
         handle = _new_handle(device)
         stream = torch.cuda.current_stream(device).cuda_stream
@@ -156,7 +156,7 @@ class Drawn:
 
     Args:
         problem: of the graph.
-        where: ``handle=`` of a device, or ``device_property=`` of one that need not be here.
+        where: ``handle=`` of a device, or ``device_property=`` of one that need not be present.
 
     Raises:
         RuntimeError, ValueError, or the package's error: cuDNN has no plan for it.
@@ -190,7 +190,7 @@ class Drawn:
         self.graph.create_execution_plans([frontend.heur_mode.A, frontend.heur_mode.FALLBACK])
 
     def deselect(self, tensor_float: bool) -> None:
-        """Refuse plans that are not deterministic, or less precise than ATen's."""
+        """Leave out plans that are not deterministic, or less precise than ATen's."""
         notes = importlib.import_module("cudnn").numerical_note
         unwanted = [notes.NONDETERMINISTIC]
         if self.problem.dtype == torch.float32:
@@ -198,11 +198,11 @@ class Drawn:
         self.graph.deselect_numeric_notes(unwanted)
 
     def names(self) -> list[str]:
-        """Of the plans, the one expected to be fastest first."""
+        """The plans' names, the one expected to be fastest first."""
         return [self.graph.get_plan_name_at_index(i) for i in range(self.graph.get_execution_plan_count())]
 
     def build(self, index: int) -> int | None:
-        """Build a plan; gives the bytes of its workspace, or None where it is refused."""
+        """Build a plan; gives the bytes of its workspace, or None where cuDNN does not support it."""
         try:
             self.graph.build_plan_at_index(index)
             return int(self.graph.get_workspace_size_plan_at_index(index))
@@ -212,9 +212,9 @@ class Drawn:
 
 
 def front(plans: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Of plans (name, workspace in bytes) in their order those that take clearly less than all before them.
+    """The plans (name, workspace in bytes), in order, whose workspace is clearly smaller than that of all before.
 
-    At most ``MOST_PLANS``: the first ones, and the one that takes least.
+    At most ``MOST_PLANS``: the first ones, and the one with the smallest workspace.
     """
     kept: list[tuple[str, int]] = []
     for name, workspace in plans:
@@ -227,7 +227,7 @@ def plans_of(problem: Problem, tensor_float: bool, **where: Any) -> list[tuple[s
     """The plans worth a choice (name, workspace in bytes), the one expected to be fastest first; maybe none.
 
     Args:
-        problem: to be computed.
+        problem: what to compute.
         tensor_float: whether float32 may be computed in TensorFloat-32.
         where: ``handle=`` or ``device_property=``, as for ``Drawn``.
     """
@@ -237,7 +237,7 @@ def plans_of(problem: Problem, tensor_float: bool, **where: Any) -> list[tuple[s
         _log.debug("no cuDNN plans for %s: %s", problem, error)
         return []
     drawn.deselect(tensor_float)
-    # an engine of cuDNN's own: newer packages rank some of theirs beside them, which compile when they are first run
+    # "eng": cuDNN's own engines. Newer packages also list engines of theirs, which compile when they first run
     sized = ((name, drawn.build(i)) for i, name in enumerate(drawn.names()) if name.startswith("eng"))
     return front((name, workspace) for name, workspace in sized if workspace is not None)
 
@@ -266,7 +266,7 @@ def _built(problem: Problem, plan: str, device: torch.device) -> tuple[Drawn, in
 
 
 def compute(problem: Problem, plan: str, first: Tensor, second: Tensor) -> Tensor | None:
-    """The problem's result from its operands by the plan of that name; None where it cannot run."""
+    """The problem's result by the plan of that name; None where the plan cannot run."""
     device = first.device
     operands = [value.contiguous(memory_format=problem.format) for value in (first, second)]
     if (problem, plan, device) in _failed or any(v.data_ptr() % _ALIGNMENT_BYTES or not v.numel() for v in operands):
@@ -289,7 +289,7 @@ def compute(problem: Problem, plan: str, first: Tensor, second: Tensor) -> Tenso
 
 @functools.cache
 def agrees(operation: str, dimensions: int, dtype: torch.dtype, channels_last: bool, device: torch.device) -> bool:
-    """Whether plans compute here what ATen computes, on a small problem: a mistake of ours would be a large one."""
+    """Whether plans give ATen's results on a small problem on this device: a wrong call would give large errors."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         return _agrees(operation, dimensions, dtype, channels_last, device)
 

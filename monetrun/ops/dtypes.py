@@ -1,4 +1,4 @@
-"""Dtypes that torch's fake kernels tell otherwise than ATen gives them."""
+"""Corrects output dtypes where torch's fake kernels disagree with ATen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from monetrun.ops.registry import value_of
 
 aten = torch.ops.aten
 
-# of what they give, mean and inverse deviation are the second and the third
+# their second and third results are mean and inverse deviation
 _NORMS = (
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit.no_stats,
@@ -23,10 +23,11 @@ _NORMS = (
 
 
 def correct_norms(module: fx.GraphModule) -> None:
-    """Let norms whose parameters are wider than their input, as under autocast, give the dtypes that ATen gives.
+    """Correct the dtypes of norms whose parameters are wider than their input, as under autocast, on a CPU.
 
-    On a CPU, statistics are as wide as the parameters, and no backward takes others; a group norm's input has a
-    gradient of its own dtype. torch's fake kernels (2.11 to 2.15) tell it the other way round.
+    Statistics have the dtype of the parameters, which backward kernels require, and the gradient of a group norm's
+    input has the input's dtype. torch's fake kernels (2.11 to 2.15) say the opposite. The dtypes of nodes that read
+    corrected ones are recomputed.
     """
     changed: set[fx.Node] = set()
     for node in module.graph.nodes:
@@ -38,7 +39,7 @@ def correct_norms(module: fx.GraphModule) -> None:
             given = node.target(*args, **kwargs)
         if node.target in _NORMS:
             x, *parameters = (v for v in map(value_of, node.args) if v is not None)
-            if x.device.type == "cpu" and any(p.dtype != x.dtype for p in parameters):  # which are float32 then
+            if x.device.type == "cpu" and any(p.dtype != x.dtype for p in parameters):  # float32 parameters
                 y, mean, invstd, *rest = given
                 given = (y, mean.float(), invstd.float(), *rest)
         elif node.target is aten.native_group_norm_backward.default and given[0] is not None:
@@ -50,7 +51,7 @@ def correct_norms(module: fx.GraphModule) -> None:
 
 
 def _corrected(value: Any, given: Any) -> Any:
-    """``value``, with what ``given`` has in other dtypes."""
+    """``value``, where ``given`` replaces tensors whose dtype differs."""
     if isinstance(value, tuple | list):
         parts = tuple(map(_corrected, value, given))
         return value if all(map(operator.is_, value, parts)) else parts

@@ -1,8 +1,8 @@
-"""Random numbers: drawn in the order in which eager draws them, and drawn again when an operator runs a second time.
+"""Random numbers: drawn in eager's order, and drawn again when an operator is recomputed.
 
-What an operator draws is told by the state that its device's generator was in: a few bytes, however much it drew. So a
-random operator may run again (dropout's noise need not be kept, nor a mask of it): ``generator_state`` notes the state
-right before the first run, and the second run draws from there.
+The state of its device's generator determines what an operator draws: a few bytes, however much it draws. So a random
+operator may be recomputed (neither dropout's noise nor a mask of it need be kept): ``generator_state`` saves the state
+right before the first run, and the second run draws from that state.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def _into(like: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Te
 
 
 # x.bernoulli_(p) is traced as bernoulli.p(x, p), which fills a *contiguous* tensor: for a transposed x (dropout after
-# attention) that deals the same random numbers to other elements than eager's call in place. And of x it needs the
-# form alone, which the second run should not have to keep.
+# attention) the same random numbers would go to other elements than in eager's in-place call. It also reads only the
+# shape and strides of x, which need not be kept for the second run.
 DECOMPOSITIONS = {aten.bernoulli.p: _into}
 
 
-# ---- a second run
+# ---- drawing again
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -83,14 +83,14 @@ def _fake_generator_state(device: torch.device) -> torch.Tensor:
 def draw_again(
     state: torch.Tensor, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call ``target`` with the numbers that it drew when the generator of ``device`` was in ``state``.
+    """Call ``target``, drawing from the generator of ``device`` in ``state``; the generator is left as it was.
 
-    The generator is left as it was. Before it draws, that takes as many bytes as ``state`` for a moment.
+    Until it draws, this allocates as many bytes again as ``state``.
     """
     if isinstance(state, FakeTensor):
         return target(*args, **kwargs)
     generator = _generator(device)
-    before = torch.from_numpy(generator.get_state().numpy().copy())  # in memory that is not torch's
+    before = torch.from_numpy(generator.get_state().numpy().copy())  # NumPy's memory: torch's allocator would count it
     generator.set_state(state)
     try:
         return target(*args, **kwargs)
@@ -99,7 +99,7 @@ def draw_again(
 
 
 def again(state: fx.Node, call: Call) -> Call:
-    """``call``, drawing what it drew when the generator was in ``state``."""
+    """``call``, drawing the same numbers as when the generator was in ``state``."""
     (device,) = state.args
     return Call(draw_again, (state, device, call.target, *call.args), call.kwargs, call.only)
 
@@ -108,7 +108,7 @@ def is_random(node: fx.Node) -> bool:
     """Whether the operator draws random numbers (attention kernels do so only with a dropout probability)."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return True  # a higher-order operator may do anything
+        return True  # a higher-order operator may draw
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     return "dropout_p" not in _arguments(target) or bool(argument(node, "dropout_p") != 0.0)
@@ -119,10 +119,10 @@ def _arguments(target: torch._ops.OpOverload) -> list[str]:
 
 
 def note_states(module: fx.GraphModule) -> None:
-    """Let a ``generator_state`` stand before each random forward operator of a joint module that can draw again.
+    """Insert a ``generator_state`` before each random forward operator of a joint module that can draw again.
 
-    That is, each of torch's own which draws from the generator that its device has by default. Where no second run
-    reads a state, ``execute`` leaves it out.
+    These are torch's own operators that draw from their device's default generator. Where no second run reads a state,
+    ``capture.execute`` leaves its call out.
     """
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.meta.get("partitioner_tag") != "is_forward":
@@ -139,7 +139,7 @@ def note_states(module: fx.GraphModule) -> None:
 
 
 def _draws_on(node: fx.Node) -> torch.device | None:
-    """The device by whose default generator the node draws; None where it draws otherwise, or not at all."""
+    """The device from whose default generator the node draws; None where it draws from another one, or not at all."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "monet"):
         return None
@@ -148,7 +148,7 @@ def _draws_on(node: fx.Node) -> torch.device | None:
     if "generator" in _arguments(target) and argument(node, "generator") is not None:
         return None
     devices = {v.device for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)}
-    devices = {d for d in devices if d.type != "cpu"} or devices  # beside its results, attention gives a seed
+    devices = {d for d in devices if d.type != "cpu"} or devices  # attention gives a seed, too, maybe on the CPU
     return devices.pop() if len(devices) == 1 and next(iter(devices)).type in STATE_BYTES else None
 
 
@@ -158,5 +158,5 @@ def _fake_mode(node: fx.Node) -> Any:
 
 
 def state_of(node: fx.Node) -> fx.Node | None:
-    """The state of its generator before the first run of a random operator that may run again."""
+    """The node of the generator's state before a random operator's first run; None where it cannot draw again."""
     return node.meta.get(_STATE)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Who offers which implementations: each family is a file that registers generators for the operators it knows.
+"""The registry of alternative implementations: families register generators for the operators they know.
 
 A generator is called with every node of a captured joint graph whose target it was registered for, and yields the
 other ways in which that node may run::
@@ -11,13 +11,15 @@ other ways in which that node may run::
         mask = joint.optional(result, torch.ops.monet.range_mask.default, result, 0.0, math.nan)
         yield Alternative("intermediate:mask", Call(torch.ops.monet.mask_backward.default, (grad, mask, 0.0)))
 
-Packages beside monetrun name such a module in the entry point group ``monetrun.implementations``.
+monetrun's own families are the modules of ``monetrun.ops.families``. Other packages name such a module in the entry
+point group ``monetrun.implementations``.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -31,32 +33,18 @@ from monetrun.core.graph import KINDS
 
 ENTRY_POINTS = "monetrun.implementations"
 
-_FAMILIES = (
-    "in_place",
-    "rectifiers",
-    "exponential",
-    "hardswish",
-    "pooling",
-    "convolution",
-    "layout",
-    "cudnn_convolution",
-    "parts",
-    "dropout",
-    "normalization",
-    "normalization_output",
-    "cross_entropy",
-)
+FAMILIES = "monetrun.ops.families"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its arguments are constants and nodes of the joint graph.
+    """A call whose arguments are constants and nodes of the joint graph.
 
     Attributes:
         target: an operator overload.
         args: positional arguments.
         kwargs: keyword arguments.
-        only: where the node gives a tuple of which this element alone is used: the call gives just that.
+        only: where the node gives a tuple of which only this element is used, and the call gives that element alone.
     """
 
     target: Any
@@ -66,7 +54,7 @@ class Call:
 
     @classmethod
     def of(cls, node: fx.Node) -> Call:
-        """What a node of the graph calls."""
+        """The call that a node of the graph makes."""
         return cls(node.target, node.args, dict(node.kwargs))
 
     @property
@@ -85,14 +73,15 @@ class Alternative:
         name: ``"KIND"`` or ``"KIND:which"``, KIND one of ``graph.KINDS``.
         call: gives what the node gives (the same tensors, in the same order).
         overwrites: the argument whose storage the (only) result takes over, or None.
-        exact: whether the result has the same bits as the node's; None: where a trial on the device, with random
-            operands, shows so (for calls whose roundings do not depend on the values).
-        costs_as: the call to measure in its place, one that runs the same kernel out of place too: the same work
-            measured twice would differ by noise, and the planner would take the luckier one.
-        no_faster: whether it is never to count as faster than the node's own call: the same work in other portions,
-            which measures less where the allocator happens to have them at hand.
-        guard: a call that reads parameters of the model and constants, and gives one bool: whether ``call`` may stand
-            for the node as the parameters are now. It is asked again before every forward (see ``guards``).
+        exact: whether the result is bitwise identical to the node's. None: a trial on the device, with random operands,
+            decides (for calls whose roundings do not depend on the values).
+        costs_as: a call that does the same work, to be measured instead: the same kernel measured twice would differ
+            by noise, and the planner would pick the lower figure.
+        no_faster_than_default: whether its measured seconds are raised to those of the node's own call: for the same
+            work done in other portions, which measures faster only where the allocator happens to hold blocks of
+            their size.
+        guard: a call that reads parameters of the model and constants, and gives one bool: whether ``call`` may replace
+            the node at the parameters' present values. It is evaluated before every forward (see ``capture.guards``).
     """
 
     name: str
@@ -100,28 +89,26 @@ class Alternative:
     overwrites: fx.Node | None = None
     exact: bool | None = True
     costs_as: Call | None = None
-    no_faster: bool = False
+    no_faster_than_default: bool = False
     guard: Call | None = None
 
 
 class Joint:
-    """The joint module, as generators see it.
-
-    ``notes`` is for what a generator finds out about the whole module once.
-    """
+    """The joint module as generators see it: they read its nodes, and add optional calls."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
+        self._places = {node: place for place, node in enumerate(module.graph.nodes)}
         self._optional: dict[str, fx.Node] = {}
-        self.notes: dict[Any, Any] = {}
+        self._optional_after: dict[fx.Node, list[fx.Node]] = {}
 
     def optional(self, after: fx.Node, target: Any, *args: Any) -> fx.Node:
-        """A call that is in a schedule only where an implementation that reads it is (MONeT's intermediate node).
+        """A call that a schedule makes only for implementations that read its result (MONeT's intermediate node).
 
         Args:
             after: a forward node; the call runs right after what computes it.
             target: an operator overload that gives one tensor.
-            args: its arguments, of which those that are nodes come no later than ``after``.
+            args: its arguments; nodes among them come no later than ``after``.
         """
         key = repr((target, args))
         if key not in self._optional:
@@ -141,7 +128,35 @@ class Joint:
             node.meta["partitioner_tag"] = "is_forward"
             node.meta["monetrun_optional"] = True
             self._optional[key] = node
+            self._optional_after.setdefault(place, []).append(node)
         return self._optional[key]
+
+    def sort_optional(self) -> None:
+        """Bring the optional calls after each node into an order that does not depend on who asked for them first."""
+        for place, nodes in self._optional_after.items():
+            last = _last_of(place)
+            for node in sorted(nodes, key=lambda n: self._described(Call.of(n))):
+                last.append(node)
+                last = node
+
+    def sort_key(self, alternative: Alternative) -> tuple[Any, ...]:
+        """Orders a node's alternatives by name, by what they overwrite, then by what they call."""
+        overwritten = "" if alternative.overwrites is None else self._described(alternative.overwrites)
+        return alternative.name, overwritten, self._described(alternative.call), repr(alternative.exact)
+
+    def _described(self, value: Any) -> str:
+        """A text that is the same whatever nodes are called: a node is its place in the captured graph."""
+        if isinstance(value, Call):
+            call = value
+            return f"{call.target}{self._described(call.args)}{self._described(call.kwargs)}{call.only}"
+        if isinstance(value, fx.Node):
+            place = self._places.get(value)
+            return self._described(Call.of(value)) if place is None else f"%{place:09}"
+        if isinstance(value, tuple | list):
+            return f"[{','.join(map(self._described, value))}]"
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{k}:{self._described(v)}' for k, v in value.items())}}}"
+        return repr(value)
 
 
 def _is_getitem(node: fx.Node) -> bool:
@@ -149,7 +164,7 @@ def _is_getitem(node: fx.Node) -> bool:
 
 
 def _last_of(node: fx.Node) -> fx.Node:
-    """The node behind which what reads any part of ``node`` may stand: its own last getitem."""
+    """The last node of ``node`` and the getitem calls that directly follow it."""
     last = node
     while _is_getitem(last.next) and last.next.args[0] is node:
         last = last.next
@@ -175,27 +190,34 @@ def implementation(*targets: Any) -> Callable[[Generator], Generator]:
 @functools.cache
 def load() -> None:
     """Import all families: monetrun's own, and those that installed packages name."""
-    for name in _FAMILIES:
-        importlib.import_module(f"monetrun.ops.{name}")
+    for module in pkgutil.iter_modules(importlib.import_module(FAMILIES).__path__):
+        importlib.import_module(f"{FAMILIES}.{module.name}")
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda e: e.name):
         entry.load()
 
 
 def registered() -> tuple[Any, ...]:
-    """The operators that some family knows."""
+    """The operators for which a generator is registered."""
     load()
     return tuple(_generators)
 
 
 def alternatives(module: fx.GraphModule) -> dict[fx.Node, list[Alternative]]:
-    """What all families offer for the nodes of a joint module; optional calls are added to it."""
+    """All families' alternatives for the nodes of a joint module, to which their optional calls are added.
+
+    Their order, and that of the optional calls, depends on the graph alone, not on the order of registration.
+
+    Raises:
+        ValueError: an alternative's name begins with no known kind.
+    """
     load()
     joint = Joint(module)
     found: dict[fx.Node, list[Alternative]] = {}
     for node in list(module.graph.nodes):
-        offered = list(_offered(node, joint))
+        offered = sorted(_offered(node, joint), key=joint.sort_key)
         if offered:
             found[node] = offered
+    joint.sort_optional()
     return found
 
 
@@ -209,11 +231,11 @@ def _offered(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
             yield alternative
 
 
-# ---- what generators ask about nodes
+# ---- for generators: properties of nodes
 
 
 def real_tensors() -> AbstractContextManager[Any]:
-    """For the few generators that compute: a graph is captured with fake tensors."""
+    """A context for the few generators that compute: elsewhere in capture, new tensors are fake."""
     return torch._subclasses.fake_tensor.unset_fake_temporarily()
 
 
@@ -243,7 +265,7 @@ def alike(*nodes: Any) -> bool:
 
 
 def source(node: Any) -> Any:
-    """The node that a chain of ``detach`` and same-shaped aliases stands for."""
+    """The node at the start of a chain of ``detach`` and ``alias`` calls."""
     aten = torch.ops.aten
     while isinstance(node, fx.Node) and node.target in (aten.detach.default, aten.alias.default):
         node = node.args[0]
@@ -251,18 +273,22 @@ def source(node: Any) -> Any:
 
 
 def uncopied(node: fx.Node) -> fx.Node:
-    """What a clone copies, else the node: an input that was cloned before it was overwritten is the input still."""
+    """The node that a clone copies, otherwise the node: eager clones an input that an in-place call overwrites."""
     return source(node.args[0]) if node.target is torch.ops.aten.clone.default else node  # type: ignore[no-any-return]
 
 
 def wide(*nodes: Any) -> bool:
-    """Whether the tensors among nodes are all of float32, or all of float64."""
+    """Whether the tensors among nodes all are float32, or all float64."""
     dtypes = {v.dtype for n in nodes if (v := value_of(n)) is not None}
     return dtypes in ({torch.float32}, {torch.float64})
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument of a call by its name in the operator's schema, its default where it is not given."""
+    """The argument of a call by its name in the operator's schema; the schema's default where it is not given.
+
+    Raises:
+        KeyError: the schema has no such argument.
+    """
     schema = node.target._schema  # type: ignore[union-attr]
     for position, declared in enumerate(schema.arguments):
         if declared.name == name:
@@ -273,12 +299,12 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def element(call: fx.Node, index: int) -> fx.Node | None:
-    """The node of a call's result ``index``, if anything reads that."""
+    """The node of a call's result ``index``; None where nothing reads it."""
     return next((user for user in call.users if len(user.args) == 2 and user.args[1] == index), None)
 
 
 def call_of(node: Any, target: Any, index: int) -> fx.Node | None:
-    """The call of ``target`` whose result ``index`` a node is, through aliases; None where it is none."""
+    """The call of ``target`` whose result ``index`` a node is, through aliases; None for any other node."""
     node = source(node)
     if not isinstance(node, fx.Node) or len(node.args) != 2 or node.args[1] != index:
         return None

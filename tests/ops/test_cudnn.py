@@ -18,8 +18,10 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from monetrun.ops import cudnn, cudnn_convolution, layout, registry
+from monetrun.ops import cudnn, registry
 from monetrun.ops.cudnn import Problem
+from monetrun.ops.families import cudnn_convolution
+from monetrun.ops.memory_format import memory_format
 from support.captured import strides
 from support.convolutions import CONVOLUTIONS, assert_within_rounding, operands
 from support.kernel_cases import DEVICE
@@ -224,7 +226,7 @@ def forward(last, arguments, plan):
 @pytest.mark.parametrize("case", [name for name in CONVOLUTIONS if name != "empty"])
 def test_every_operation_gives_what_aten_gives(case, last, dtype, frontend):
     x, weight, grad, window = operands(case, dtype, last)
-    form = layout.memory_format(x.dim(), last)
+    form = memory_format(x.dim(), last)
     bias = torch.linspace(-1, 1, grad.shape[1]).to(x)
     wide = [t.double() for t in (x, weight, bias, grad)]
     given = forward(last, (x, weight, bias, *window), "eng2_k2=0")
@@ -308,7 +310,7 @@ def offered(device, case="2d", dtype=torch.float32, last=False):
     graph = torch.fx.Graph()
     with FakeTensorMode():
         x_size, weight_size, *window = CONVOLUTIONS[case]
-        form = layout.memory_format(len(x_size), last)
+        form = memory_format(len(x_size), last)
         x, weight = (
             torch.empty(size, device=device, dtype=dtype, memory_format=form) for size in (x_size, weight_size)
         )
@@ -412,7 +414,7 @@ def test_cudnn_has_plans_for_every_operation(operation, dtype, last):
 @pytest.mark.parametrize("case", [name for name in CONVOLUTIONS if name != "empty"])
 def test_each_plan_gives_what_aten_gives_on_this_device(case, last, dtype, caplog):
     x, weight, grad, window = operands(case, dtype, last)
-    form, tensor_float = layout.memory_format(x.dim(), last), cudnn.tensor_float_allowed()
+    form, tensor_float = memory_format(x.dim(), last), cudnn.tensor_float_allowed()
     wide = [t.double() for t in (x, weight, grad)]
     arguments = [grad.shape[1]], *window, [False, True, True]
     expected, exact = aten.convolution(x, weight, None, *window), aten.convolution(*wide[:2], None, *window)

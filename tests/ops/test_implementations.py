@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from monetrun.ops import layout, registry
+from monetrun.ops import registry
+from monetrun.ops.families import layout
 from support.captured import CASES, captured, computed, normalized_conv, pool, strides
 from support.kernel_cases import DEVICE
 

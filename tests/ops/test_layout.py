@@ -10,7 +10,10 @@ from torch._subclasses import FakeTensorMode
 
 from monetrun.capture import roofline
 from monetrun.core.graph import KINDS
-from monetrun.ops import layout, registry
+from monetrun.ops import registry
+from monetrun.ops.families import cudnn_convolution as _cudnn_convolution  # noqa: F401  (defines the operators)
+from monetrun.ops.families import layout
+from monetrun.ops.memory_format import memory_format
 from support.captured import captured
 from support.convolutions import CONVOLUTIONS, assert_within_rounding, operands
 from support.kernel_cases import DEVICE
@@ -28,7 +31,7 @@ def test_the_other_format_gives_what_the_operator_gives(case, last, dtype):
     x, weight, grad, window = operands(case, dtype, last)
     channels = grad.shape[1]
     bias = torch.linspace(-1, 1, channels).to(x)
-    form = layout.memory_format(x.dim(), last)
+    form = memory_format(x.dim(), last)
     wide = [t.double() for t in (x, weight, grad, bias)]
     assert_within_rounding(
         monet.convolution_by(x, weight, bias, *window, not last),
@@ -74,7 +77,7 @@ def test_it_is_offered_for_every_pass_where_kernels_of_both_formats_exist(last, 
     monkeypatch.setattr(layout, "OFFERED_ON", (DEVICE,))
 
     def offered(dtype):
-        form = layout.memory_format(4, last)
+        form = memory_format(4, last)
         x = torch.randn(2, 4, 8, 8, dtype=dtype).to(DEVICE).contiguous(memory_format=form).requires_grad_()
         joint = captured(Net(dtype).to(memory_format=form), x)
         return joint, [

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from monetrun.capture import cpu_allocator
-from monetrun.ops import definitions, kernels, normalization_output
+from monetrun.ops import definition, kernels
+from monetrun.ops.families import normalization, normalization_output
 from support.kernel_cases import DEVICE, DTYPES, INF, NAN, assert_same, dtypes, laid_out, numbers
 
 aten, monet = torch.ops.aten, torch.ops.monet
@@ -39,7 +40,7 @@ def parameter_dtypes(dtype):
 @pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
 @dtypes
 def test_batch_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, layout, dtype):
-    exact = kernel != definitions.REFERENCES.__getitem__ and kernels.batch_norm_act_is_exact(
+    exact = kernel != definition.REFERENCES.__getitem__ and normalization.batch_norm_act_is_exact(
         dtype, layout != "contiguous", DEVICE
     )
     shapes = [(2, 3, 5, 7), (4, 70, 3, 3), (2, 3, 4, 5, 3), (5, 33, 1, 1), (8, 64, 33, 5), (3, 16), (2, 5, 9)]
@@ -72,8 +73,8 @@ def test_the_native_batch_norm_is_exact_where_torch_uses_fused_multiply_add():
     if not kernels.load() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("not an x86-64 processor with AVX2")
     for dtype in DTYPES:
-        assert kernels.batch_norm_act_is_exact(dtype, False)
-        assert kernels.batch_norm_act_is_exact(dtype, True)
+        assert normalization.batch_norm_act_is_exact(dtype, False)
+        assert normalization.batch_norm_act_is_exact(dtype, True)
 
 
 # --- backward from output

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import fx, nn
 
-from lib import offline
+from lib import networks, offline
 from monetrun.capture import cpu_allocator
 from monetrun.capture.execute import build
 from monetrun.capture.meter import meter_for
@@ -22,7 +22,6 @@ from monetrun.ops.registry import Call
 from monetrun.runtime.backend import Backend, Chooser
 from monetrun.runtime.recorder import estimated
 from monetrun.solve import greedy
-from support import zoo
 
 monet = torch.ops.monet
 CPU = torch.device("cpu")
@@ -76,7 +75,7 @@ class Noisy(nn.Module):
 
 NETWORKS = {
     "noisy": (Noisy, lambda: torch.randn(6, 8)),
-    "gpt": (lambda: zoo.GPT(layers=2, width=32, length=32), lambda: zoo.tokens(4, 32, 0)),
+    "gpt": (lambda: networks.GPT(layers=2, width=32, length=32), lambda: networks.tokens(4, 32, 0)),
     "stochastic depth": (
         lambda: torchvision.models.efficientnet_b0(num_classes=10, stochastic_depth_prob=0.4),
         lambda: torch.randn(4, 3, 32, 32),

@@ -1,5 +1,6 @@
-"""What a package beside monetrun adds, and what the registry refuses."""
+"""The registry: generators of other packages, the order of what is offered, and names that it refuses."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -10,7 +11,8 @@ import torch
 from torch import fx
 
 from monetrun.ops import registry
-from monetrun.ops.registry import Alternative, Call
+from monetrun.ops.registry import Alternative, Call, implementation
+from support.captured import Wave, captured
 from support.paths import README, ROOT
 
 USE = """
@@ -55,6 +57,56 @@ def test_the_readmes_implementation_works_from_an_installed_package(tmp_path):
         check=False,
     )
     assert done.stdout == "from output: aten.log_sigmoid_backward.default\n", done.stderr
+
+
+def test_every_family_registers_generators():
+    names = {g.__module__.rpartition(".")[2] for g in itertools.chain(*all_generators().values())}
+    assert names >= {path.stem for path in (ROOT / "monetrun/ops/families").glob("[a-z]*.py")}
+
+
+def all_generators():
+    registry.load()
+    return registry._generators
+
+
+def two_masks_or_fused(node, joint):
+    """Offers two masks of the input, of which ``two_masks_or_output`` offers the second too."""
+    x = node.args[0]
+    for high in (2.0, 1.0):
+        mask = joint.optional(x, torch.ops.monet.range_mask.default, x, 0.0, high)
+        yield Alternative("intermediate:sine", Call(torch.ops.monet.mask_scale.default, (x, mask, high)), exact=False)
+    yield Alternative("fused:sine", Call(torch.ops.aten.sin.default, (x,)))
+
+
+def two_masks_or_output(node, joint):
+    x = node.args[0]
+    yield Alternative("output:sine", Call(torch.ops.aten.sin.default, (x,)))
+    for high in (1.0, 0.5):
+        mask = joint.optional(x, torch.ops.monet.range_mask.default, x, 0.0, high)
+        yield Alternative("intermediate:sine", Call(torch.ops.monet.mask_scale.default, (x, mask, 0.5)), exact=False)
+    yield Alternative("in-place", Call(torch.ops.aten.sin_.default, (x,)), x)
+
+
+def test_the_order_of_registration_changes_no_graph(monkeypatch):
+    sine = torch.ops.aten.sin.default
+    graphs = []
+    for generators in itertools.permutations((two_masks_or_fused, two_masks_or_output)):
+        monkeypatch.setattr(registry, "_generators", {**all_generators(), sine: []})
+        for generator in generators:
+            implementation(sine)(generator)
+        graphs.append(captured(Wave(torch.tanh, torch.sin, torch.tanh), torch.randn(4, 5)).graph)
+    one, other = graphs
+    assert one.fingerprint == other.fingerprint
+    ways, same = ([op.implementations for op in graph.operators if op.target == "aten.sin.default"] for graph in graphs)
+    assert ways == same
+    assert [impl.name for impl in ways[0]] == [
+        "default",
+        "fused:sine",
+        "in-place",
+        *["intermediate:sine"] * 4,
+        "output:sine",
+    ]
+    assert sum(op.target == "monet.range_mask.default" for op in one.operators) == 3
 
 
 def test_a_name_of_no_known_kind_is_refused(monkeypatch):

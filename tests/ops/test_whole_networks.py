@@ -1,4 +1,4 @@
-"""Whole networks whose operators run otherwise than in eager, all at once, and what their passes can do without."""
+"""Whole networks in which all operators run by alternatives at once, or leave out what their passes do not need."""
 
 import copy
 
@@ -9,32 +9,55 @@ import torchvision
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from lib import networks
 from monetrun.core.graph import BACKWARD, FORWARD, Costs
 from monetrun.core.plan import Schedule, Step
 from monetrun.core.simulate import simulate
+from monetrun.ops.cudnn import MOST_PLANS
 from monetrun.runtime.backend import Backend
-from support import zoo
 from support.captured import Chooser, Residual, normalized_conv, pool
 from support.kernel_cases import DEVICE
 
+# Implementations by name, the one to be forced first. Every one that is not in place stands here.
+FORCED = (
+    *(f"conv:cudnn-{plan}" for plan in reversed(range(MOST_PLANS))),
+    "layout",
+    "conv:apart",
+    "fused:batch-norm",
+    "fused:cross-entropy",
+    "intermediate:mask",
+    "output:input",
+    "intermediate:index",
+    "output:elu",
+    "output:hardswish",
+    "output:softplus",
+    "output:layer-norm",
+    "output:group-norm",
+    "output:batch-norm",
+    "output",
+    "output:copy",
+)
+IN_PARTS = ("conv:parts", "fused:batch-norm-parts")
+
 
 class Forcing(Chooser):
-    """Runs every backward operator otherwise than eager does, and every forward operator that can a second time.
+    """Runs every backward operator by an alternative, and every forward operator that has one a second time by it.
 
     ``in_parts``: for some of the images or channels at a time, where that is offered; otherwise in no such way.
     """
 
     def __init__(self, in_parts=False):
-        self.in_parts = in_parts
+        self.forced = (*IN_PARTS, *FORCED) if in_parts else FORCED
 
     def choose(self, joint):
         self.joint = joint
         graph = joint.graph
 
         def other(op):
-            ways = [(k, impl) for k, impl in enumerate(op.implementations) if k and impl.in_place_of is None]
-            found = [k for k, impl in ways if self.in_parts or not impl.name.endswith("parts")]
-            return Step(op.id, found[-1] if found else 0)
+            names = {k: impl.name for k, impl in enumerate(op.implementations) if k and impl.in_place_of is None}
+            assert {*names.values()} <= {*FORCED, *IN_PARTS}
+            found = [k for k in names if names[k] in self.forced]
+            return Step(op.id, min(found, key=lambda k: self.forced.index(names[k]), default=0))
 
         forward = [Step(op.id) for op in graph.operators[: graph.forward_count]]
         again = [s for s in map(other, graph.operators[: graph.forward_count]) if s.implementation]
@@ -71,8 +94,8 @@ NETWORKS = {
         {"output:softplus", "output:group-norm", "conv:apart"},
     ),
     "gpt": (
-        lambda: zoo.GPT(layers=2, width=32, length=32),
-        lambda: zoo.tokens(4, 32, 0),
+        lambda: networks.GPT(layers=2, width=32, length=32),
+        lambda: networks.tokens(4, 32, 0),
         {"intermediate:mask", "fused:cross-entropy", "output:layer-norm"},
     ),
 }
@@ -214,8 +237,8 @@ def test_hardswish_from_its_output_has_at_most_twice_eagers_error_in_a_whole_net
             set(),
         ),
         (
-            lambda: zoo.GPT(layers=2, width=32, length=32),
-            lambda: zoo.tokens(4, 32, 0),
+            lambda: networks.GPT(layers=2, width=32, length=32),
+            lambda: networks.tokens(4, 32, 0),
             {"aten.nll_loss_backward.default"},
             set(),
         ),

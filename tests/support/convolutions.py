@@ -2,7 +2,7 @@
 
 import torch
 
-from monetrun.ops import layout
+from monetrun.ops.memory_format import memory_format
 from support.kernel_cases import DEVICE
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ CONVOLUTIONS = {
 def operands(case, dtype, last):
     """Input, weight and output gradient in one format, and the rest of the arguments."""
     x_size, weight_size, *window = CONVOLUTIONS[case]
-    form = layout.memory_format(len(x_size), last)
+    form = memory_format(len(x_size), last)
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(size, generator=generator, dtype=torch.float64).to(DEVICE, dtype).contiguous(memory_format=form)

@@ -1,13 +1,13 @@
 """A convolution computed in the other memory format: channels-last where it is contiguous, and the other way round.
 
-Its operands are converted before it and its result after it, which counts as workspace. On a GPU cuDNN has other
-kernels for each format (tensor cores read channels-last, and those of contiguous tensors convert by themselves): which
-of them take less is measured.
+Its operands are converted before it and its result after it; the copies count as workspace. On a GPU cuDNN has other
+kernels for each format (tensor cores read channels-last, and those of contiguous tensors convert by themselves):
+measuring shows which of them take less.
 
 On a CPU nothing is gained. Over the convolutions of ResNet-50, MobileNetV2 and a U-Net and their gradients, conversions
-included, channels-last kernels took 1.0 to 1.5 times what contiguous ones take, and contiguous ones 1.6 to 4 times what
-channels-last ones take; in 16 of 420 places the workspace was less, in 192 the bits were the same (float32, 2 cores of
-a Xeon, 2026-11).
+included, channels-last kernels took 1.0 to 1.5 times the time of contiguous ones, and contiguous ones 1.6 to 4 times
+that of channels-last ones; in 16 of 420 places the workspace was less, in 192 the results were bitwise identical
+(float32, 2 cores of a Xeon, 2026-11).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from monetrun.ops.convolution import input_gradient
+from monetrun.ops.definition import operator
+from monetrun.ops.families.convolution import BACKWARD_COST, COST, WINDOW, fake_gradients, input_gradient
+from monetrun.ops.memory_format import is_channels_last, memory_format
 from monetrun.ops.registry import Alternative, Call, Joint, implementation, value_of
 
 aten = torch.ops.aten
@@ -26,33 +28,19 @@ monet = torch.ops.monet
 
 OFFERED_ON = ("cuda",)
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-_library = torch.library.Library("monet", "FRAGMENT")
-WINDOW = "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups"
-_library.define(f"convolution_by(Tensor x, Tensor weight, Tensor? bias, {WINDOW}, bool channels_last) -> Tensor")
-_library.define(
-    "convolution_weight_backward_by(Tensor grad, Tensor x, Tensor weight, int[]? bias_sizes,"
-    f" {WINDOW}, bool[3] output_mask, bool channels_last) -> (Tensor, Tensor, Tensor)"
+def _fake_convolution_by(x: Tensor, weight: Tensor, bias: Tensor | None, *window: Any) -> Tensor:
+    shape = aten.convolution.default(x, weight, bias, *window[:-1]).shape
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(len(shape), not window[-1]))
+
+
+@operator(
+    f"convolution_by(Tensor x, Tensor weight, Tensor? bias, {WINDOW}, bool channels_last) -> Tensor",
+    _fake_convolution_by,
+    cost=COST,
 )
-
-
-def memory_format(dimensions: int, channels_last: bool) -> torch.memory_format:
-    """Of tensors of 4 or 5 dimensions."""
-    return _CHANNELS_LAST[dimensions] if channels_last else torch.contiguous_format
-
-
-def is_channels_last(value: Tensor) -> bool | None:
-    """Whether a tensor of 4 or 5 dimensions is channels-last or contiguous; None where it is neither, or both."""
-    if value.dim() not in _CHANNELS_LAST:
-        return None
-    contiguous, last = value.is_contiguous(), value.is_contiguous(memory_format=_CHANNELS_LAST[value.dim()])
-    return None if contiguous == last else last
-
-
-@torch.library.impl(_library, "convolution_by", "CompositeExplicitAutograd")
-def _convolution_by(x: Tensor, weight: Tensor, bias: Tensor | None, *window: Any) -> Tensor:
-    """``convolution`` by the kernels of the format that the last argument names; its result has the other one."""
+def convolution_by(x: Tensor, weight: Tensor, bias: Tensor | None, *window: Any) -> Tensor:
+    """``convolution`` by the kernels of the format that the last argument names; its result has the other format."""
     inner, outer = (memory_format(x.dim(), last) for last in (window[-1], not window[-1]))
     y = aten.convolution.default(
         x.contiguous(memory_format=inner), weight.contiguous(memory_format=inner), bias, *window[:-1]
@@ -60,14 +48,20 @@ def _convolution_by(x: Tensor, weight: Tensor, bias: Tensor | None, *window: Any
     return y.contiguous(memory_format=outer)
 
 
-@torch.library.impl(_library, "convolution_by", "Meta")
-def _fake_convolution_by(x: Tensor, weight: Tensor, bias: Tensor | None, *window: Any) -> Tensor:
-    shape = aten.convolution.default(x, weight, bias, *window[:-1]).shape
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(len(shape), not window[-1]))
+def _fake_weight_backward_by(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *window: Any
+) -> tuple[Tensor | None, ...]:
+    *_, output_mask, last = window
+    return fake_gradients(grad, weight, output_mask, memory_format(x.dim(), not last))
 
 
-@torch.library.impl(_library, "convolution_weight_backward_by", "CompositeExplicitAutograd")
-def _weight_backward_by(
+@operator(
+    "convolution_weight_backward_by(Tensor grad, Tensor x, Tensor weight, int[]? bias_sizes,"
+    f" {WINDOW}, bool[3] output_mask, bool channels_last) -> (Tensor, Tensor, Tensor)",
+    _fake_weight_backward_by,
+    cost=BACKWARD_COST,
+)
+def convolution_weight_backward_by(
     grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *window: Any
 ) -> tuple[Tensor | None, ...]:
     """The gradients of weight and bias, as ``convolution_by``; of ``weight`` only the shape is read."""
@@ -82,25 +76,6 @@ def _weight_backward_by(
         [False, *output_mask[1:]],
     )
     return None, of_weight.contiguous(memory_format=outer) if output_mask[1] else None, of_bias
-
-
-@torch.library.impl(_library, "convolution_weight_backward_by", "Meta")
-def _fake_weight_backward_by(
-    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *window: Any
-) -> tuple[Tensor | None, ...]:
-    *_, output_mask, last = window
-    return fake_gradients(grad, weight, output_mask, memory_format(x.dim(), not last))
-
-
-def fake_gradients(
-    grad: Tensor, weight: Tensor, output_mask: Sequence[bool], form: torch.memory_format
-) -> tuple[Tensor | None, ...]:
-    """Shape, strides and dtype of a convolution's gradients of weight (in the memory format ``form``) and bias."""
-    return (
-        None,
-        torch.empty_like(weight, memory_format=form) if output_mask[1] else None,
-        grad.new_empty((grad.shape[1],)) if output_mask[2] else None,
-    )
 
 
 @implementation(aten.convolution.default)

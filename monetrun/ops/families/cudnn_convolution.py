@@ -1,7 +1,7 @@
-"""Convolutions and their gradients by the cuDNN plans that are worth a choice (see ``cudnn``).
+"""Convolutions and their gradients by the cuDNN plans that are worth a choice (see ``ops.cudnn``).
 
-Without the package, or a CUDA device, nothing is offered. A plan that fails when it is run is replaced by ATen's own
-choice, once and for all, with a warning.
+Nothing is offered without the package or a CUDA device. Where a plan fails when it runs, ATen's own choice replaces it
+from then on, with a warning.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from monetrun.ops.convolution import for_each, input_gradient
 from monetrun.ops.cudnn import DTYPES, Problem, agrees, compute, plans_on, tensor_float_allowed, unavailable_reason
-from monetrun.ops.layout import WINDOW, fake_gradients, is_channels_last, memory_format
+from monetrun.ops.definition import kernel, operator
+from monetrun.ops.families.convolution import (
+    BACKWARD_COST,
+    COST,
+    WINDOW,
+    fake_gradients,
+    for_each,
+    input_gradient,
+)
+from monetrun.ops.memory_format import is_channels_last, memory_format
 from monetrun.ops.registry import Alternative, Call, Joint, implementation, real_tensors, value_of
 
 aten = torch.ops.aten
 monet = torch.ops.monet
 
-_library = torch.library.Library("monet", "FRAGMENT")
-_library.define(
-    f"cudnn_convolution(Tensor x, Tensor weight, Tensor? bias, {WINDOW}, bool channels_last, str plan) -> Tensor"
-)
-_library.define(
-    f"cudnn_convolution_weight_backward(Tensor grad, Tensor x, Tensor weight, int[]? bias_sizes, {WINDOW},"
-    " bool[3] output_mask, bool channels_last, str plan) -> (Tensor, Tensor, Tensor)"
-)
-
 
 def forward_problem(x: Tensor, weight: Tensor, channels_last: bool, *window: Any) -> Problem:
-    """What ``convolution(x, weight, None, *window)`` is to cuDNN."""
-    kernel, sizes = weight.shape[2:], x.shape[2:]
+    """CuDNN's problem of ``convolution(x, weight, None, *window)``."""
+    kernel_sizes, sizes = weight.shape[2:], x.shape[2:]
     *lists, transposed, output_padding, groups = window
     stride, padding, dilation, output_padding = (for_each(v, len(sizes)) for v in (*lists, output_padding))
-    each = zip(sizes, kernel, stride, padding, dilation, output_padding, strict=True)
+    each = zip(sizes, kernel_sizes, stride, padding, dilation, output_padding, strict=True)
     if transposed:
         spatial = [(n - 1) * s - 2 * p + d * (k - 1) + 1 + o for n, k, s, p, d, o in each]
         image, response = (x.shape[0], weight.shape[1] * groups, *spatial), tuple(x.shape)
@@ -47,7 +46,7 @@ def forward_problem(x: Tensor, weight: Tensor, channels_last: bool, *window: Any
 
 
 def weight_problem(grad: Tensor, x: Tensor, weight: Tensor, channels_last: bool, *window: Any) -> Problem:
-    """What the gradient of a convolution's weight is to cuDNN; its operands are in the order of ``wgrad_operands``."""
+    """CuDNN's problem of the gradient of a convolution's weight; operands are in the order of ``wgrad_operands``."""
     *lists, transposed, _, _ = window
     response, image = wgrad_operands(grad, x, transposed)
     sizes = image.shape, weight.shape, response.shape
@@ -55,35 +54,50 @@ def weight_problem(grad: Tensor, x: Tensor, weight: Tensor, channels_last: bool,
 
 
 def wgrad_operands(grad: Any, x: Any, transposed: bool) -> tuple[Any, Any]:
-    """Response and image."""
+    """The operands of a weight's gradient in cuDNN's order: response and image."""
     return (x, grad) if transposed else (grad, x)
 
 
-@torch.library.impl(_library, "cudnn_convolution", "CompositeExplicitAutograd")
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    """``convolution`` in the format that is named, by a plan where there is a device for it."""
-    *window, last, _ = arguments
-    return aten.convolution.default(x, weight, bias, *window).contiguous(memory_format=memory_format(x.dim(), last))
-
-
-@torch.library.impl(_library, "cudnn_convolution", "CUDA")
-def _convolution_on_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    *window, last, plan = arguments
-    result = compute(forward_problem(x, weight, last, *window), plan, x, weight)
-    if result is None:
-        return _convolution(x, weight, bias, *arguments)
-    return result if bias is None else result.add_(bias.view(-1, *(1,) * (x.dim() - 2)))
-
-
-@torch.library.impl(_library, "cudnn_convolution", "Meta")
 def _fake_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     *window, last, _ = arguments
     problem = forward_problem(x, weight, last, *window)
     return problem.empty(problem.roles[2], x.device)
 
 
-@torch.library.impl(_library, "cudnn_convolution_weight_backward", "CompositeExplicitAutograd")
-def _weight_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+@operator(
+    f"cudnn_convolution(Tensor x, Tensor weight, Tensor? bias, {WINDOW}, bool channels_last, str plan) -> Tensor",
+    _fake_convolution,
+    cost=COST,
+)
+def cudnn_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    """``convolution``, its result in the memory format that ``channels_last`` names; on CUDA by the plan."""
+    *window, last, _ = arguments
+    return aten.convolution.default(x, weight, bias, *window).contiguous(memory_format=memory_format(x.dim(), last))
+
+
+@kernel("cudnn_convolution", "CUDA")
+def _convolution_on_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    *window, last, plan = arguments
+    result = compute(forward_problem(x, weight, last, *window), plan, x, weight)
+    if result is None:
+        return cudnn_convolution(x, weight, bias, *arguments)  # type: ignore[no-any-return]
+    return result if bias is None else result.add_(bias.view(-1, *(1,) * (x.dim() - 2)))
+
+
+def _fake_weight_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    *_, output_mask, last, _ = arguments
+    return fake_gradients(grad, weight, output_mask, memory_format(x.dim(), last))
+
+
+@operator(
+    f"cudnn_convolution_weight_backward(Tensor grad, Tensor x, Tensor weight, int[]? bias_sizes, {WINDOW},"
+    " bool[3] output_mask, bool channels_last, str plan) -> (Tensor, Tensor, Tensor)",
+    _fake_weight_backward,
+    cost=BACKWARD_COST,
+)
+def cudnn_convolution_weight_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any
+) -> tuple[Tensor | None, ...]:
     """The gradients of weight and bias, as ``cudnn_convolution``; of ``weight`` only the shape is read."""
     bias_sizes, *window, (_, of_weight, of_bias), last, _ = arguments
     _, weighted, biased = aten.convolution_backward.default(
@@ -93,7 +107,7 @@ def _weight_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -
     return None, weighted.contiguous(memory_format=form) if of_weight else None, biased
 
 
-@torch.library.impl(_library, "cudnn_convolution_weight_backward", "CUDA")
+@kernel("cudnn_convolution_weight_backward", "CUDA")
 def _weight_backward_on_cuda(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     _, *window, (_, of_weight, of_bias), last, plan = arguments
     result = None
@@ -101,17 +115,11 @@ def _weight_backward_on_cuda(grad: Tensor, x: Tensor, weight: Tensor, *arguments
         problem = weight_problem(grad, x, weight, last, *window)
         result = compute(problem, plan, *wgrad_operands(grad, x, window[3]))
     if result is None:
-        return _weight_backward(grad, x, weight, *arguments)
+        return cudnn_convolution_weight_backward(grad, x, weight, *arguments)  # type: ignore[no-any-return]
     return None, result, grad.sum([d for d in range(grad.dim()) if d != 1]) if of_bias else None
 
 
-@torch.library.impl(_library, "cudnn_convolution_weight_backward", "Meta")
-def _fake_weight_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
-    *_, output_mask, last, _ = arguments
-    return fake_gradients(grad, weight, output_mask, memory_format(x.dim(), last))
-
-
-# ---- what is offered
+# ---- alternatives
 
 
 @implementation(aten.convolution.default)
@@ -140,7 +148,7 @@ def _backward(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
 
 
 def _by_plans(convolution: Call, result: Tensor | None) -> Iterator[Alternative]:
-    """A convolution's call, by each plan."""
+    """One alternative for each plan of a convolution's call."""
     x, weight = (value_of(a) for a in convolution.args[:2])
     last = _format_of(result, x, weight)
     if last is None:
@@ -152,7 +160,7 @@ def _by_plans(convolution: Call, result: Tensor | None) -> Iterator[Alternative]
 
 
 def _format_of(first: Tensor | None, *others: Tensor | None) -> bool | None:
-    """Whether tensors on a CUDA device are channels-last; None where cuDNN cannot do with them."""
+    """Whether tensors on a CUDA device are all channels-last or all contiguous; None where cuDNN does not take them."""
     if first is None or first.device.type != "cuda" or first.dtype not in DTYPES or unavailable_reason() is not None:
         return None
     last = is_channels_last(first)
@@ -168,7 +176,7 @@ def _format_of(first: Tensor | None, *others: Tensor | None) -> bool | None:
 
 
 def _named(problem: Problem, like: Tensor) -> Sequence[tuple[str, str]]:
-    """Names of implementations, by the plans' order, and the plans."""
+    """Pairs of an implementation's name, numbered in the plans' order, and its plan."""
     device = like.device
     with real_tensors():
         if not agrees(problem.operation, len(problem.image), problem.dtype, problem.channels_last, device):

@@ -1,7 +1,9 @@
 """The gradient of a convolution's input without the input, of which only the shape is needed (MONeT, section 4.2).
 
-It is the transposed convolution of the output's gradient, computed by the same kernels; eager's own call takes the
-input as well, which then has to be kept, or run again, until it.
+It is the transposed convolution of the output's gradient, computed by the same kernels. Eager's own call takes the
+input as well, which then has to be kept, or recomputed, until that call.
+
+The families that compute convolutions otherwise (``layout``, ``cudnn_convolution``, ``parts``) share what is here.
 """
 
 from __future__ import annotations
@@ -10,15 +12,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from monetrun.ops.definition import Cost
 from monetrun.ops.registry import Alternative, Call, Joint, implementation, value_of
 
 aten = torch.ops.aten
 
+# schema: what aten.convolution takes after input, weight and bias
+WINDOW = "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups"
+
+COST = Cost(like=aten.convolution.default)
+BACKWARD_COST = Cost(like=aten.convolution_backward.default)
+
 
 @implementation(aten.convolution_backward.default)
-def _apart(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
+def _without_the_input(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     grad, x, weight = node.args[:3]
     call = input_gradient(node)
     if call is not None and all(v is not None and v.is_contiguous() for v in map(value_of, (x, grad, weight))):
@@ -35,19 +44,30 @@ def input_gradient(node: fx.Node) -> Call | None:
     of_x, of_grad, of_weight = (v.shape for v in values if v is not None)
     dimensions = len(of_x) - 2
     stride, padding, dilation = (for_each(v, dimensions) for v in (stride, padding, dilation))
-    rest = [0] * dimensions
-    if not transposed:  # what the strides leave over at the far end
-        rest = [
+    output_padding = [0] * dimensions
+    if not transposed:  # elements at the far end that no window reaches
+        output_padding = [
             of_x[d + 2] - ((of_grad[d + 2] - 1) * stride[d] - 2 * padding[d] + dilation[d] * (of_weight[d + 2] - 1) + 1)
             for d in range(dimensions)
         ]
     return Call(
         aten.convolution.default,
-        (grad, weight, None, stride, padding, dilation, not transposed, rest, groups),
+        (grad, weight, None, stride, padding, dilation, not transposed, output_padding, groups),
         only=0,
     )
 
 
 def for_each(values: Sequence[int], dimensions: int) -> list[int]:
-    """A stride, padding or dilation with a value for each spatial dimension; one alone is that of all."""
+    """A stride, padding or dilation with one value for each spatial dimension; a single value stands for all."""
     return list(values) * dimensions if len(values) == 1 else list(values)
+
+
+def fake_gradients(
+    grad: Tensor, weight: Tensor, output_mask: Sequence[bool], form: torch.memory_format
+) -> tuple[Tensor | None, ...]:
+    """Shape, strides and dtype of a convolution's gradients of weight (in the memory format ``form``) and bias."""
+    return (
+        None,
+        torch.empty_like(weight, memory_format=form) if output_mask[1] else None,
+        grad.new_empty((grad.shape[1],)) if output_mask[2] else None,
+    )

@@ -1,8 +1,8 @@
 """Backward of ReLU, ReLU6 (hardtanh) and leaky ReLU: from input, from output, or from a packed 1-bit mask.
 
-Eager keeps one full tensor, the input or the output, whichever its formula names. Both tell the same elements apart,
-so either serves, and so does one bit per element (MONeT's output- and intermediate-activated operators, section 4.3).
-NaN passes its gradient on, as torch's own kernels do.
+Eager keeps the input or the output, whichever its formula reads. Either one shows where the gradient passes, and so
+does one bit per element (MONeT's output- and intermediate-activated operators, section 4.3). Where the input is NaN the
+gradient passes, as in torch's own kernels (but for leaky ReLU's, which scale it).
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from monetrun.ops.in_place import may_overwrite, over_gradient
+from monetrun.ops.bitmask import unpack
+from monetrun.ops.definition import arithmetic_dtype, like_first, operator, overwritten_first
+from monetrun.ops.families.in_place import may_overwrite, over_gradient
+from monetrun.ops.memory_format import in_storage_order
 from monetrun.ops.registry import Alternative, Call, Joint, alike, implementation, source, uncopied
 
 aten = torch.ops.aten
@@ -28,8 +31,30 @@ _FORWARD: dict[Any, tuple[Any, ...]] = {
 }
 
 
+def _mask_backward(out: Tensor, grad: Tensor, mask: Tensor, slope: float) -> Tensor:
+    values = in_storage_order(grad)
+    other = (values.to(arithmetic_dtype(grad.dtype)) * slope).to(grad.dtype) if slope else torch.zeros_like(values)
+    in_storage_order(out).copy_(torch.where(unpack(mask, grad.numel()), values, other))
+    return out
+
+
+@operator("mask_backward(Tensor grad, Tensor mask, float slope) -> Tensor", like_first)
+def mask_backward(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
+    """``grad`` where the bit is set, elsewhere ``grad * slope`` (0 where ``slope`` is 0, also of NaN).
+
+    Bitwise identical to threshold_backward, hardtanh_backward and, unless its input is NaN, leaky_relu_backward.
+    """
+    return _mask_backward(torch.empty_like(grad), grad, mask, slope)
+
+
+@operator("mask_backward_(Tensor(a!) grad, Tensor mask, float slope) -> Tensor(a!)", overwritten_first)
+def mask_backward_(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
+    """``mask_backward`` in place."""
+    return _mask_backward(grad, grad, mask, slope)
+
+
 def _ends(node: fx.Node) -> list[fx.Node]:
-    """Input and output of the rectifier whose backward ``node`` is, as far as they are found."""
+    """Input and output of the rectifier whose backward ``node`` is; [] or the input alone where they are not found."""
     forward = _FORWARD[node.target]
     read = source(node.args[1])
     if not isinstance(read, fx.Node):
@@ -39,7 +64,7 @@ def _ends(node: fx.Node) -> list[fx.Node]:
     original = uncopied(read)
     results = [
         user
-        for n in {read, original}
+        for n in dict.fromkeys((read, original))
         for user in n.users
         if user.target in forward and user.args[0] is n and user.args[1:] == _constants(node, user)
     ]
@@ -51,17 +76,18 @@ def _constants(node: fx.Node, forward: fx.Node) -> tuple[Any, ...]:
     return tuple(node.args[2 : 2 + len(forward.args) - 1])
 
 
-def _leaky(node: fx.Node) -> float:
+def _slope(node: fx.Node) -> float:
+    """The slope of the masked elements."""
     return float(node.args[2]) if node.target is aten.leaky_relu_backward.default else 0.0  # type: ignore[arg-type]
 
 
 def _limits(node: fx.Node) -> tuple[float, float] | None:
-    """Between which (exclusive) the gradient passes."""
+    """The open interval of inputs whose gradient passes unscaled; None where a mask cannot express the operator."""
     if node.target is aten.hardtanh_backward.default:
         low, high = (float(a) for a in node.args[2:4])  # type: ignore[arg-type]
         return (low, high) if low < high else None
     if node.target is aten.leaky_relu_backward.default:
-        return (0.0, math.nan) if _leaky(node) > 0 else None
+        return (0.0, math.nan) if _slope(node) > 0 else None
     return (float(node.args[2]), math.nan)  # type: ignore[arg-type]
 
 
@@ -69,8 +95,8 @@ def _limits(node: fx.Node) -> tuple[float, float] | None:
 def _from_other_end(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     if node.target is aten.threshold_backward.default and node.args[2] != 0:
         return
-    if node.target is aten.leaky_relu_backward.default and _leaky(node) <= 0:
-        return  # the sign is lost
+    if node.target is aten.leaky_relu_backward.default and _slope(node) <= 0:
+        return  # the output's sign does not show the input's
     read = source(node.args[1])
     for end in dict.fromkeys(_ends(node)):
         if end is not read and alike(node, end):
@@ -88,7 +114,7 @@ def _from_mask(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     if limits is None or not ends or not alike(node, grad, ends[0]):
         return
     mask = joint.optional(ends[0], monet.range_mask.default, ends[0], *limits)
-    call = Call(monet.mask_backward.default, (grad, mask, _leaky(node)))
+    call = Call(monet.mask_backward.default, (grad, mask, _slope(node)))
     yield Alternative("intermediate:mask", call)
     if may_overwrite(node, grad):
         yield Alternative("intermediate:mask", Call(monet.mask_backward_.default, call.args), grad)

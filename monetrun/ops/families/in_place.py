@@ -1,6 +1,6 @@
-"""Operators that may write their result over an input that dies there.
+"""Elementwise operators that may write their result over an input that is not read again.
 
-Each is element by element: the same kernel, given its own input as output, computes the same bits.
+The same kernel, with its own input as output, gives bitwise identical results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OVERWRITE_ARGUMENT: dict[Any, Any] = {
     if hasattr(aten, name + "_") and overload in getattr(aten, name + "_").overloads()
 }
 
-# a + b and b + a, a * b and b * a have the same bits, so these may also overwrite their second operand
+# a + b and b + a are bitwise identical, as are a * b and b * a: these may also overwrite their second operand
 _COMMUTATIVE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
 
 # backward kernels that write the gradient of their input over the gradient of their output
@@ -63,9 +63,9 @@ _OVERWRITE_GRADIENT: dict[Any, tuple[Any, str]] = {
 
 
 def may_overwrite(node: fx.Node, operand: Any, result: fx.Node | None = None) -> bool:
-    """Whether the result of ``node`` has the form of ``operand``, whose storage no other argument shares.
+    """Whether ``node``'s result has the form of ``operand``, whose storage no other argument shares.
 
-    ``result``: the first of several results.
+    ``result``: the first result, where there are several.
     """
     if value_of(operand) is None or not alike(node if result is None else result, operand):
         return False
@@ -85,14 +85,14 @@ def _over_argument(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
 
 @implementation(aten.clone.default)
 def _no_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
-    """A copy of what is not read again is the thing itself."""
+    """Where the original is not read again, it serves as its own copy."""
     if may_overwrite(node, node.args[0]):
         yield Alternative("in-place", Call(aten.alias.default, (node.args[0],)), node.args[0])  # type: ignore[arg-type]
 
 
 @implementation(*_OVERWRITE_ARGUMENT)
 def _of_the_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
-    """Eager copies what an activation overwrites and its backward reads; read from the copy, that need not be one."""
+    """Eager copies an input that an activation overwrites and its backward reads. The activation may read that copy."""
     x = node.args[0]
     for copy in x.users if isinstance(x, fx.Node) else ():
         if copy.target is aten.clone.default and alike(copy, x, node):
