@@ -1,6 +1,6 @@
-"""What of this machine monetrun can use, found out one by one: the table of ``monetrun doctor``.
+"""The checks of ``monetrun doctor``: each finds out whether monetrun can use one part of this machine.
 
-Each check says what it found in a line, or what is missing and what would mend it; none raises.
+A check returns what it found, or what is missing and how to fix it. No check raises.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ MISSING = "missing"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line.
+    """The result of a check.
 
     Attributes:
-        name: what was looked at.
-        state: ``"ok"``, ``"warning"`` (works with less) or ``"missing"`` (no run under a budget without it).
+        name: what was checked.
+        state: ``"ok"``, ``"warning"`` (monetrun works without it, with less) or ``"missing"`` (nothing runs without
+            it).
         found: versions, paths, or what is wrong.
-        mend: what to do about it, or empty.
+        mend: how to fix it, or empty.
     """
 
     name: str
@@ -41,8 +42,8 @@ class Check:
     mend: str = ""
 
 
-def examine() -> Iterator[Check]:
-    """All checks, in the order in which a launch would need what they look at."""
+def run_checks() -> Iterator[Check]:
+    """Run all checks, in the order in which a launch needs what they check."""
     system = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
     yield Check("python", OK, system)
     yield Check("monetrun", OK, __version__)
@@ -69,7 +70,7 @@ def _version(package: str) -> str:
 def _torch() -> Check:
     try:
         import torch
-    except (ImportError, OSError, RuntimeError) as error:  # a library that torch needs is missing, or another build's
+    except (ImportError, OSError, RuntimeError) as error:  # a library that torch needs is missing or of another build
         return Check("torch", MISSING, f"cannot be imported: {error}", "install torch >= 2.11")
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     threads = f"{torch.get_num_threads()} threads"
@@ -88,7 +89,7 @@ def _torchvision() -> Check:
 
 
 def _hook() -> Check:
-    """Look for our entry point in ``torch.backends``: torch imports those by itself, and so workers find their plan."""
+    """Monetrun's entry point in ``torch.backends``, which torch loads by itself: through it workers get their plan."""
     points = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.value.startswith("monetrun")]
     if not points:
         return Check("hook", MISSING, "monetrun is not installed, only imported", "pip install . (or pip install -e .)")
@@ -127,7 +128,7 @@ def _compiler() -> Check:
 
 
 def _allocator() -> Check:
-    """The CPU allocator that counts and refuses; without it a budget on a CPU is planned and not enforced."""
+    """The CPU allocator that enforces a budget; without it a budget on a CPU is planned but not enforced."""
     name, source = "allocator", "cpu_allocator.cpp"
     try:
         native = importlib.import_module("monetrun.core.native")
@@ -145,7 +146,7 @@ def _allocator() -> Check:
     if not (folder / source).is_file():
         return Check(name, WARNING, f"there is no {folder / source}", "install monetrun again")
     built = list(native.cache_folder().glob("cpu_allocator-*.so"))
-    where = f"built in {native.cache_folder()}" if built else "not built yet, will be at the first run on a CPU"
+    where = f"built in {native.cache_folder()}" if built else "not built yet; the first run on a CPU builds it"
     return Check(name, OK, where)
 
 
@@ -157,7 +158,7 @@ def _nvml() -> Check:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return Check("nvml", WARNING, f"{error}: no CUDA device will be found by it")
+        return Check("nvml", WARNING, f"{error}: CUDA devices cannot be found with NVML")
     try:
         version = pynvml.nvmlSystemGetDriverVersion()
         count = pynvml.nvmlDeviceGetCount()
@@ -170,7 +171,7 @@ def _nvml() -> Check:
 
 
 def _cudnn() -> Check:
-    """The optional package that lists and runs cuDNN's plans; of use on a CUDA device alone."""
+    """The optional package that lists and runs cuDNN's plans; it is used on CUDA devices only."""
     name, package = "cudnn", "nvidia-cudnn-frontend"
     try:
         import torch
@@ -183,7 +184,7 @@ def _cudnn() -> Check:
         return Check(name, OK, f"{package} {_version(package)}, cuDNN {torch.backends.cudnn.version()}")
     if not torch.cuda.is_available():
         return Check(name, OK, f"not used: {reason}")
-    return Check(name, WARNING, f"{reason}: convolutions run by the plans that torch takes", f"pip install {package}")
+    return Check(name, WARNING, f"{reason}: convolutions run as torch chooses", f"pip install {package}")
 
 
 def _memory() -> Check:
@@ -196,9 +197,7 @@ def _memory() -> Check:
     except MonetrunError as error:
         return Check("memory", WARNING, error.message, error.hint)
     gib = 2.0**30
-    text = (
-        f"{found.device}: {found.free_bytes / gib:.1f} of {found.total_bytes / gib:.1f} GiB free, says {found.source}"
-    )
+    text = f"{found.device}: {found.free_bytes / gib:.1f} of {found.total_bytes / gib:.1f} GiB free ({found.source})"
     return Check("memory", OK, text)
 
 
@@ -211,7 +210,7 @@ def _cache() -> Check:
     except MonetrunError as error:
         return Check("cache", WARNING, error.message, error.hint)
     folder = root
-    while not folder.exists():  # what would be made at the first plan is not made for being asked
+    while not folder.exists():  # the first plan makes the folder; a check does not
         folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -220,8 +219,3 @@ def _cache() -> Check:
         mend = "every launch will plan anew; set MONETRUN_CACHE to a folder of yours"
         return Check("cache", WARNING, f"{root} cannot be written: {error.strerror}", mend)
     return Check("cache", OK, str(root))
-
-
-def exit_code(checks: list[Check]) -> int:
-    """0, or 1 when something is missing without which nothing runs."""
-    return int(any(check.state == MISSING for check in checks))
