@@ -3,51 +3,108 @@
 from __future__ import annotations
 
 import argparse
-import copy
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
 from rich.console import Console
 
-from monetrun.core import budget as budgets_of
-from monetrun.core.budget import format_bytes
+from monetrun.commands.dry_run import parse_dry_run
+from monetrun.core import budget as budgets
+from monetrun.core import codec
+from monetrun.core.budget import format_budget, format_bytes
 from monetrun.core.errors import UsageError
-from monetrun.core.options import Options
+from monetrun.core.plan import Plan
+from monetrun.core.step import StepRecord
 from monetrun.launcher import report
-from monetrun.planning.batch import SMALLEST_TRIAL, BatchRequest, Found
+from monetrun.launcher.job import Job, open_job
+from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.parser import LaunchParser, command_parser
+from monetrun.planning.batch import SMALLEST_TRIAL, BatchRequest, Found, find
 
 PLACEHOLDER = "{batch}"
-
 
 _EXAMPLE = f"monetrun batch --budget 12GiB train.py --batch-size {PLACEHOLDER}"
 
 
-def add_options(parser: argparse._ActionsContainer) -> None:
-    """Add those of ``monetrun batch``."""
+def prepare_parser() -> LaunchParser:
+    """A launch's options, and the limits of the search."""
+    description = f"Find the largest batch that trains within a budget; {PLACEHOLDER} in the script's arguments is it."
+    return command_parser("batch", description, _add_options)
+
+
+def _add_options(parser: argparse._ActionsContainer) -> None:
     add = parser.add_argument
     add("--max-overhead", default="20%", metavar="SHARE", help="compute that recomputation may add (default: 20%%)")
     add("--multiple", type=int, default=1, metavar="N", help="only batches that are multiples of N (default: 1)")
     add("--trials", default="", metavar="A,B", help="the two small batches to begin with (default: 4,8)")
 
 
-def read_limits(args: argparse.Namespace, budget_bytes: int | None, options: Options) -> BatchRequest:
+def run(words: Sequence[str]) -> int:
+    """Find the largest batch and print it, and the command that trains with it."""
+    options, args = parse_dry_run("batch", prepare_parser(), words)
+    with open_job(options) as job:
+        limits = read_limits(options, args, job.budget_bytes())
+    if job.budget.kind != budgets.BYTES:  # the memory that is free now is the budget of every trial that follows
+        options = replace(options, budget=format_budget(limits.budget_bytes))
+
+    def say(line: str) -> None:
+        if not options.quiet:
+            print(f"monetrun: {line}", file=sys.stderr, flush=True)
+
+    with ExitStack() as open_jobs:
+        found = find(limits, _Jobs(options, open_jobs), say)
+    if options.json:
+        print(codec.dumps(found))
+    else:
+        show(found, report.stdout_console())
+    if not options.quiet:
+        command = with_batch(options, found.batch).command_line(options.budget)
+        print(f"  next: {command}", file=sys.stderr, flush=True)
+    return 0
+
+
+class _Jobs:
+    """A ``planning.batch.Script``: a job for each batch."""
+
+    def __init__(self, options: LaunchOptions, open_jobs: ExitStack) -> None:
+        self._options = options
+        self._open_jobs = open_jobs
+        self._jobs: dict[int, Job] = {}
+
+    def trial(self, batch: int) -> StepRecord:
+        return self._job(batch).trial()
+
+    def plan(self, batch: int) -> Plan:
+        return self._job(batch).planned()
+
+    def _job(self, batch: int) -> Job:
+        if batch not in self._jobs:
+            self._jobs[batch] = self._open_jobs.enter_context(open_job(with_batch(self._options, batch)))
+        return self._jobs[batch]
+
+
+def read_limits(options: LaunchOptions, args: argparse.Namespace, budget_bytes: int | None) -> BatchRequest:
     """The limits that were given on the command line.
 
     Args:
-        args: with ``add_options``' and a launch's options.
-        budget_bytes: what ``--budget`` comes to; None where it is a share of the plain peak.
-        options: for the solver.
+        options: of the launch.
+        args: the command's own options.
+        budget_bytes: the budget in bytes; None if it is a share of the plain peak.
 
     Raises:
         UsageError: one cannot be used, or no argument of the script has the placeholder.
     """
-    if not any(PLACEHOLDER in word for word in args.training_script_args):
+    if not any(PLACEHOLDER in word for word in options.script_args):
         raise UsageError(
-            f"no argument of {args.training_script} says where the batch goes",
+            f"no argument of {options.script} says where the batch goes",
             f"write {PLACEHOLDER} in its place: {_EXAMPLE}",
         )
     if budget_bytes is None:
         raise UsageError(
-            f"--budget {args.budget} grows with the batch, so that every batch would fit",
-            f"give bytes or a share of what is free: {budgets_of.GRAMMAR}",
+            f"--budget {options.budget} grows with the batch, so that every batch would fit",
+            f"give bytes or a share of what is free: {budgets.GRAMMAR}",
         )
     if args.multiple < 1:
         raise UsageError(f"--multiple {args.multiple} is not a positive number", "--multiple 8")
@@ -58,10 +115,11 @@ def read_limits(args: argparse.Namespace, budget_bytes: int | None, options: Opt
         if len(words) != 2 or not all(w.strip().isdecimal() and int(w) > 0 for w in words) or len({*words}) != 2:
             raise UsageError(f"--trials {args.trials!r} is not two different batches", "--trials 4,8")
         trials = (min(map(int, words)), max(map(int, words)))
-    return BatchRequest(budget_bytes, _share(args.max_overhead), args.multiple, trials, args.algorithm, options)
+    max_overhead = _parse_share(args.max_overhead)
+    return BatchRequest(budget_bytes, max_overhead, args.multiple, trials, options.algorithm, options.solver_options())
 
 
-def _share(text: str) -> float:
+def _parse_share(text: str) -> float:
     digits = text.strip().removesuffix("%")
     try:
         value = float(digits) / (100 if digits != text.strip() else 1)
@@ -72,15 +130,13 @@ def _share(text: str) -> float:
     return value
 
 
-def with_batch(args: argparse.Namespace, batch: int) -> argparse.Namespace:
-    """A copy of ``args`` with the batch in the script's arguments."""
-    changed = copy.copy(args)
-    changed.training_script_args = [word.replace(PLACEHOLDER, str(batch)) for word in args.training_script_args]
-    return changed
+def with_batch(options: LaunchOptions, batch: int) -> LaunchOptions:
+    """``options`` with the batch in the script's arguments, in place of the placeholder."""
+    return options.with_script_args([word.replace(PLACEHOLDER, str(batch)) for word in options.script_args])
 
 
 def show(found: Found, console: Console) -> None:
-    """Print the answer."""
+    """Print the largest batch, its plan, and why the next batch does not fit."""
     share = report.share(found.planned_peak_bytes, found.plain_peak_bytes)
     console.print(f"[bold]largest batch: {found.batch}[/bold]  (a trial run at {found.batch} was planned)")
     console.print(

@@ -1,4 +1,4 @@
-"""``monetrun explain``: what a plan does, on the screen."""
+"""``monetrun explain``: what a plan does."""
 
 from __future__ import annotations
 
@@ -8,21 +8,46 @@ from itertools import pairwise
 from rich.console import Console
 from rich.markup import escape
 
+from monetrun.commands.plain_parser import PlainParser, plain_parser
+from monetrun.core import codec
 from monetrun.core.budget import format_bytes
+from monetrun.core.step import StepRecord
 from monetrun.launcher import report
+from monetrun.launcher.plan_file import read_plan
+from monetrun.machine.store import Store, default_root
+from monetrun.planning import explain as explanation
 from monetrun.planning.explain import Explanation
 
-_ROWS = 20
-
-
+_MOST_ROWS = 20
 _BARS = "▁▂▃▄▅▆▇█"
+_CHART_WIDTH = 72
 
 
-_WIDTH = 72
+def prepare_parser() -> PlainParser:
+    """The plan's file, and ``--json``."""
+    parser = plain_parser("explain")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.add_argument("plan_file", metavar="PLAN_FILE", help="written by monetrun plan")
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    """Explain a plan, with the trial run's record from the cache."""
+    args = prepare_parser().parse_args(words)
+    plan = read_plan(args.plan_file)
+    store = Store(default_root())
+    cached = (store.get("probe", e.key, StepRecord) for e in store.entries() if e.kind == "probe" and not e.problem)
+    record = explanation.find_record(plan, (r for r in cached if r is not None), args.plan_file)
+    found = explanation.explain(plan, record)
+    if args.json:
+        print(codec.dumps(found))
+    else:
+        show(found, args.plan_file, report.stdout_console())
+    return 0
 
 
 def show(found: Explanation, title: str, console: Console) -> None:
-    """Print the explanation: the ledger of the peak, who pays, who lies there."""
+    """Print what the peak consists of, and what each module adds in compute and saves in memory."""
     plain, planned, seconds = found.plain_peak_bytes, found.planned_peak_bytes, found.plain_seconds
     console.print(f"[bold]{escape(title)}[/bold]")
     console.print(
@@ -37,10 +62,10 @@ def show(found: Explanation, title: str, console: Console) -> None:
 
     console.print(f"\n[bold]At the peak[/bold], {format_bytes(planned)}: {escape(found.peak_name)}")
     console.print("  " + " + ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.at_peak.items()))
-    rows = report.table("<  alive there, of module", "tensors", "bytes")
-    for row in found.alive[:_ROWS]:
+    rows = report.table("<  alive then, by module", "tensors", "bytes")
+    for row in found.alive[:_MOST_ROWS]:
         rows.add_row(f"  {escape(row.module)}", str(row.tensors), format_bytes(row.nbytes))
-    if rest := found.alive[_ROWS:]:
+    if rest := found.alive[_MOST_ROWS:]:
         left = sum(r.nbytes for r in rest)
         rows.add_row(f"  {len(rest)} more modules", str(sum(r.tensors for r in rest)), format_bytes(left))
     console.print(rows)
@@ -49,17 +74,17 @@ def show(found: Explanation, title: str, console: Console) -> None:
     console.print(
         f"\n[bold]Run again[/bold]: {again} operators, {_milliseconds(sum(r.seconds for r in found.modules))}"
     )
-    rows = report.table("<  module", "runs again", "pays", "of the step", "saves")
+    rows = report.table("<  module", "runs again", "adds", "of the step", "saves")
     of_note = [m for m in found.modules if m.again or abs(m.seconds) > 1e-3 * seconds or m.saved_bytes > 0]
-    for cost in of_note[:_ROWS]:
+    for cost in of_note[:_MOST_ROWS]:
         rows.add_row(f"  {escape(cost.module)}", *_cost_cells(cost.again, cost.seconds, cost.saved_bytes, seconds))
-    if more := [m for m in found.modules if m not in of_note[:_ROWS]]:
+    if more := [m for m in found.modules if m not in of_note[:_MOST_ROWS]]:
         totals = (sum(r.again for r in more), sum(r.seconds for r in more), sum(r.saved_bytes for r in more))
         rows.add_row(f"  {len(more)} more modules", *_cost_cells(*totals, seconds))
     totals = (again, sum(r.seconds for r in found.modules), sum(r.saved_bytes for r in found.modules))
     rows.add_row("  all", *_cost_cells(*totals, seconds), style="bold")
     console.print(rows)
-    console.print("  saves: held from forward to backward by the plain step, and no longer")
+    console.print("  saves: what the plain step holds from forward to backward and the plan does not")
 
     if found.implementations:
         console.print("\n[bold]Other implementations[/bold]")
@@ -79,8 +104,8 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _chart(profile: Sequence[int], highest: int) -> str:
-    """The profile as a line of bars; each is the highest of its stretch."""
-    width = min(_WIDTH, len(profile))
+    """The profile as a line of bars, each as high as the maximum of its interval."""
+    width = min(_CHART_WIDTH, len(profile))
     cuts = [i * len(profile) // width for i in range(width + 1)] if width else []
     highs = [max(profile[a:b]) for a, b in pairwise(cuts)]
     return "".join(_BARS[min(len(_BARS) - 1, len(_BARS) * high // highest)] for high in highs)

@@ -3,41 +3,75 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from monetrun.core import budget as budgets_of
+from monetrun.commands.dry_run import parse_dry_run
+from monetrun.core import budget as budget_grammar
+from monetrun.core import codec
 from monetrun.core.budget import format_bytes
 from monetrun.core.errors import UsageError
 from monetrun.launcher import report
-from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier
+from monetrun.launcher.job import open_job
+from monetrun.launcher.parser import LaunchParser, command_parser
+from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier, next_budget
+
+_WRITABLE_HINT = "name a file in a folder that can be written"
 
 
-def add_options(parser: argparse._ActionsContainer) -> None:
-    """Add those of ``monetrun frontier``."""
+def prepare_parser() -> LaunchParser:
+    """A launch's options, and those of the table."""
+    description = (
+        "Show what each budget costs, from the plain peak to the smallest feasible one; nothing is trained. "
+        f"--solver-seconds is for all points together (default: {DEFAULT_SECONDS:g})."
+    )
+    # The next command plans one point, so the time for all points is not for it.
+    return command_parser("frontier", description, _add_options, not_reusable=["solver_seconds"])
+
+
+def _add_options(parser: argparse._ActionsContainer) -> None:
     add = parser.add_argument
     add(
         "--points",
         type=int,
         default=DEFAULT_POINTS,
         metavar="N",
-        help=f"so many budgets, from the plain peak to the smallest feasible (default: {DEFAULT_POINTS})",
+        help=f"number of budgets, from the plain peak to the smallest feasible (default: {DEFAULT_POINTS})",
     )
     add("--budgets", default="", metavar="B,...", help="these budgets: shares of the plain peak or bytes (0.8x,6GiB)")
-    add("--json", default="", metavar="FILE", help="write the table as JSON; - is stdout")
+    add("--json", dest="json_file", default="", metavar="FILE", help="write the table as JSON; - is stdout")
     add("--plot", default="", metavar="FILE", help="draw it; .png, .svg or .pdf (needs matplotlib)")
-    parser.set_defaults(solver_seconds=DEFAULT_SECONDS)
+    parser.set_defaults(solver_seconds=DEFAULT_SECONDS, json=False)
+
+
+def run(words: Sequence[str]) -> int:
+    """Plan all points; print, write and draw the table."""
+    options, args = parse_dry_run("frontier", prepare_parser(), words)
+    check_options(args)
+    with open_job(options) as job:
+        title = " ".join([Path(options.script).name, *options.script_args])
+        found = job.frontier(parse_budgets(args.budgets) if args.budgets else (), args.points)
+        if args.plot:
+            draw(found, title, args.plot)
+        if args.json_file:
+            write_json(found, args.json_file)
+        if args.json_file != "-":
+            show(found, title, report.stdout_console())
+        if not options.quiet:
+            print(f"  next: {options.command_line(next_budget(found))}", file=sys.stderr, flush=True)
+    return 0
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse before minutes of planning what would fail after them.
+    """Check before planning, which takes minutes, that the command's own options can be used.
 
     Raises:
-        UsageError: an option of ``add_options`` cannot be used.
+        UsageError: one cannot.
     """
     if args.points < 2:
         raise UsageError(
@@ -45,21 +79,21 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if args.budgets:
         parse_budgets(args.budgets)
-    if args.json and args.json != "-":
-        _check_folder("--json", args.json)
+    if args.json_file and args.json_file != "-":
+        _check_folder("--json", args.json_file)
     if args.plot:
         _check_plot(args.plot)
 
 
-def parse_budgets(text: str) -> tuple[budgets_of.Budget, ...]:
+def parse_budgets(text: str) -> tuple[budget_grammar.Budget, ...]:
     """The budgets of ``--budgets 0.8x,6GiB``.
 
     Raises:
-        UsageError: one is not a budget, or is one of free memory, which a frontier does not ask for.
+        UsageError: one is not a budget, or is a share of the free memory, which a frontier does not know.
     """
-    parsed = tuple(budgets_of.parse(word) for word in text.split(","))
+    parsed = tuple(budget_grammar.parse(word) for word in text.split(","))
     for one in parsed:
-        if one.kind in (budgets_of.AUTO, budgets_of.SHARE_OF_FREE):
+        if one.kind in (budget_grammar.AUTO, budget_grammar.SHARE_OF_FREE):
             raise UsageError(
                 f"--budgets {text!r}: {one.text!r} is a share of what is free",
                 "give shares of the plain peak or bytes: --budgets 0.8x,0.65x,6GiB",
@@ -68,7 +102,7 @@ def parse_budgets(text: str) -> tuple[budgets_of.Budget, ...]:
 
 
 def draw(found: Frontier, title: str, path: str) -> None:
-    """Draw the table, as a PNG, SVG or PDF by the end of ``path``.
+    """Draw the table as a PNG, SVG or PDF file; the suffix of ``path`` names the format.
 
     Raises:
         UsageError: the file cannot be written.
@@ -132,7 +166,7 @@ def _times(factor: float) -> Callable[[Any], Any]:
 
 def _check_folder(option: str, path: str) -> None:
     if not Path(path).resolve().parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no such folder", "name a file in a folder that can be written")
+        raise UsageError(f"{option} {path}: there is no such folder", _WRITABLE_HINT)
 
 
 def _check_plot(path: str) -> None:
@@ -141,8 +175,23 @@ def _check_plot(path: str) -> None:
     except ImportError as error:
         raise UsageError(f"--plot {path} needs matplotlib: {error}", "pip install 'monetrun[report]'") from error
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot {path}: the name's end says the format", "name a .png, .svg or .pdf")
+        raise UsageError(f"--plot {path}: the suffix must name the format", "name a .png, .svg or .pdf")
     _check_folder("--plot", path)
+
+
+def write_json(found: Frontier, path: str) -> None:
+    """Write the table as JSON to a file, or to stdout for ``-``.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if path == "-":
+        print(codec.dumps(found))
+        return
+    try:
+        Path(path).write_text(codec.dumps(found) + "\n")
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}", _WRITABLE_HINT) from error
 
 
 def show(found: Frontier, title: str, console: Console) -> None:

@@ -1,8 +1,7 @@
-"""Is the script there? Asked before anything is planned or started, and never in a way that runs any of it."""
+"""Checks that the script exists before anything is planned or started. The check runs none of the script."""
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
 import importlib.util
@@ -15,9 +14,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from monetrun.core.errors import ScriptNotFound, UsageError
+from monetrun.launcher.options import LaunchOptions
 
-# Exits with 99 when python -m would not find the module. Anything else that goes wrong in there is the module's own.
-_ASK_PYTHON = """
+# Exits with 99 if python -m would not find the module. Any other error is the module's own.
+_FIND_MODULE = """
 import importlib.util, sys
 name = sys.argv[1]
 try:
@@ -30,21 +30,19 @@ sys.exit(99 if spec is None else 0)
 """
 
 
-def check_script(args: argparse.Namespace) -> None:
-    """Check that Python, or the system for ``--no-python``, will find ``args.training_script``.
-
-    Reads ``module``, ``no_python`` and ``run_path`` as torchrun does.
+def check_script(options: LaunchOptions) -> None:
+    """Check that Python will find the script or module, or the system the program (``--no-python``).
 
     Raises:
-        ScriptNotFound: it will not; the hint names what is there.
-        UsageError: it is there, but cannot be run.
+        ScriptNotFound: there is none; the hint names what is there.
+        UsageError: it exists, but cannot be run.
     """
-    name = args.training_script
-    if args.run_path:
+    name = options.script
+    if options.torchrun.run_path:
         _check_file(name)
-    elif args.no_python:
+    elif options.torchrun.no_python:
         _check_program(name)
-    elif args.module:
+    elif options.is_module:
         _check_module(name)
     elif name != "-":  # Python reads a script from stdin
         _check_file(name)
@@ -66,7 +64,7 @@ def _check_file(name: str) -> None:
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise ScriptNotFound(f"{name} is a folder without a __main__.py", _near_files(os.path.join(name, "main.py")))
     if not os.access(path, os.R_OK):
-        raise UsageError(f"{name} cannot be read", f"ls -l {name} tells who may")
+        raise UsageError(f"{name} cannot be read", f"ls -l {name} shows who may")
     if path.is_file() and not zipfile.is_zipfile(path) and path.suffix != ".pyc":
         with path.open("rb") as file:
             if b"\0" in file.read(1024):
@@ -86,16 +84,19 @@ def _near_files(name: str) -> str:
 
 def _check_module(name: str) -> None:
     if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
-        return  # torchrun starts that interpreter, which has modules of its own
+        return  # torchrun starts that interpreter, whose modules are unknown here
     found = _find_module(name)
     if found is None:
-        found = subprocess.run([sys.executable, "-c", _ASK_PYTHON, name], capture_output=True).returncode != 99
+        found = subprocess.run([sys.executable, "-c", _FIND_MODULE, name], capture_output=True).returncode != 99
     if not found:
         raise ScriptNotFound(f"there is no module {name!r} that python -m could run", _near_modules(name))
 
 
 def _find_module(name: str) -> bool | None:
-    """Whether ``python -m name`` finds it, by looking alone: None where a package that is there may know better."""
+    """Whether ``python -m name`` finds it, without running any code.
+
+    None if that cannot be known: a package may change its own path when it is imported.
+    """
     top, *rest = name.split(".")
     if not all((top, *rest)):
         return False
@@ -103,7 +104,7 @@ def _find_module(name: str) -> bool | None:
     sys.path.insert(0, folder)
     try:
         importlib.invalidate_caches()
-        if top in sys.modules:  # this process's own, which the script's may shadow
+        if top in sys.modules:  # this process's module, which one of the script's may shadow
             return None
         spec = importlib.util.find_spec(top)
         if spec is None:

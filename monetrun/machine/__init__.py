@@ -1,1 +1,1 @@
-"""What the machine offers: devices and their free memory, the cgroup's limit, the cache on disk; no torch."""
+"""The machine: devices and their free memory, the cgroup's limit, the cache on disk. No torch."""

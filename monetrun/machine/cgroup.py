@@ -23,7 +23,7 @@ class CgroupLimit:
         version: 1 or 2.
         file: the file that sets it.
         limit_bytes: what is written there.
-        headroom_bytes: what is left of it, inactive page cache counted as left, since the kernel drops it first.
+        headroom_bytes: what is left of it. Inactive page cache counts as left, since the kernel drops it first.
     """
 
     version: int
@@ -33,10 +33,10 @@ class CgroupLimit:
 
 
 def cgroup_limit(*, proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> CgroupLimit | None:
-    """The limit with the least headroom on the way from this process's cgroup to the root, or None.
+    """The limit with the least headroom among this process's cgroup and those above it, or None.
 
     Raises:
-        DeviceQueryFailed: a limit is set and the file that says how much of it is used cannot be read.
+        DeviceQueryFailed: a limit is set, and the file with the usage cannot be read.
     """
     limits: list[CgroupLimit] = []
     for version, hierarchy, path in _memberships(proc, cgroup_root):
@@ -64,8 +64,8 @@ def _memberships(proc: Path, cgroup_root: Path) -> Iterator[tuple[int, Path, str
 
 
 def _folder(hierarchy: Path, path: str) -> Path:
-    # In a container the mount often begins at the container's own cgroup, while the path still names it from the host's
-    # root: leading components are dropped until the rest exists.
+    # In a container the mount often begins at the container's own cgroup, while the path begins at the host's root:
+    # drop leading components until the rest exists.
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for start in range(len(parts)):
         folder = hierarchy.joinpath(*parts[start:])
@@ -77,7 +77,7 @@ def _folder(hierarchy: Path, path: str) -> Path:
 def _limits_of(folder: Path, version: int) -> Iterator[CgroupLimit]:
     names: tuple[str, ...]
     if version == 2:
-        # memory.high does not kill but throttles to a crawl, which no training run can live with either.
+        # memory.high does not kill, but it throttles a process so far that training cannot go on.
         names, usage, cache = ("memory.max", "memory.high"), "memory.current", "inactive_file"
     else:
         names, usage, cache = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"

@@ -1,11 +1,11 @@
-"""What monetrun remembers between runs: plans, probes and measured costs, as checked JSON files.
+"""The cache: plans, probes and measured costs, as checksummed JSON files.
 
     <root>/<kind>/<key>.json      two lines: a header (schema, kind, key, type, size, SHA-256), then the value
     <root>/.lock                  one advisory lock for all writers
 
-A file is written beside its place, synced and renamed, so a reader sees the old or the new one and never half of one.
-On reading, the header is made again from the value and compared, so any other byte anywhere is a miss. Whatever is
-wrong with a file or the folder is a miss (or a value that is not kept) and one warning: a cache must not stop a run.
+A file is written under a temporary name, synced and renamed, so a reader sees the old or the new one, never half of
+one. On reading, the header is computed again from the value and compared, so any changed byte is a miss. An unusable
+file or folder is a miss (or a value that is not kept) and one warning: a cache must not stop a run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def default_root(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def key(*parts: Any) -> str:
-    """A name for what ``parts`` (scalars, tuples, mappings and codec dataclasses) say: 32 hexadecimal digits.
+    """A hash of ``parts`` (scalars, tuples, mappings and codec dataclasses): 32 hexadecimal digits.
 
     The same parts give the same key in every process and on every machine; ``("ab", "c")`` and ``("a", "bc")`` differ.
     """
@@ -74,11 +74,11 @@ class Entry:
     Attributes:
         kind: ``"plan"``, ``"probe"`` or ``"costs"``.
         key: its name.
-        type: the dataclass that was stored, or ``"mapping"``; empty when the file is not readable.
+        type: the dataclass that was stored, or ``"mapping"``; empty if the file is not readable.
         path: the file.
         size_bytes: its size.
         modified_seconds: when it was written, seconds since the epoch.
-        problem: why it would be a miss, or empty.
+        problem: why reading it would be a miss, or empty.
     """
 
     kind: str
@@ -91,11 +91,11 @@ class Entry:
 
 
 class Store:
-    """A folder of checked JSON files; several processes may use it at once.
+    """A folder of checksummed JSON files, which several processes may use at once.
 
     Args:
         root: the folder; made at the first ``put``.
-        lock_seconds: how long a writer waits for the others before it goes on without writing.
+        lock_seconds: how long a writer waits for the lock before it goes on without writing.
     """
 
     def __init__(self, root: Path, *, lock_seconds: float = LOCK_SECONDS) -> None:
@@ -104,10 +104,10 @@ class Store:
         self._warned: set[str] = set()
 
     def path(self, kind: str, key: str) -> Path:
-        """Where an entry is kept.
+        """The file of an entry.
 
         Raises:
-            ValueError: the kind is unknown, or the key is no plain file name.
+            ValueError: the kind is unknown, or the key is not a plain file name.
         """
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}, it must be one of {', '.join(KINDS)}")
@@ -116,7 +116,7 @@ class Store:
         return self.root / kind / f"{key}.json"
 
     def get(self, kind: str, key: str, type: type[T]) -> T | None:
-        """The value that ``put`` stored, or None when there is none or it cannot be trusted (one warning says why)."""
+        """The value that ``put`` stored; None if there is none or it is unusable (one warning says why)."""
         path = self.path(kind, key)
         try:
             text = self._read(path, kind, key, type.__name__)
@@ -126,10 +126,10 @@ class Store:
             return None
 
     def put(self, kind: str, key: str, value: Any) -> Path | None:
-        """Store a codec dataclass in place of what was there.
+        """Store a codec dataclass; it replaces the entry of that key.
 
         Returns:
-            The file, or None when it could not be written (one warning says why).
+            The file; None if it could not be written (one warning says why).
 
         Raises:
             ValueError: the value has no JSON form (NaN, an infinity). Nothing is written then.
@@ -144,7 +144,7 @@ class Store:
         return path
 
     def get_mapping(self, kind: str, key: str, item: type[T]) -> dict[str, T]:
-        """What ``update`` has gathered under this key so far; ``item`` is the type of a value."""
+        """The mapping that ``update`` has stored under this key; ``item`` is the type of a value."""
         path = self.path(kind, key)
         try:
             text = self._read(path, kind, key, _MAPPING)
@@ -163,11 +163,11 @@ class Store:
             key: as in ``put``.
             mapping: the new entries.
             item: the type of a value.
-            replace: let the new entries win over those that are there. By default those that are there win, so that all
-                ranks that measured the same operator end with one number.
+            replace: the new entries replace those that are there. By default they do not, so that all ranks that
+                measured the same operator end with one number.
 
         Returns:
-            The merged mapping, whether or not it could be written (a warning says when not).
+            The merged mapping, even if it could not be written (then a warning says so).
 
         Raises:
             ValueError: a value has no JSON form. Nothing is written then.
@@ -195,7 +195,7 @@ class Store:
         return tuple(sorted(found, key=lambda entry: (KINDS.index(entry.kind), -entry.modified_seconds, entry.key)))
 
     def remove(self, kind: str, key: str) -> bool:
-        """Remove one entry; False when there was none.
+        """Remove one entry; False if there was none.
 
         Raises:
             OSError: it is there and cannot be removed.
@@ -207,9 +207,9 @@ class Store:
         return True
 
     def clear(self, kind: str | None = None) -> int:
-        """Remove every entry (of one kind), and what writers that were killed left; how many entries there were.
+        """Remove every entry (of one kind), and temporary files that killed writers left; returns how many entries.
 
-        Only files that the store names itself are touched, so a root that holds other things is safe.
+        Only files that match the store's own names are removed, so other files in its root are safe.
 
         Raises:
             OSError: an entry cannot be removed.
@@ -245,7 +245,7 @@ class Store:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the store's lock; ``OSError`` when the folder cannot be written or the others take too long."""
+        """Hold the store's lock; ``OSError`` if the folder cannot be written or the lock is not free in time."""
         self.root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -263,7 +263,7 @@ class Store:
                 except OSError as failure:
                     if failure.errno not in _NO_LOCKS_HERE:
                         raise
-                    # Files still replace one another whole; costs that two ranks add at once may be lost, not broken.
+                    # Files are still replaced whole: costs that two ranks add at once may be lost, but not corrupted.
                     self._warn(f"{self.root} is on a file system without locks: {failure}")
                     break
             yield
@@ -289,10 +289,10 @@ def _header(kind: str, key: str, type_name: str, body: bytes) -> bytes:
 
 
 def _checked(content: bytes, kind: str, key: str, type_name: str) -> bytes:
-    """The value of a file, when the file is exactly what ``_write`` makes of it.
+    """The value of a file, if the file is exactly what ``_write`` writes.
 
     Raises:
-        ValueError: it is not; the message says in what.
+        ValueError: it is not; the message names the difference.
     """
     header, _, rest = content.partition(b"\n")
     body = rest[:-1]

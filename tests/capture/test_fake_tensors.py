@@ -17,8 +17,8 @@ from monetrun.capture import cpu_allocator, fake_tensors
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.plan import plain_schedule
 from monetrun.core.step import replay
-from monetrun.launcher import agent as launch
 from monetrun.launcher.job import Job
+from monetrun.launcher.parser import launch_parser
 from monetrun.runtime import session as session_module
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
@@ -213,8 +213,8 @@ def test_cost_models_that_cannot_be_used_are_refused(tmp_path, words, why):
 
 
 def test_a_percentage_budget_is_of_the_named_devices_memory():
-    args = launch.parser().parse_args(["--cost-model", "roofline:h200", "--budget", "80%", "--no-cache", "train.py"])
-    job = Job(args)
+    words = ["--cost-model", "roofline:h200", "--budget", "80%", "--no-cache", "train.py"]
+    job = Job(launch_parser().parse_launch(words)[0])
     try:
         assert job.budget_bytes() == pytest.approx(0.8 * (143771 << 20), rel=0.01)
     finally:

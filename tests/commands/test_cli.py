@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import inspect
 import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from monetrun import commands
+from monetrun.commands import SUMMARIES
 from monetrun.commands import main as cli
 from monetrun.core.errors import MonetrunError, NeverTrained, ScriptNotFound, UsageError
-from monetrun.launcher import agent as launch
+from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.parser import help_text, launch_parser
+from monetrun.launcher.ranks import local_world_size
 from monetrun.launcher.script import check_script
 from support.paths import SCRIPTS
 
@@ -22,8 +29,8 @@ BEHAVE = str(SCRIPTS / "behave.py")
 pytestmark = pytest.mark.usefixtures("plain_surroundings")
 
 
-def parsed(*words: str) -> argparse.Namespace:
-    return launch.parser().parse_args(list(words))
+def parsed(*words: str) -> LaunchOptions:
+    return launch_parser().parse_launch(words)[0]
 
 
 def outcome(parser: argparse.ArgumentParser, words: list[str]) -> object:
@@ -43,7 +50,7 @@ parser_own: frozenset[str] = frozenset()
 def test_every_abbreviation_of_every_torchrun_option_means_what_it_means_to_torchrun(monkeypatch):
     from torch.distributed import run
 
-    plain, ours = run.get_args_parser(), launch.parser()
+    plain, ours = run.get_args_parser(), launch_parser()
     monkeypatch.setattr(sys.modules[__name__], "parser_own", ours.own)
     values = {"start_method": "fork", "numa_binding": "node", "print_completion": "bash"}
     tried = accepted = 0
@@ -66,7 +73,7 @@ def test_every_abbreviation_of_every_torchrun_option_means_what_it_means_to_torc
 def test_options_of_ours_are_not_abbreviated_and_torchrun_has_none_of_that_name():
     from torch.distributed import run
 
-    ours = launch.parser()
+    ours = launch_parser()
     names = {name for name, action in ours._option_string_actions.items() if action.dest in ours.own}
     assert {"--budget", "--strict", "--no-probe", "--plan", "--json", "--quiet", "--no-cache"} < names
     assert not names & set(run.get_args_parser()._option_string_actions)
@@ -76,44 +83,76 @@ def test_options_of_ours_are_not_abbreviated_and_torchrun_has_none_of_that_name(
 
 def test_our_options_have_the_stated_defaults_and_values():
     defaults = parsed("train.py")
-    assert {name: getattr(defaults, name) for name in sorted(launch.parser().own - {"version"})} == {
-        "algorithm": "hierarchical",
-        "budget": "auto",
-        "cost_model": "measured",
-        "json": False,
-        "no_cache": False,
-        "implementations": "all",
-        "no_probe": False,
-        "no_recompute": False,
-        "plan": None,
-        "quiet": False,
-        "solver": "scip",
-        "solver_seconds": 20.0,
-        "strict": False,
-    }
-    args = parsed("--budget=80%", "--solver-seconds", "1.5", "--nproc-per-node", "2", "--solver", "highs", "train.py")
-    assert (args.budget, args.solver_seconds, args.nproc_per_node, args.solver) == ("80%", 1.5, "2", "highs")
+    assert not launch_parser().own & vars(defaults.torchrun).keys()
+    assert defaults == LaunchOptions(
+        algorithm="hierarchical",
+        budget="auto",
+        cost_model="measured",
+        json=False,
+        use_cache=True,
+        implementations="all",
+        probe=True,
+        recompute=True,
+        plan_file="",
+        quiet=False,
+        mip_solver="scip",
+        solver_seconds=20.0,
+        strict=False,
+        torchrun=defaults.torchrun,
+    )
+    words = ["--budget=80%", "--solver-seconds", "1.5", "--nproc-per-node", "2", "--solver", "highs", "train.py"]
+    options = parsed(*words)
+    assert (options.budget, options.solver_seconds, options.mip_solver) == ("80%", 1.5, "highs")
+    assert (options.torchrun.nproc_per_node, options.reusable_words) == ("2", tuple(words[1:-1]))
+    changed = ["--plan=p", "--no-probe", "--no-recompute", "--no-implementations", "--no-cache", "--quiet", "--strict"]
+    changed += ["--algorithm=greedy", "--cost-model=roofline:cpu"]
+    assert parsed("--json", *changed, "train.py") == LaunchOptions(
+        algorithm="greedy",
+        budget="auto",
+        cost_model="roofline:cpu",
+        json=True,
+        use_cache=False,
+        implementations="none",
+        probe=False,
+        recompute=False,
+        plan_file="p",
+        quiet=True,
+        mip_solver="scip",
+        solver_seconds=20.0,
+        strict=True,
+        torchrun=defaults.torchrun,
+        reusable_words=(
+            *(w for w in changed if w != "--json"),
+            "--strict",
+            "--algorithm=greedy",
+            "--cost-model=roofline:cpu",
+        ),
+    )
     with pytest.raises(UsageError, match="positive number of seconds, got '-1'"):
         parsed("--solver-seconds", "-1", "train.py")
 
 
 def test_what_follows_the_script_is_the_scripts():
     words = ["--budget", "3", "--", "-h", "--nproc-per-node=4", "", "a b", "plan"]
-    args = parsed("--budget", "1GiB", "train.py", *words)
-    assert (args.budget, args.training_script, args.nproc_per_node) == ("1GiB", "train.py", "1")
-    assert args.training_script_args == words
+    options = parsed("--budget", "1GiB", "train.py", *words)
+    assert (options.budget, options.script, options.torchrun.nproc_per_node) == ("1GiB", "train.py", "1")
+    assert options.script_args == tuple(words)
+    other = options.with_script_args(["x"])
+    assert (other.script_args, other.torchrun.training_script_args) == (("x",), ["x"])
+    assert options.script_args == tuple(words)
 
 
 def test_pet_variables_set_torchruns_defaults(monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     monkeypatch.setenv("PET_STANDALONE", "1")
-    assert (parsed("train.py").nproc_per_node, parsed("train.py").standalone) == ("3", True)
-    assert parsed("--nproc-per-node", "2", "train.py").nproc_per_node == "2"
-    assert launch.local_world_size(parsed("train.py")) == 3
+    torchrun = parsed("train.py").torchrun
+    assert (torchrun.nproc_per_node, torchrun.standalone) == ("3", True)
+    assert parsed("--nproc-per-node", "2", "train.py").torchrun.nproc_per_node == "2"
+    assert local_world_size(parsed("train.py")) == 3
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--nproc-per-node", "many"], "Unsupported nproc_per_node value: many"),
         (["--nproc-per-node", "0"], "no worker to start"),
@@ -123,10 +162,10 @@ def test_pet_variables_set_torchruns_defaults(monkeypatch):
         (["--max-restarts", "-1"], "max_restarts must be >= 0"),
     ],
 )
-def test_a_value_that_torchrun_refuses_is_one_message_and_exit_code_2(words, said, capsys):
+def test_a_value_that_torchrun_refuses_is_one_message_and_exit_code_2(words, message, capsys):
     assert cli.main([*words, BEHAVE]) == 2
     printed = capsys.readouterr().err
-    assert said in printed
+    assert message in printed
     assert printed.startswith("monetrun: error: ")
     assert "Traceback" not in printed
 
@@ -176,7 +215,7 @@ def test_the_script_is_checked_as_python_would_look_for_it(tmp_path, monkeypatch
     ):
         check_script(parsed(*words))
     check_script(parsed("--no-python", "sh"))
-    for words, said in (
+    for words, message in (
         (["bare"], "bare is a folder without a __main__.py"),
         (["nowhere/train.py"], "there is no folder 'nowhere' either"),
         (["-m", "app.trian"], "did you mean app.train?"),
@@ -191,9 +230,9 @@ def test_the_script_is_checked_as_python_would_look_for_it(tmp_path, monkeypatch
     ):
         with pytest.raises(ScriptNotFound) as error:
             check_script(parsed(*words))
-        assert said in str(error.value), words
-    for words, said in ((["--no-python", "./tool"], "not executable"), (["binary"], "a binary file")):
-        with pytest.raises(UsageError, match=said):
+        assert message in str(error.value), words
+    for words, message in ((["--no-python", "./tool"], "not executable"), (["binary"], "a binary file")):
+        with pytest.raises(UsageError, match=message):
             check_script(parsed(*words))
 
 
@@ -233,13 +272,13 @@ def test_main_prints_an_error_once_and_ends_with_its_code(error, code, printed, 
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(cli, "check_script", fail)
+    monkeypatch.setattr("monetrun.commands.run.check_script", fail)
     assert cli.main(["train.py"]) == code
     assert capsys.readouterr().err == printed
 
 
 def test_a_fault_of_our_own_shows_its_traceback_and_ends_with_70(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "check_script", lambda args: 1 / 0)
+    monkeypatch.setattr("monetrun.commands.run.check_script", lambda options: 1 / 0)
     assert cli.main(["train.py"]) == 70
     printed = capsys.readouterr().err
     assert "ZeroDivisionError" in printed
@@ -251,7 +290,7 @@ def test_the_first_word_decides_between_a_command_and_a_script(monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cache").write_text("print('a script')")
     scripts = []
-    monkeypatch.setattr(cli, "run_command", lambda args: scripts.append(args.training_script) or 0)
+    monkeypatch.setattr("monetrun.commands.run.run_launch", lambda options: scripts.append(options.script) or 0)
     assert cli.main(["./cache", "list"]) == 0
     assert cli.main(["--quiet", "cache", "list"]) == 0
     assert scripts == ["./cache", "cache"]
@@ -259,7 +298,9 @@ def test_the_first_word_decides_between_a_command_and_a_script(monkeypatch, caps
     assert json.loads(capsys.readouterr().out) == {"root": str(tmp_path / "kept"), "entries": []}
     assert cli.main(["cache"]) == 2
     assert cli.main(["cache", "burn"]) == 2
-    assert "No such command 'burn'" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "'burn'" in printed
+    assert "monetrun cache --help" in printed
 
 
 def test_the_cache_is_listed_and_cleared(monkeypatch, capsys, tmp_path):
@@ -286,7 +327,18 @@ def test_help_and_version_do_not_load_torch():
     assert "--budget" in done.stdout
     assert "torchrun --help" in done.stdout
     assert "doctor" in done.stdout
-    assert launch.parser().format_help() in launch.help_text()
+    assert launch_parser().format_help() == help_text()
+    assert launch_parser(SUMMARIES).format_help() == help_text(SUMMARIES) == done.stdout.partition("monetrun 0")[0]
+
+
+def test_every_command_is_a_module_with_the_same_two_functions():
+    modules = {path.stem for path in Path(commands.__file__).parent.glob("*.py")}
+    for name in (*SUMMARIES, "run"):
+        assert name in modules
+        module = importlib.import_module(f"monetrun.commands.{name}")
+        assert isinstance(module.prepare_parser(), argparse.ArgumentParser)
+        assert list(inspect.signature(module.run).parameters) == ["words"]
+    assert list(SUMMARIES) == sorted(SUMMARIES)
 
 
 def test_doctor_says_what_is_there_and_what_is_not(monkeypatch, capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""Commands that plan without training, from the command line: one trial run each, and every word in its place."""
+"""Commands that plan without training, from the command line: each makes one trial run."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from monetrun.commands import main as cli
-from monetrun.launcher import agent as launch
+from monetrun.commands import plan
+from monetrun.launcher.job import Job
+from monetrun.launcher.parser import command_parser
 
 SCRIPT = """
 import sys
@@ -41,7 +43,7 @@ def run(capsys, *words, expect=0):
     return capsys.readouterr()
 
 
-def test_frontier_tables_and_draws_every_budget_from_one_trial_run(capsys):
+def test_frontier_prints_and_draws_every_budget_from_one_trial_run(capsys):
     out, err = run(
         *(capsys, "frontier", "--points", "3", "--solver-seconds", "1", "--json", "f.json", "--plot", "f.svg"),
         *WORDS,
@@ -59,7 +61,7 @@ def test_frontier_tables_and_draws_every_budget_from_one_trial_run(capsys):
     assert not Path("trained").exists()
 
 
-def test_a_plan_is_explained_from_the_cache_and_without_it_refused_with_the_next_step(capsys, monkeypatch, tmp_path):
+def test_a_plan_is_explained_with_its_record_from_the_cache_and_refused_without_it(capsys, monkeypatch, tmp_path):
     run(capsys, "plan", "--budget", "0.7x", "--solver-seconds", "1", "--out", "p.json", *WORDS)
     out, _ = run(capsys, "explain", "p.json")
     assert "Run again" in out
@@ -73,7 +75,7 @@ def test_a_plan_is_explained_from_the_cache_and_without_it_refused_with_the_next
     assert "train.py is not a plan" in run(capsys, "explain", "train.py", expect=83).err
 
 
-def test_batch_finds_the_largest_and_says_what_to_type(capsys):
+def test_batch_finds_the_largest_and_prints_the_command_to_type_next(capsys):
     words = ("--budget", "600KiB", "--max-overhead", "99%", "--multiple", "64", "--algorithm", "greedy")
     out, err = run(capsys, "batch", *words, "--solver-seconds", "1", "--json", "train.py", "--batch", "{batch}")
     found = json.loads(out)
@@ -92,7 +94,7 @@ def test_a_script_that_never_trains_is_an_error_of_its_own(capsys, folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("frontier", "--points", "1", "train.py"), "--points 1"),
         (("frontier", "--points", "many", "train.py"), "many"),
@@ -110,9 +112,9 @@ def test_a_script_that_never_trains_is_an_error_of_its_own(capsys, folder):
         (("explain",), "PLAN_FILE"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_any_trial_run(capsys, words, said):
+def test_what_cannot_be_used_is_refused_before_any_trial_run(capsys, words, message):
     err = run(capsys, *words, expect=2).err
-    assert said in err
+    assert message in err
     assert err.count("monetrun: error") == 1
     assert "trial run up" not in err
 
@@ -120,18 +122,21 @@ def test_what_cannot_be_used_is_refused_before_any_trial_run(capsys, words, said
 def test_the_next_command_keeps_a_launchs_options_and_drops_the_commands():
     def options(parser):
         parser.add_argument("--points", type=int)
-        parser.add_argument("--json", default="")
+        parser.add_argument("--out", default="")
 
-    words = ["--nproc-per-node=2", "--points", "3", "--json", "f", "--budget=1GiB", "--strict", "-m", "a.b", "--json"]
-    parser = launch.command_parser("frontier", "", options)
-    args = parser.parse_args(words)
-    assert (args.points, args.json, args.training_script_args) == (3, "f", ["--json"])
-    assert launch.launch_words(parser, words, args) == ["--nproc-per-node=2", "--strict", "-m"]
+    words = ["--nproc-per-node=2", "--points", "3", "--out", "f", "--budget=1GiB", "--json", "--strict"]
+    parser = command_parser("frontier", "", options, not_reusable=["solver_seconds"])
+    launch, args = parser.parse_launch([*words, "--solver-seconds", "9", "-m", "a.b", "--json", "c d"])
+    assert (args.points, args.out, launch.script_args) == (3, "f", ("--json", "c d"))
+    assert launch.reusable_words == ("--nproc-per-node=2", "--strict", "-m")
+    assert launch.command_line("2GiB") == "monetrun --budget 2GiB --nproc-per-node=2 --strict -m a.b --json 'c d'"
 
 
 def test_plan_leaves_a_scripts_own_out_to_the_script(monkeypatch):
     seen = []
-    monkeypatch.setattr(cli.Job, "dry_run", lambda job, out: seen.append((out, job.args.training_script_args)))
+    monkeypatch.setattr(Job, "planned", lambda job: job)
+    monkeypatch.setattr(plan, "write_plan", lambda job, out: seen.append((out, job.options.script_args)))
+    monkeypatch.setattr(plan, "show", lambda job, out: None)
     assert cli.main(["plan", "train.py", "--out", "models"]) == 0
     assert cli.main(["plan", "--budget", "0.5x", "--out", "p.json", "train.py", "--out=models", "--", "-x"]) == 0
-    assert seen == [("plan.json", ["--out", "models"]), ("p.json", ["--out=models", "--", "-x"])]
+    assert seen == [("plan.json", ("--out", "models")), ("p.json", ("--out=models", "--", "-x"))]

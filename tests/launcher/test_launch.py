@@ -1,8 +1,7 @@
-"""Launches, held against torchrun's own: what workers see, how they end, and what is printed."""
+"""Launches, compared with torchrun's: what workers see, how they end, and what is printed."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -17,14 +16,17 @@ from typing import ClassVar
 
 import pytest
 
-from monetrun.commands import main as cli
+from monetrun.commands.run import run_launch
 from monetrun.core.errors import MonetrunError
-from monetrun.launcher import agent as launch
+from monetrun.launcher import agent
+from monetrun.launcher.failure import first_failure
+from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.parser import launch_parser
 from monetrun.runtime.traceback_file import install_excepthook
 from support.paths import SCRIPTS
 
 BEHAVE = str(SCRIPTS / "behave.py")
-TELL = str(SCRIPTS / "tell.py")
+DUMP = str(SCRIPTS / "dump_worker.py")
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MONETRUN = [sys.executable, "-m", "monetrun", "--no-probe", "--quiet"]  # these scripts train nothing
@@ -32,20 +34,20 @@ MONETRUN = [sys.executable, "-m", "monetrun", "--no-probe", "--quiet"]  # these 
 pytestmark = pytest.mark.usefixtures("plain_surroundings")
 
 
-def parsed(*words: str) -> argparse.Namespace:
-    return launch.parser().parse_args(list(words))
+def parsed(*words: str) -> LaunchOptions:
+    return launch_parser().parse_launch(words)[0]
 
 
 def launched(*words: str) -> int:
-    """Launch from this process, which has torch loaded already: two seconds less."""
-    return launch.launch(parsed(*words), {})
+    """Launch from this process, which has imported torch already: that saves two seconds."""
+    return agent.launch(parsed(*words), {})
 
 
 def left_behind(tmp_path: Path) -> list[str]:
     return sorted(p.name for p in (tmp_path / "tmp").iterdir() if p.name.startswith("torchelastic_"))
 
 
-def told(folder: Path) -> dict[str, dict]:
+def dumped(folder: Path) -> dict[str, dict]:
     return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
 
 
@@ -55,8 +57,8 @@ def told(folder: Path) -> dict[str, dict]:
 @pytest.mark.parametrize(
     "words",
     [
-        [TELL, "--budget", "3", "", "a b"],
-        ["--nproc-per-node", "2", "-m", "tell", "--", "-x", "${local_rank}"],
+        [DUMP, "--budget", "3", "", "a b"],
+        ["--nproc-per-node", "2", "-m", "dump_worker", "--", "-x", "${local_rank}"],
     ],
 )
 def test_a_worker_sees_exactly_what_torchrun_gives_it(words, tmp_path, monkeypatch):
@@ -65,11 +67,11 @@ def test_a_worker_sees_exactly_what_torchrun_gives_it(words, tmp_path, monkeypat
     for command in (TORCHRUN, MONETRUN):
         folder = tmp_path / command[-1]
         folder.mkdir()
-        monkeypatch.setenv("TELL", str(folder))
+        monkeypatch.setenv("DUMP_FOLDER", str(folder))
         subprocess.run([*command, *words], check=True, timeout=600, capture_output=True)
-        ranks = told(folder)
+        ranks = dumped(folder)
         for rank in ranks.values():
-            for varying in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TELL"):
+            for varying in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "DUMP_FOLDER"):
                 assert rank["environ"].pop(varying)
             for ours in [name for name in rank["environ"] if name.startswith("MONETRUN_")]:
                 assert command == MONETRUN
@@ -82,25 +84,25 @@ def test_a_worker_sees_exactly_what_torchrun_gives_it(words, tmp_path, monkeypat
 
 
 def test_the_given_environment_reaches_the_workers_and_this_process_keeps_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("TELL", str(tmp_path))
+    monkeypatch.setenv("DUMP_FOLDER", str(tmp_path))
     before, handlers = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    args = parsed("--nproc-per-node=2", "--no-python", sys.executable, TELL)
-    assert launch.launch(args, {"MONETRUN_TEST": "planned"}) == 0
-    assert [rank["environ"]["MONETRUN_TEST"] for rank in told(tmp_path).values()] == ["planned", "planned"]
+    options = parsed("--nproc-per-node=2", "--no-python", sys.executable, DUMP)
+    assert agent.launch(options, {"MONETRUN_TEST": "planned"}) == 0
+    assert [rank["environ"]["MONETRUN_TEST"] for rank in dumped(tmp_path).values()] == ["planned", "planned"]
     assert dict(os.environ) == before
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert args.rdzv_id == "none"
+    assert options.torchrun.rdzv_id == "none"
 
 
 def test_a_taken_default_port_does_not_stop_a_standalone_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("TELL", str(tmp_path))
+    monkeypatch.setenv("DUMP_FOLDER", str(tmp_path))
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):  # taken by another: all the better
+        with contextlib.suppress(OSError):  # another process has taken it, which serves as well
             taken.bind(("", 29500))
             taken.listen()
-        assert launched("--standalone", TELL) == 0
-    assert told(tmp_path)["0"]["environ"]["MASTER_PORT"] != "29500"
+        assert launched("--standalone", DUMP) == 0
+    assert dumped(tmp_path)["0"]["environ"]["MASTER_PORT"] != "29500"
 
 
 # ---- how it ends
@@ -137,7 +139,7 @@ def test_the_first_rank_to_fail_is_named_and_its_traceback_comes_last(capfd, tmp
     assert left_behind(tmp_path) == []
 
 
-def test_run_path_shows_the_traceback_of_a_script_that_runs_inside_torch():
+def test_the_traceback_of_a_script_run_with_run_path_is_printed():
     done = subprocess.run([*MONETRUN, "--run-path", BEHAVE, "0=raise"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert done.stdout == "ready\n"
@@ -145,7 +147,7 @@ def test_run_path_shows_the_traceback_of_a_script_that_runs_inside_torch():
     assert done.stderr.endswith("ValueError: a bad batch\n")
 
 
-def test_an_uncaught_error_of_our_own_ends_the_launch_with_its_own_code():
+def test_an_uncaught_monetrun_error_sets_the_exit_code_of_the_launch():
     assert launched(BEHAVE, "0=refuse") == 84
 
 
@@ -184,7 +186,7 @@ def interrupted(*words: str, signals: list[int]) -> tuple[int, float, str]:
 def test_ctrl_c_and_sigterm_stop_at_once(tmp_path, monkeypatch):
     code, _, error = interrupted(BEHAVE, "0=obey", signals=[signal.SIGTERM])
     assert (code, error) == (143, "monetrun: stopped by SIGTERM\n")
-    # the worker does not listen: the first Ctrl-C waits for it as long as was asked for, the second does not
+    # the worker ignores signals: the first Ctrl-C waits for the timeout, the second does not
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     code, seconds, error = interrupted(BEHAVE, "0=stay", signals=[signal.SIGINT, signal.SIGINT])
     assert code == 130
@@ -193,22 +195,22 @@ def test_ctrl_c_and_sigterm_stop_at_once(tmp_path, monkeypatch):
     assert left_behind(tmp_path) == []
 
 
-def test_one_ctrl_c_waits_less_than_torch_unless_told_how_long(monkeypatch):
+def test_after_one_ctrl_c_a_launch_waits_less_than_torch_unless_a_timeout_is_set(monkeypatch):
     from torch.distributed.elastic.multiprocessing import PContext
 
     closed = []
     monkeypatch.setattr(PContext, "close", lambda self, death_sig, timeout: closed.append((death_sig, timeout)))
-    workers, args = SimpleNamespace(pids=dict), parsed("train.py")
-    with launch._prompt_shutdown(args):
+    workers, args = SimpleNamespace(pids=dict), parsed("train.py").torchrun
+    with agent._prompt_shutdown(args):
         PContext.close(workers, signal.SIGINT, 30)
         PContext.close(workers, signal.SIGTERM, 30)
         PContext.close(workers)
     args.shutdown_timeout = 7
-    with launch._prompt_shutdown(args):
+    with agent._prompt_shutdown(args):
         PContext.close(workers, signal.SIGINT, 30)
         PContext.close(workers)
     assert closed == [
-        (signal.SIGINT, launch.INTERRUPT_GRACE_SECONDS),
+        (signal.SIGINT, agent.INTERRUPT_GRACE_SECONDS),
         (signal.SIGTERM, 30),
         (None, 30),
         (signal.SIGINT, 7),
@@ -227,13 +229,13 @@ def failure(exitcode: int, timestamp: int, raised_ns: int = 0, pid: int = 1) -> 
         ([failure(1, 9, 9_600_000_000), failure(1, 9, 9_500_000_000)], 1),  # within one second, by nanoseconds
         ([failure(1, 9, 9_600_000_000), failure(-9, 9)], 1),  # killed, which made the other's connection fail
         ([failure(-9, 9, pid=7), failure(3, 10)], 1),  # killed, but by the agent, since the other had failed
-        ([failure(1, 9, 9_500_000_000, pid=7), failure(-15, 10)], 1),  # raised when it was told to stop
-        ([failure(1, 9), failure(1, 9, 9_500_000_000)], 1),  # who has a reason is believed
+        ([failure(1, 9, 9_500_000_000, pid=7), failure(-15, 10)], 1),  # raised when the agent stopped it
+        ([failure(1, 9), failure(1, 9, 9_500_000_000)], 1),  # an exit without a recorded exception counts as later
         ([failure(1, 8), failure(1, 9, 9_500_000_000)], 0),
     ],
 )
-def test_the_first_failure_is_told_within_a_second(failures, culprit):
-    assert launch.first_failure(dict(enumerate(failures)), {7}, 0.1) == culprit
+def test_the_first_failure_is_found_among_those_of_one_second(failures, culprit):
+    assert first_failure(dict(enumerate(failures)), {7}, 0.1) == culprit
 
 
 # ---- the error file
@@ -264,7 +266,7 @@ def test_the_error_file_is_what_torchs_own_handler_writes(tmp_path, monkeypatch)
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["ours", "torch"]
 
 
-def test_the_excepthook_chains_once_and_keeps_quiet_outside_a_worker(tmp_path, monkeypatch):
+def test_the_excepthook_is_installed_once_and_only_in_workers(tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: called.append(error))
     plain = sys.excepthook
@@ -276,7 +278,7 @@ def test_the_excepthook_chains_once_and_keeps_quiet_outside_a_worker(tmp_path, m
     install_excepthook()
     assert sys.excepthook is installed
     error = KeyError("x")
-    sys.excepthook(KeyError, error, None)  # nor does a file that cannot be written hide the traceback
+    sys.excepthook(KeyError, error, None)  # an error file that cannot be written does not hide the traceback
     assert called == [(KeyError, error, None)]
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "file"))
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
@@ -284,49 +286,49 @@ def test_the_excepthook_chains_once_and_keeps_quiet_outside_a_worker(tmp_path, m
     assert not (tmp_path / "file").exists()
 
 
-# ---- what stands around it
+# ---- before and after the workers run
 
 
 class FakeJob:
-    """Stands for the planning before a launch and the report after it."""
+    """Replaces the planning before a launch and the report after it."""
 
     seen: ClassVar[list[object]] = []
 
-    def __init__(self, args):
-        self.args = args
+    def __init__(self, options):
+        self.options = options
 
     def prepare(self):
-        os.environ["OMP_NUM_THREADS"] = "17"  # a solver's doing, say: not the workers' business
-        return {"MONETRUN_TEST": self.args.budget}
+        os.environ["OMP_NUM_THREADS"] = "17"  # as a solver may do; the workers must not get it
+        return {"MONETRUN_TEST": self.options.budget}
 
     def finish(self, exit_code):
-        self.seen.append((self.args.budget, exit_code))
+        self.seen.append((self.options.budget, exit_code))
 
     def close(self):
         self.seen.append("closed")
 
 
-def test_planning_stands_between_parsing_and_launching_and_reporting_after(tmp_path, monkeypatch):
-    monkeypatch.setenv("TELL", str(tmp_path))
-    monkeypatch.setattr(cli, "Job", FakeJob)
+def test_a_launch_plans_first_and_reports_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("DUMP_FOLDER", str(tmp_path))
+    monkeypatch.setattr("monetrun.launcher.job.Job", FakeJob)
     monkeypatch.setattr(FakeJob, "seen", [])
-    assert cli.run_command(parsed("--budget", "1GiB", TELL)) == 0
-    environ = told(tmp_path)["0"]["environ"]
+    assert run_launch(parsed("--budget", "1GiB", DUMP)) == 0
+    environ = dumped(tmp_path)["0"]["environ"]
     assert (environ["MONETRUN_TEST"], environ.get("OMP_NUM_THREADS")) == ("1GiB", None)
     assert FakeJob.seen == [("1GiB", 0), "closed"]
 
 
 def test_sigterm_while_planning_ends_with_143_and_starts_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("TELL", str(tmp_path))
-    monkeypatch.setattr(cli, "Job", FakeJob)
+    monkeypatch.setenv("DUMP_FOLDER", str(tmp_path))
+    monkeypatch.setattr("monetrun.launcher.job.Job", FakeJob)
     monkeypatch.setattr(FakeJob, "seen", [])
     monkeypatch.setattr(FakeJob, "prepare", lambda self: os.kill(os.getpid(), signal.SIGTERM))
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as end:
-        cli.run_command(parsed(TELL))
+        run_launch(parsed(DUMP))
     assert end.value.code == 143
     assert FakeJob.seen == ["closed"]
-    assert told(tmp_path) == {}
+    assert dumped(tmp_path) == {}
     assert signal.getsignal(signal.SIGTERM) is handler
 
 

@@ -8,7 +8,7 @@ import pytest
 from monetrun.core import codec
 from monetrun.core.errors import PlanMismatch
 from monetrun.core.plan import PLAN_SCHEMA, GraphPlan, Plan, Schedule
-from monetrun.launcher.job import read_plan
+from monetrun.launcher.plan_file import read_plan
 from monetrun.machine.store import Store
 
 GRAPHS = (GraphPlan("f", "s", Schedule((), ()), ()),)

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from monetrun.core.options import Options
-from monetrun.launcher import report
-from monetrun.launcher.report import SolverProgress
+from monetrun.launcher import progress as progress_module
+from monetrun.launcher.progress import SolverProgress
 from monetrun.planning import planner
 from monetrun.planning.planner import _disjoint_sum
 from support.step_records import chain_record
@@ -19,49 +19,49 @@ def pipe():
     return Console(file=io.StringIO(), width=100, highlight=False)
 
 
-def said(console):
+def lines(console):
     return console.file.getvalue().splitlines()
 
 
-def test_a_pipe_gets_a_line_for_a_better_plan_and_the_last_word(monkeypatch):
+def test_a_pipe_gets_a_line_for_a_better_plan_and_a_last_line(monkeypatch):
     console = pipe()
     with SolverProgress(console, 10.0) as progress:
         progress(0.1, math.inf, 0.0)
         progress(0.5, 12.0, 10.5)
-        monkeypatch.setattr(report, "_SECONDS_BETWEEN_LINES", 0.0)
+        monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LINES", 0.0)
         progress(1.0, 12.0, 11.0)  # only the bound
         progress(2.0, 11.5, 11.0)
-        monkeypatch.setattr(report, "_SECONDS_BETWEEN_LINES", 1e9)
+        monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LINES", 1e9)
         progress(3.0, 11.4, 11.2)
         progress(4.25, 11.3, 11.2)
-    assert said(console) == [
+    assert lines(console) == [
         "monetrun: planning: +20.0% (bound 5.0%, gap 15.0%) 0.5 s",
         "monetrun: planning: +15.0% (bound 10.0%, gap 5.0%) 2.0 s",
         "monetrun: planning: +13.0% (bound 12.0%, gap 1.0%) 4.2 s",
     ]
 
 
-def test_another_budget_begins_anew():
+def test_another_budget_starts_again():
     console = pipe()
     with SolverProgress(console, 10.0) as progress:
         progress.begin(3 << 20)
         progress(0.5, 11.0, 10.0)
         progress.begin(4 << 20)
         progress(0.25, 12.0, 10.0)
-    assert said(console) == [
+    assert lines(console) == [
         "monetrun: planning 3.0 MiB: +10.0% (bound 0.0%, gap 10.0%) 0.5 s",
         "monetrun: planning 4.0 MiB: +20.0% (bound 0.0%, gap 20.0%) 0.2 s",
     ]
 
 
 @pytest.mark.parametrize("console", [pipe(), Console(file=io.StringIO(), force_terminal=True)])
-def test_nothing_is_shown_where_nothing_is_wanted(console):
+def test_nothing_is_shown_if_shown_is_false(console):
     with SolverProgress(console, 10.0, shown=False) as progress:
         progress(0.5, 11.0, 10.0)
-    assert said(console) == []
+    assert lines(console) == []
 
 
-def test_a_terminal_has_one_line_that_is_gone_afterwards(monkeypatch):
+def test_a_terminal_has_one_line_that_is_erased_at_the_end(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
     with SolverProgress(console, 10.0) as progress:
@@ -94,14 +94,14 @@ def test_progress_and_bound_are_of_the_whole_step(make):
     record = make(chain_record(64))
     base = planner.baseline(record)
     budget = (base.plain.peak_bytes + base.frugal.peak_bytes) // 2
-    told = []
-    options = Options(seconds=1.0, on_progress=lambda *figures: told.append(figures))
+    reported = []
+    options = Options(seconds=1.0, on_progress=lambda *figures: reported.append(figures))
     plan = planner.plan_step(record, budget, "hierarchical", options, base)
     plain = base.plain.seconds
-    best = min(seconds for _, seconds, _ in told)
+    best = min(seconds for _, seconds, _ in reported)
     assert plan.overhead > 0
     assert best / plain - 1 == pytest.approx(plan.overhead)
-    assert max(bound for _, _, bound in told) / plain - 1 == pytest.approx(plan.bound, abs=1e-9)
+    assert max(bound for _, _, bound in reported) / plain - 1 == pytest.approx(plan.bound, abs=1e-9)
 
 
 def test_rounds_that_share_a_graph_share_what_it_costs_more():

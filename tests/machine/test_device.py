@@ -214,7 +214,7 @@ def test_more_ranks_than_devices_is_refused_with_both_numbers(ask: Ask) -> None:
     assert "--nproc-per-node" in answer.hint
 
 
-def test_unlike_boards_are_in_the_order_that_the_driver_says(ask: Ask) -> None:
+def test_unlike_boards_are_in_the_drivers_order(ask: Ask) -> None:
     driver = f"cuda {B} 1 1 0\ncuda {A} 1 1 0\n"  # fastest first
     answer = ask(UNLIKE + driver, 2)
     assert answer.uuids == [B, A]
@@ -226,7 +226,7 @@ def test_unlike_boards_are_in_the_order_that_the_driver_says(ask: Ask) -> None:
     assert not [call for call in answer.calls if "Ctx" in call]  # the order is known without a context
 
 
-def test_pci_order_is_kept_without_asking_the_driver_when_it_is_asked_for(ask: Ask) -> None:
+def test_pci_order_is_used_without_the_driver_if_the_user_sets_it(ask: Ask) -> None:
     answer = ask(UNLIKE + f"cuda {B} 1 1 0\n", 2, order="PCI_BUS_ID")
     assert (answer.uuids, answer.note) == ([A, B], "in PCI order")
     assert not [call for call in answer.calls if call.startswith("cu")]
@@ -237,11 +237,11 @@ def test_uuids_need_no_order(ask: Ask) -> None:
     assert (answer.uuids, answer.note) == ([B, A], "by UUID")
 
 
-def test_an_order_that_could_not_be_verified_is_said_so(ask: Ask) -> None:
+def test_an_order_that_could_not_be_verified_is_noted(ask: Ask) -> None:
     answer = ask(UNLIKE + NO_DRIVER, 2)
     assert answer.uuids == [A, B]
     assert answer.note == (
-        "in PCI order, CUDA's own could not be asked (cuInit: CUDA_ERROR_UNKNOWN (999)) and may differ: "
+        "in PCI order; CUDA's order could not be read (cuInit: CUDA_ERROR_UNKNOWN (999)) and may differ: "
         "the boards are not alike and CUDA_DEVICE_ORDER is not PCI_BUS_ID"
     )
 
@@ -252,7 +252,7 @@ def test_a_mig_instance_is_read_by_its_own_uuid(ask: Ask) -> None:
     assert f"nvmlDeviceGetMemoryInfo_v2 {A}" not in answer.calls
 
 
-def test_a_board_in_mig_mode_stands_for_its_first_instance(ask: Ask) -> None:
+def test_a_board_in_mig_mode_shows_its_first_instance(ask: Ask) -> None:
     answer = ask(ONE_IN_MIG_MODE + f"cuda {M1} 1 1 0\n")
     assert (answer.uuids, answer.free_gib) == ([M1], [17])
     answer = ask(ONE_IN_MIG_MODE + NO_DRIVER, visible="0")
@@ -266,7 +266,7 @@ def test_only_as_many_mig_instances_count_as_cuda_shows(ask: Ask) -> None:
     assert "MIG mode" in answer.message
 
 
-def test_in_a_container_whose_mig_parent_may_not_be_asked_the_instance_still_is(ask: Ask) -> None:
+def test_a_mig_instance_is_read_in_a_container_that_may_not_query_its_parent(ask: Ask) -> None:
     refused = "".join(
         f"fail {function} 4 {A}\n"
         for function in (
@@ -288,7 +288,7 @@ def test_another_containers_board_is_not_counted(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("library", ["new", "old"])
-def test_an_old_driver_is_asked_with_the_first_version(ask: Ask, library: str) -> None:
+def test_an_old_driver_is_queried_with_the_first_version(ask: Ask, library: str) -> None:
     mismatch = "" if library == "old" else "fail nvmlDeviceGetMemoryInfo_v2 25\n"
     answer = ask(TWO_ALIKE + mismatch, 2, library=library)
     assert (answer.uuids, answer.free_gib, answer.source) == ([A, B], [100, 30], "nvml")
@@ -304,7 +304,7 @@ def test_an_old_driver_is_asked_with_the_first_version(ask: Ask, library: str) -
         (999, "NVML: Unknown Error"),
     ],
 )
-def test_without_nvml_a_process_of_its_own_asks_the_driver(ask: Ask, code: int, reason: str) -> None:
+def test_without_nvml_the_driver_is_read_in_a_process_of_its_own(ask: Ask, code: int, reason: str) -> None:
     driver = f"cuda {A} {140 * GIB} {99 * GIB} 0\ncuda {B} {140 * GIB} {29 * GIB} 0\n"
     answer = ask(TWO_ALIKE + f"fail nvmlInitWithFlags {code}\n" + driver, 2)
     assert (answer.uuids, answer.free_gib, answer.source, answer.note) == ([A, B], [99, 29], "cuda driver", reason)
@@ -317,7 +317,7 @@ def test_a_missing_nvml_library_falls_back_to_the_driver(ask: Ask) -> None:
     assert answer.note == "NVML: NVML Shared Library Not Found"
 
 
-def test_when_nobody_can_tell_both_reasons_and_a_way_out_are_given(ask: Ask) -> None:
+def test_if_neither_can_be_read_both_reasons_and_a_way_out_are_given(ask: Ask) -> None:
     answer = ask(NO_DRIVER, library="broken")
     assert answer.message == (
         "the free memory of the CUDA devices could not be read. NVML: NVML Shared Library Not Found. "
@@ -345,11 +345,11 @@ def test_a_board_that_shares_the_hosts_memory_counts_what_the_host_has_available
 
 
 @pytest.mark.parametrize("memory", [f"{10 * GIB} {11 * GIB}", "0 0"])
-def test_an_answer_that_cannot_be_is_not_believed(ask: Ask, memory: str) -> None:
+def test_impossible_figures_of_nvml_are_not_used(ask: Ask, memory: str) -> None:
     answer = ask(f"board {A} H200 0:1:0 {memory}\ncuda {A} {10 * GIB} {8 * GIB} 0\n")
     assert (answer.free_gib, answer.source) == ([8], "cuda driver")
     assert f"{A} has" in answer.note
-    assert "which cannot be" in answer.note
+    assert "which is impossible" in answer.note
 
 
 @pytest.mark.parametrize("code", [15, 16])
@@ -372,7 +372,7 @@ def test_a_lost_board_that_is_not_used_is_only_noted(ask: Ask) -> None:
     assert "board 0: GPU is lost" in answer.message
 
 
-def test_a_driver_that_fails_midway_is_a_reason_not_a_traceback(ask: Ask) -> None:
+def test_a_driver_that_fails_midway_gives_a_reason_without_a_traceback(ask: Ask) -> None:
     answer = ask(f"cuda {A} 1 1 0\nfail cuMemGetInfo_v2 2\n", library="broken")
     assert answer.message.endswith("CUDA driver: cuMemGetInfo_v2: CUDA_ERROR_FAKE (2).")
 

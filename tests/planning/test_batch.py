@@ -1,11 +1,9 @@
 """The batch finder: the line through two trial runs, the largest batch, and what it says when there is none."""
 
-import argparse
 from dataclasses import replace
 
 import pytest
 
-from monetrun.commands.batch import read_limits, with_batch
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScriptFailed, UsageError
 from monetrun.core.graph import Implementation, check
 from monetrun.core.options import Options
@@ -224,55 +222,3 @@ def test_a_budget_for_no_batch_names_what_the_smallest_needs():
     with pytest.raises(InfeasibleBudget):
         search(limits(smallest - 1, 5.0))
     assert search(limits(smallest, 5.0))[0].batch == 1
-
-
-# ---- the command line
-
-
-def arguments(*words, **more):
-    given = {
-        "training_script": "train.py",
-        "training_script_args": list(words),
-        "budget": "1GiB",
-        "max_overhead": "20%",
-        "multiple": 1,
-        "trials": "",
-        "algorithm": "greedy",
-    }
-    return argparse.Namespace(**{**given, **more})
-
-
-def test_the_batch_is_put_in_the_place_of_the_placeholder():
-    args = arguments("--lr=1", "--batch={batch}", "{batch}")
-    assert with_batch(args, 12).training_script_args == ["--lr=1", "--batch=12", "12"]
-    assert args.training_script_args[2] == "{batch}"
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"training_script_args": ["--batch", "8"]}, "says where the batch goes"),
-        ({"max_overhead": "much"}, "'much'"),
-        ({"max_overhead": "20"}, "'20'"),
-        ({"max_overhead": "-5%"}, "'-5%'"),
-        ({"multiple": 0}, "--multiple 0"),
-        ({"trials": "4"}, "'4'"),
-        ({"trials": "4,4"}, "'4,4'"),
-        ({"trials": "0,4"}, "'0,4'"),
-    ],
-)
-def test_what_cannot_be_used_is_quoted_with_an_example(change, said):
-    with pytest.raises(UsageError, match=said) as refused:
-        read_limits(arguments("{batch}", **change), 1 << 30, OPTIONS)
-    assert refused.value.hint
-
-
-def test_a_share_of_the_plain_peak_is_no_limit_for_a_batch():
-    with pytest.raises(UsageError, match=r"0\.5x grows with the batch"):
-        read_limits(arguments("{batch}", budget="0.5x"), None, OPTIONS)
-
-
-def test_limits_are_read():
-    read = read_limits(arguments("{batch}", multiple=3, max_overhead="12.5%"), 99, OPTIONS)
-    assert (read.budget_bytes, read.max_overhead, read.multiple, read.trials) == (99, 0.125, 3, (6, 12))
-    assert read_limits(arguments("{batch}", trials="32,16", max_overhead="0.1"), 99, OPTIONS).trials == (16, 32)

@@ -1,22 +1,16 @@
 """What `monetrun explain` says adds up to the plan, and a plan without its trial run is refused."""
 
-import io
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from monetrun.commands.explain import show
 from monetrun.core.errors import PlanMismatch, ScheduleError
 from monetrun.core.graph import FORWARD
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.core.step import replay
 from monetrun.planning import planner
 from monetrun.planning.explain import (
-    ACTIVATIONS,
     GRADIENTS,
     PARAMETERS,
     SCRIPT,
@@ -98,16 +92,3 @@ def test_the_record_of_a_plan_is_found_among_others_and_its_absence_is_an_error(
     assert "monetrun plan --out p.json" in refused.value.hint
     with pytest.raises(PlanMismatch):
         explain(plan, others[0])
-
-
-def test_the_screen_names_the_peaks_operator_and_the_totals():
-    plan = plan_at(0.3)
-    found = explain(plan, RECORD)
-    out = io.StringIO()
-    show(found, "p.json", Console(file=out, width=160, highlight=False))
-    text = out.getvalue()
-    assert replay(RECORD, [g.schedule for g in plan.graphs]).peak_name in text
-    assert f"{plan.overhead:+.1%} (bound {plan.bound:.1%}" in text
-    assert ACTIVATIONS in text
-    assert "block0" in text
-    assert "\x1b" not in text

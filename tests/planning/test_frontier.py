@@ -1,19 +1,11 @@
-"""The table of overhead against budget: its ends, its order, its budgets, and its files."""
+"""Overhead against budget: the first and last point, their order, and the budgets."""
 
-import argparse
-import io
 import itertools
-import json
-import sys
 
 import pytest
-from rich.console import Console
 
-from monetrun.commands import frontier as table
-from monetrun.commands.frontier import parse_budgets
-from monetrun.core import codec
 from monetrun.core.budget import parse
-from monetrun.core.errors import BudgetSyntaxError, InfeasibleBudget, UsageError
+from monetrun.core.errors import InfeasibleBudget
 from monetrun.core.options import Options
 from monetrun.core.step import replay
 from monetrun.planning import planner
@@ -23,10 +15,6 @@ from support.step_records import chain_record
 RECORD = chain_record(64)
 BASE = planner.baseline(RECORD)
 PLAIN, SMALLEST = BASE.plain.peak_bytes, BASE.frugal.peak_bytes
-
-
-def options(**given):
-    return argparse.Namespace(**{"points": 8, "budgets": "", "json": "", "plot": "", **given})
 
 
 def found(budgets, seconds=2.0):
@@ -87,32 +75,6 @@ def test_each_point_is_planned_as_the_step_is_replayed():
     assert point.overhead == pytest.approx(timeline.seconds / BASE.plain.seconds - 1)
 
 
-def test_budgets_are_read_one_by_one():
-    assert [b.text for b in parse_budgets("0.8x,6GiB, 500MB")] == ["0.8x", "6GiB", "500MB"]
-    with pytest.raises(BudgetSyntaxError, match=r"'0\.8y'"):
-        parse_budgets("0.9x,0.8y")
-    with pytest.raises(UsageError, match="'80%' is a share of what is free"):
-        parse_budgets("0.9x,80%")
-    with pytest.raises(BudgetSyntaxError, match="''"):
-        parse_budgets("0.9x,")
-    assert spread(100, 50, 3) == (100, 75, 50)
-    assert spread(100, 99, 5) == (100, 99)
-
-
-def test_the_screen_shows_every_point_and_json_has_them_all():
-    points = (Point(1000, 1000, 0.0, 0.0, 0.0, "optimal"), Point(500, 490, 0.25, 0.2, 0.05, "feasible"),
-              Point(100, None, None, 0.2, None, "infeasible"))  # fmt: skip
-    made = Frontier(1000, 400, "greedy", "cpu", points)
-    out = io.StringIO()
-    table.show(made, "train.py", Console(file=out, width=120, highlight=False))
-    rows = [line.split() for line in out.getvalue().splitlines()[3:]]
-    assert rows[0] == ["1000", "bytes", "1.00x", "1000", "bytes", "+0.0%", "0.0%", "0.0%"]
-    assert rows[1] == ["500", "bytes", "0.50x", "490", "bytes", "+25.0%", "20.0%", "5.0%"]
-    assert rows[2] == ["100", "bytes", "0.10x", "-", "-", "20.0%", "-", "under", "the", "smallest"]
-    assert codec.loads(Frontier, codec.dumps(made)) == made
-    assert json.loads(codec.dumps(made))["points"][1]["overhead"] == 0.25
-
-
 def test_the_next_command_has_the_budget_at_the_knee_that_can_be_typed():
     mib = 1 << 20
     points = tuple(
@@ -124,27 +86,6 @@ def test_the_next_command_has_the_budget_at_the_knee_that_can_be_typed():
     assert parse(next_budget(made)).value == 60 * mib
 
 
-@pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
-def test_the_plot_is_a_file_of_the_format_that_its_name_says(tmp_path, suffix, begins):
-    pytest.importorskip("matplotlib")
-    path = str(tmp_path / f"f{suffix}")
-    table.check_options(options(plot=path))
-    table.draw(found([PLAIN, SMALLEST]), "train.py $x_1$", path)
-    assert (tmp_path / f"f{suffix}").read_bytes().startswith(begins)
-
-
-def test_what_would_fail_after_planning_is_refused_before_it(tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match=r"f\.gif"):
-        table.check_options(options(plot=str(tmp_path / "f.gif")))
-    for option in ("plot", "json"):
-        with pytest.raises(UsageError, match=f"--{option} .*no such folder"):
-            table.check_options(options(**{option: str(tmp_path / "none" / "f.png")}))
-    with pytest.raises(UsageError, match="--points 1"):
-        table.check_options(options(points=1))
-    with pytest.raises(BudgetSyntaxError, match="'much'"):
-        table.check_options(options(budgets="much"))
-    table.check_options(options(json="-", budgets="0.5x"))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match="needs matplotlib") as refused:
-        table.check_options(options(plot=str(tmp_path / "f.png")))
-    assert "pip install" in refused.value.hint
+def test_budgets_are_spread_evenly_and_are_different():
+    assert spread(100, 50, 3) == (100, 75, 50)
+    assert spread(100, 99, 5) == (100, 99)

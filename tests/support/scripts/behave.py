@@ -1,4 +1,7 @@
-"""End as the arguments say: RANK=HOW, HOW of exit:N, kill:N, raise, refuse, obey (sleep) or stay (whatever comes)."""
+"""End as the arguments RANK=HOW say: HOW is exit:N, kill:N, raise[:SECONDS], refuse, obey or stay.
+
+refuse raises BudgetExceeded; obey sleeps, and ends at a signal; stay sleeps, and ignores signals.
+"""
 
 import os
 import signal
@@ -9,7 +12,7 @@ from monetrun.core.errors import BudgetExceeded
 from monetrun.runtime.traceback_file import install_excepthook
 
 
-def fail_for_a_reason():
+def fail_with_a_message():
     raise ValueError("a bad batch")
 
 
@@ -26,7 +29,7 @@ for how in sys.argv[1:]:
         os.kill(os.getpid(), int(number))
     if what == "raise":
         time.sleep(float(number or 0))
-        fail_for_a_reason()
+        fail_with_a_message()
     if what == "refuse":
         raise BudgetExceeded("wanted 3 GiB", "ask for less")
     if what == "stay":

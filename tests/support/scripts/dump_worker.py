@@ -1,10 +1,10 @@
-"""Write what this worker was given to $TELL/<rank>.json."""
+"""Write what this worker was given to $DUMP_FOLDER/<rank>.json."""
 
 import json
 import os
 import sys
 
-told = {
+given = {
     "argv": sys.argv,
     "orig_argv": sys.orig_argv[1:],
     "environ": dict(os.environ),
@@ -13,5 +13,5 @@ told = {
     "affinity": sorted(os.sched_getaffinity(0)),
     "name": __name__,
 }
-with open(os.path.join(os.environ["TELL"], os.environ["RANK"] + ".json"), "w") as file:
-    json.dump(told, file)
+with open(os.path.join(os.environ["DUMP_FOLDER"], os.environ["RANK"] + ".json"), "w") as file:
+    json.dump(given, file)

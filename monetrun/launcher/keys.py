@@ -1,0 +1,72 @@
+"""Cache keys of a launch: each is a hash of all that determines the cached value."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from monetrun import __version__
+from monetrun.core.plan import PLAN_SCHEMA
+from monetrun.core.step import StepRecord
+from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.ranks import Ranks
+from monetrun.machine.device import query
+from monetrun.machine.store import key
+
+
+def record_key(options: LaunchOptions, ranks: Ranks) -> str:
+    """Key of the trial run's record: script, its arguments, ranks, devices, and the versions of all that runs it."""
+    devices = [i.uuid or i.device for i in query(ranks.kind, ranks.local)] if ranks.kind == "cuda" else ["cpu"]
+    return key(
+        "probe",
+        __version__,
+        importlib.metadata.version("torch"),
+        sys.version,
+        options.script if options.is_module else str(Path(options.script).resolve()),
+        _source(options).decode("utf-8", "replace"),
+        list(options.script_args),
+        options.cost_model,
+        ranks.local,
+        ranks.world_size,
+        ranks.kind,
+        devices,
+        os.environ.get("OMP_NUM_THREADS", ""),
+    )
+
+
+def plan_key(options: LaunchOptions, record_key: str, budget_bytes: int | None) -> str:
+    """Key of the plan: the record, the budget, and the options of the solver.
+
+    Args:
+        options: of the launch.
+        record_key: from ``record_key``.
+        budget_bytes: None if the budget is a share of the plain peak.
+    """
+    return key(
+        "plan",
+        PLAN_SCHEMA,
+        record_key,
+        options.budget if budget_bytes is None else budget_bytes,
+        options.algorithm,
+        options.mip_solver,
+        options.solver_seconds,
+        not options.recompute,
+        options.implementations,
+    )
+
+
+def smallest_budget_key(record_key: str, record: StepRecord) -> str:
+    """Key of the schedules that set the smallest feasible budget of a recorded step."""
+    return key("frugal", PLAN_SCHEMA, record_key, *(graph.fingerprint for graph in record.graphs))
+
+
+def _source(options: LaunchOptions) -> bytes:
+    """The script's source; of a module's top-level package, its ``__init__.py``; empty if there is no such file."""
+    path: str | None = options.script
+    if options.is_module:
+        spec = importlib.util.find_spec(options.script.partition(".")[0])
+        path = spec.origin if spec else None
+    return Path(path).read_bytes() if path and Path(path).is_file() else b""

@@ -1,0 +1,197 @@
+"""monetrun's own options of a launch: how they are declared, and ``LaunchOptions``, which carries their values."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from monetrun import __version__
+from monetrun.core.graph import KINDS
+from monetrun.core.options import Options, parse_kinds
+from monetrun.solve import ALGORITHMS
+from monetrun.solve.mip import PACKAGES
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> frozenset[str]:
+    """Add monetrun's options to ``parser``, and return their names in its namespace."""
+    group = parser.add_argument_group("monetrun's options")
+    add = group.add_argument
+    add(
+        "--budget",
+        default="auto",
+        help="auto | 12GiB | 12GB | 80%% | 0.6x: what a training step may allocate on a device",
+    )
+    add(
+        "--strict",
+        action="store_true",
+        help="exit if a model cannot be planned, instead of warning and running it unplanned",
+    )
+    add("--plan", metavar="FILE", help="run this plan; plan nothing")
+    add("--no-probe", action="store_true", help="plan in rank 0 at the first step, without a trial run before")
+    add("--solver-seconds", type=_positive_seconds, default=20.0, metavar="N", help="time to plan (default: 20)")
+    add("--solver", choices=tuple(PACKAGES), default="scip", help="integer program solver (default: scip)")
+    algorithms = "; ".join(f"{a.name}: {a.description}" for a in ALGORITHMS.values())
+    add(
+        "--algorithm",
+        choices=tuple(ALGORITHMS),
+        default="hierarchical",
+        help=f"how to plan (default: hierarchical). {algorithms}",
+    )
+    add(
+        "--implementations",
+        type=_kinds,
+        default="all",
+        metavar="KINDS",
+        help=f"operator implementations that the plan may use beside eager's: all | none | {','.join(KINDS)}; "
+        "exact, alone or among these, allows only those bitwise identical to eager",
+    )
+    add(
+        "--no-implementations",
+        dest="implementations",
+        action="store_const",
+        const="none",
+        help="recompute only, the same as --implementations none",
+    )
+    add("--no-recompute", action="store_true", help="other implementations only: no operator runs twice")
+    add(
+        "--cost-model",
+        default="measured",
+        metavar="MODEL",
+        help="what operators cost: measured here, or (monetrun plan) roofline:p100 | v100 | a100 | h100 | h200 | cpu",
+    )
+    add("--no-cache", action="store_true", help="neither read nor write the cache of plans and costs")
+    add("--json", action="store_true", help="report as JSON, on stdout")
+    add("--quiet", action="store_true", help="print nothing but errors")
+    add("--version", action="version", version=f"monetrun {__version__}", help="print the version")
+    return frozenset(action.dest for action in group._group_actions)
+
+
+def launch_option_names() -> frozenset[str]:
+    """The names that ``add_launch_options`` adds to a namespace."""
+    return add_launch_options(argparse.ArgumentParser(add_help=False))
+
+
+def _positive_seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return value
+
+
+def _kinds(text: str) -> str:
+    parse_kinds(text)
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """What the user asked for on the command line of a launch.
+
+    Attributes:
+        budget: in ``--budget``'s grammar, not parsed yet.
+        strict: a model that cannot be planned is an error.
+        plan_file: the plan to run; empty: make one.
+        probe: plan from a trial run; False: rank 0 plans at the first step.
+        solver_seconds: time limit for planning.
+        mip_solver: ``"scip"`` or ``"highs"``.
+        algorithm: one of ``solve.ALGORITHMS``.
+        implementations: as ``core.options.parse_kinds`` reads it.
+        recompute: False: no operator runs twice.
+        cost_model: ``"measured"``, or a name that ``capture.roofline.parse`` knows.
+        use_cache: read and write the cache.
+        json: print the report as JSON on stdout.
+        quiet: print nothing but errors.
+        torchrun: torchrun's own options, script and script arguments, as ``torch.distributed.run`` reads them. torch
+            writes into the namespace it runs, so pass it a copy.
+        reusable_words: the options as typed, without ``--budget``, ``--json`` and a command's own.
+    """
+
+    budget: str
+    strict: bool
+    plan_file: str
+    probe: bool
+    solver_seconds: float
+    mip_solver: str
+    algorithm: str
+    implementations: str
+    recompute: bool
+    cost_model: str
+    use_cache: bool
+    json: bool
+    quiet: bool
+    torchrun: argparse.Namespace
+    reusable_words: tuple[str, ...] = ()
+
+    @classmethod
+    def from_namespace(cls, args: argparse.Namespace, reusable_words: Sequence[str] = ()) -> LaunchOptions:
+        """Take the values from what a ``LaunchParser`` parsed.
+
+        Args:
+            args: the namespace; it is not kept.
+            reusable_words: see the attribute.
+        """
+        own = launch_option_names()
+        return cls(
+            budget=args.budget,
+            strict=args.strict,
+            plan_file=args.plan or "",
+            probe=not args.no_probe,
+            solver_seconds=args.solver_seconds,
+            mip_solver=args.solver,
+            algorithm=args.algorithm,
+            implementations=args.implementations,
+            recompute=not args.no_recompute,
+            cost_model=args.cost_model,
+            use_cache=not args.no_cache,
+            json=args.json,
+            quiet=args.quiet,
+            torchrun=argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in own}),
+            reusable_words=tuple(reusable_words),
+        )
+
+    @property
+    def script(self) -> str:
+        """The script, module or program to launch."""
+        return str(self.torchrun.training_script)
+
+    @property
+    def script_args(self) -> tuple[str, ...]:
+        """The script's own arguments."""
+        return tuple(self.torchrun.training_script_args)
+
+    @property
+    def is_module(self) -> bool:
+        """Whether ``script`` names a module (``-m``)."""
+        return bool(self.torchrun.module)
+
+    @property
+    def min_nodes(self) -> int:
+        """The number of nodes; the smallest one for an elastic launch (``--nnodes MIN:MAX``)."""
+        return int(str(self.torchrun.nnodes).partition(":")[0])
+
+    @property
+    def keeps_worker_logs(self) -> bool:
+        """Whether torchrun writes the workers' output to files."""
+        return bool(self.torchrun.redirects != "0" or self.torchrun.tee != "0")
+
+    def with_script_args(self, script_args: Sequence[str]) -> LaunchOptions:
+        """The same launch with other arguments for the script."""
+        torchrun = copy.copy(self.torchrun)
+        torchrun.training_script_args = list(script_args)
+        return replace(self, torchrun=torchrun)
+
+    def solver_options(self) -> Options:
+        """The solver's options."""
+        return Options(
+            seconds=self.solver_seconds,
+            recompute=self.recompute,
+            implementations=parse_kinds(self.implementations),
+            mip_solver=self.mip_solver,
+        )
+
+    def command_line(self, budget: str) -> str:
+        """The command that launches this with ``budget``, for the user to type next."""
+        return shlex.join(["monetrun", "--budget", budget, *self.reusable_words, self.script, *self.script_args])

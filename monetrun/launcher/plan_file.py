@@ -1,0 +1,39 @@
+"""A plan as a file: ``monetrun plan`` writes it, ``monetrun --plan`` and ``monetrun explain`` read it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from monetrun.core import codec
+from monetrun.core.errors import PlanMismatch, UsageError
+from monetrun.core.plan import Plan, parse_plan
+
+
+def read_plan(path: str) -> Plan:
+    """Read a plan.
+
+    Raises:
+        PlanMismatch: there is no such file, or it is not a plan that this version reads.
+    """
+    try:
+        return parse_plan(Path(path).read_text())
+    except OSError as error:
+        raise PlanMismatch(f"the plan {path}: {error.strerror}", "monetrun plan SCRIPT writes one") from error
+    except ValueError as error:
+        message = f"{path} is not a plan that this monetrun reads: {error}"
+        raise PlanMismatch(message, "monetrun plan SCRIPT writes one") from error
+
+
+def write_plan(plan: Plan, path: str) -> None:
+    """Write a plan to ``path`` in one step: the file is either the new one or as before.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    part = Path(f"{path}.{os.getpid()}")
+    try:
+        part.write_text(codec.dumps(plan) + "\n")
+        part.replace(path)
+    except OSError as error:
+        raise UsageError(f"--out {path}: {error.strerror}", "name a file in a folder that can be written") from error

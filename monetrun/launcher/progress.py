@@ -1,0 +1,121 @@
+"""What is shown while the trial run or a solver is at work."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from monetrun.core.budget import format_bytes
+
+# In a pipe, print an improvement at most this often.
+_SECONDS_BETWEEN_LINES = 0.5
+
+# In a terminal, name Ctrl-C once the solver has run for this long.
+_SECONDS_BEFORE_HINT = 2.0
+
+
+def status(console: Console, activity: str, *, shown: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Show ``activity`` until the returned context ends: a spinner in a terminal, a line in a pipe."""
+    text = f"monetrun: {activity}"
+    if shown and console.is_terminal:
+        return console.status(text)
+    if shown:
+        print(text, file=sys.stderr, flush=True)
+    return contextlib.nullcontext()
+
+
+class SolverProgress:
+    """Shows overhead, bound and gap while a solver runs: a line that changes in a terminal, new lines in a pipe.
+
+    It is a context manager, and the solver's ``Options.on_progress``.
+
+    Args:
+        console: where it is shown.
+        plain_seconds: cost of the plain step.
+        activity: what is being done, printed before the colon.
+        shown: False: show nothing.
+    """
+
+    def __init__(
+        self, console: Console, plain_seconds: float, activity: str = "planning", *, shown: bool = True
+    ) -> None:
+        self.activity = activity
+        self._console = console
+        self._plain_seconds = plain_seconds
+        self._began = time.monotonic()
+        self._best_seconds, self._bound_seconds = math.inf, 0.0
+        self._solver_seconds = 0.0
+        self._printed = ""
+        self._printed_at = -math.inf
+        self._prints_lines = shown and not console.is_terminal
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+        if shown and console.is_terminal:
+            self._live = Live(get_renderable=self._live_line, console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> SolverProgress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        self._print_line()
+
+    def __call__(self, seconds: float, incumbent_seconds: float, bound_seconds: float) -> None:
+        """Take a better plan, or a better bound on all plans.
+
+        Args:
+            seconds: since the solver began.
+            incumbent_seconds: cost of a step under the best plan; infinite if there is none.
+            bound_seconds: lower bound on the cost of a step under any plan.
+        """
+        better = incumbent_seconds < self._best_seconds
+        self._best_seconds, self._bound_seconds, self._solver_seconds = incumbent_seconds, bound_seconds, seconds
+        if better and time.monotonic() - self._printed_at >= _SECONDS_BETWEEN_LINES:
+            self._print_line()
+
+    def begin(self, budget_bytes: int) -> None:
+        """Start again for another budget."""
+        self._print_line()
+        self.activity = f"planning {format_bytes(budget_bytes)}"
+        self._best_seconds, self._bound_seconds = math.inf, 0.0
+        self._began, self._printed_at = time.monotonic(), -math.inf
+
+    def text(self) -> str:
+        """``"+12.3% (bound 11.8%, gap 0.5%)"``."""
+        overhead = self._overhead(self._best_seconds)
+        bound = self._overhead(self._bound_seconds) if self._bound_seconds > 0 else 0.0
+        if math.isinf(overhead):
+            return f"no plan yet (bound {bound:.1%})" if 0 < bound < math.inf else "no plan yet"
+        bound = min(bound, overhead)
+        return f"{overhead:+.1%} (bound {bound:.1%}, gap {overhead - bound:.1%})"
+
+    def _overhead(self, seconds: float) -> float:
+        return seconds / self._plain_seconds - 1.0 if self._plain_seconds else 0.0
+
+    def _print_line(self) -> None:
+        """In a pipe, print a line, unless there is no plan or the line would repeat the last one."""
+        line = f"monetrun: {self.activity}: {self.text()}"
+        if self._prints_lines and line != self._printed and not math.isinf(self._best_seconds):
+            self._printed, self._printed_at = line, time.monotonic()
+            self._console.print(Text(f"{line} {self._solver_seconds:.1f} s"))
+
+    def _live_line(self) -> Spinner:
+        seconds = time.monotonic() - self._began
+        line = f"monetrun: {self.activity}: {self.text()} {seconds:.1f} s"
+        hint = "  Ctrl-C takes it"
+        has_plan = not math.isinf(self._best_seconds)
+        if seconds > _SECONDS_BEFORE_HINT and has_plan and len(line + hint) + 3 < self._console.width:
+            line += hint
+        self._spinner.update(text=Text(line, no_wrap=True, overflow="ellipsis"))
+        return self._spinner

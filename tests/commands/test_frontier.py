@@ -1,0 +1,74 @@
+"""`monetrun frontier`: its options, its table, and its files."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from monetrun.commands.frontier import check_options, draw, parse_budgets, show, write_json
+from monetrun.core import codec
+from monetrun.core.errors import BudgetSyntaxError, UsageError
+from monetrun.planning.frontier import Frontier, Point
+
+POINTS = (Point(1000, 1000, 0.0, 0.0, 0.0, "optimal"), Point(500, 490, 0.25, 0.2, 0.05, "feasible"),
+          Point(100, None, None, 0.2, None, "infeasible"))  # fmt: skip
+MADE = Frontier(1000, 400, "greedy", "cpu", POINTS)
+
+
+def options(**given):
+    return argparse.Namespace(**{"points": 8, "budgets": "", "json_file": "", "plot": "", **given})
+
+
+def test_budgets_are_read_one_by_one():
+    assert [b.text for b in parse_budgets("0.8x,6GiB, 500MB")] == ["0.8x", "6GiB", "500MB"]
+    with pytest.raises(BudgetSyntaxError, match=r"'0\.8y'"):
+        parse_budgets("0.9x,0.8y")
+    with pytest.raises(UsageError, match="'80%' is a share of what is free"):
+        parse_budgets("0.9x,80%")
+    with pytest.raises(BudgetSyntaxError, match="''"):
+        parse_budgets("0.9x,")
+
+
+def test_every_point_is_printed_and_written_as_json(tmp_path, capsys):
+    out = io.StringIO()
+    show(MADE, "train.py", Console(file=out, width=120, highlight=False))
+    rows = [line.split() for line in out.getvalue().splitlines()[3:]]
+    assert rows[0] == ["1000", "bytes", "1.00x", "1000", "bytes", "+0.0%", "0.0%", "0.0%"]
+    assert rows[1] == ["500", "bytes", "0.50x", "490", "bytes", "+25.0%", "20.0%", "5.0%"]
+    assert rows[2] == ["100", "bytes", "0.10x", "-", "-", "20.0%", "-", "under", "the", "smallest"]
+    write_json(MADE, str(tmp_path / "f.json"))
+    assert codec.loads(Frontier, (tmp_path / "f.json").read_text()) == MADE
+    write_json(MADE, "-")
+    assert codec.loads(Frontier, capsys.readouterr().out) == MADE
+    assert json.loads(codec.dumps(MADE))["points"][1]["overhead"] == 0.25
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_the_plot_has_the_format_that_its_suffix_names(tmp_path, suffix, begins):
+    pytest.importorskip("matplotlib")
+    path = str(tmp_path / f"f{suffix}")
+    check_options(options(plot=path))
+    draw(MADE, "train.py $x_1$", path)
+    assert (tmp_path / f"f{suffix}").read_bytes().startswith(begins)
+
+
+def test_options_that_would_fail_after_planning_are_refused_before_it(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match=r"f\.gif"):
+        check_options(options(plot=str(tmp_path / "f.gif")))
+    for option, name in (("plot", "plot"), ("json", "json_file")):
+        with pytest.raises(UsageError, match=f"--{option} .*no such folder"):
+            check_options(options(**{name: str(tmp_path / "none" / "f.png")}))
+    with pytest.raises(UsageError, match="--points 1"):
+        check_options(options(points=1))
+    with pytest.raises(BudgetSyntaxError, match="'much'"):
+        check_options(options(budgets="much"))
+    check_options(options(json_file="-", budgets="0.5x"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match="needs matplotlib") as refused:
+        check_options(options(plot=str(tmp_path / "f.png")))
+    assert "pip install" in refused.value.hint
