@@ -1,4 +1,4 @@
-"""Tensors and comparisons for the tests of torch.ops.monet's kernels, on the CPU or on the device that is asked for."""
+"""Tensors and comparisons for the tests of torch.ops.monet's kernels, on the CPU or on MONETRUN_TEST_DEVICE."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def numbers(shape, dtype, layout="contiguous", special=True, seed=0):
 
 
 def assert_same(got, expected):
-    """Same dtype, shape, strides (of dimensions that matter) and bits, any NaN being any other."""
+    """Same dtype, shape, strides (of dimensions longer than 1) and bits; all NaN count as equal."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     pairs = zip(got.shape, got.stride(), expected.stride(), strict=True)
     assert got.numel() == 0 or all(size == 1 or a == b for size, a, b in pairs)
