@@ -36,7 +36,7 @@ def measured(joint):
 
 
 @pytest.mark.parametrize("norm", sorted(NORMS))
-def test_a_norm_with_wider_parameters_is_known_by_the_dtypes_that_it_gives(norm):
+def test_a_norm_with_wider_parameters_is_captured_with_the_dtypes_that_it_gives(norm):
     joint = captured(Narrow(NORMS[norm]), torch.randn(4, 8, 5, 6).to(DEVICE))
     assert all(c.measured for c in measured(joint).values())
 
@@ -53,7 +53,7 @@ def test_a_norm_with_wider_parameters_is_known_by_the_dtypes_that_it_gives(norm)
         Real(joint.module).run(*inputs)
 
 
-def test_what_cannot_run_alone_is_said_to_need_a_copy_of_its_result(monkeypatch):
+def test_a_call_that_fails_alone_is_estimated_with_its_results_as_workspace(monkeypatch):
     joint = captured(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8).to(DEVICE))
     warm_up = cost._warm_up
 

@@ -1,4 +1,6 @@
-"""What the roofline model says an operator costs."""
+"""The roofline model's cost of an operator."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -6,8 +8,10 @@ from torch._subclasses import FakeTensorMode
 
 from monetrun.capture import roofline
 from monetrun.core.errors import UsageError
+from monetrun.ops import registry
 
 aten = torch.ops.aten
+monet = torch.ops.monet
 P100 = roofline.DEVICES["p100"]
 
 
@@ -110,7 +114,24 @@ def test_batch_normalization_reads_its_input_twice():
     assert seconds == pytest.approx(3 * x.nbytes / (0.75 * 732e9), rel=1e-3)
 
 
-def test_what_only_gives_its_shape_is_not_read():
+def test_an_operator_of_a_family_costs_what_it_declares():
+    registry.load()
+    x, grad, c = torch.empty(32, 64, 56, 56), torch.empty(32, 64, 56, 56), torch.empty(64)
+    mask, wanted = torch.empty(x.numel() // 8, dtype=torch.uint8), (True, True, True)
+    norm = (x, c, None, None, c, c, True, 1e-5, wanted)
+    for times, target, *arguments in (
+        (2 + 1 / 32, monet.mask_scale.default, x, mask, 2.0),
+        (2 * 2 + 1, monet.channel_norm_output_backward.default, grad, x, c, c, c, wanted),
+        (4 * 2 + 3, monet.batch_norm_backward_in_parts.default, grad, *norm, 8),
+    ):
+        assert call(target, *arguments) == pytest.approx(times * x.nbytes / (0.75 * 732e9), rel=1e-3), target
+    weight, window = torch.empty(64, 64, 1, 1), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    memory_bound = dataclasses.replace(P100, flops_per_second={"fp32": 1e30})
+    seconds = call(monet.convolution_in_parts.default, x, weight, None, *window, False, 8, model=memory_bound)
+    assert seconds == pytest.approx((1 + 3) * x.nbytes / (0.75 * 732e9), rel=1e-3)
+
+
+def test_operands_that_only_give_their_shape_are_not_read():
     x = torch.empty(32, 64, 56, 56)
     window = ([2, 2], [2, 2], [0, 0], [1, 1], False)
     y, index = aten.max_pool2d_with_indices.default(x, *window)

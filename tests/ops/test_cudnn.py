@@ -1,4 +1,4 @@
-"""cuDNN's plans: which are worth a choice, what is asked of the package, and that nothing is where there is no GPU.
+"""cuDNN's plans: which are worth a choice, how the package is called, and that it is not called without a GPU.
 
 ``Frontend`` stands for the package: it takes what that takes, checks that buffers are as declared, and computes with
 ATen. Where the package itself is installed, its plans for a described GPU are listed too, which needs no device.
@@ -82,7 +82,7 @@ class Declared:
 
 
 class Frontend:
-    """The package, with the plans that it is told to have: (name, workspace in bytes)."""
+    """The package, with given plans: (name, workspace in bytes)."""
 
     cudnnGraphNotSupportedError = NotSupported
     data_type = SimpleNamespace(FLOAT="float", HALF="half", BFLOAT16="bfloat16")
@@ -190,7 +190,7 @@ def frontend(monkeypatch):
 # ---- which plans
 
 
-def test_the_front_is_what_takes_clearly_less_than_all_before_it():
+def test_the_front_has_the_plans_with_clearly_less_workspace_than_all_before():
     plans = [("a", 100 * MIB), ("b", 95 * MIB), ("c", 120 * MIB), ("d", 60 * MIB), ("e", 60 * MIB), ("f", 0)]
     assert [name for name, _ in cudnn.front(plans)] == ["a", "d", "f"]
     assert cudnn.front([("a", MIB // 2), ("b", 0)]) == [("a", MIB // 2)]
@@ -264,7 +264,7 @@ def test_atens_choice_runs_in_place_of_a_plan_that_fails(plan, error, frontend, 
     assert frontend.ran == []
 
 
-def test_running_out_of_memory_is_told(frontend):
+def test_running_out_of_memory_is_raised(frontend):
     x, weight, _, window = operands("2d", torch.float32, False)
     frontend.fails = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):

@@ -1,8 +1,8 @@
-"""Every implementation that the registry offers, run beside the operator that it stands for, on captured graphs.
+"""Conformance: every registered implementation, compared with the operator that it replaces, on captured graphs.
 
 A case is a small module whose joint graph has the operators of one family. All its nodes are computed with real
-numbers; then every alternative is called with the same numbers and must give what the node gave: bit for bit where it
-says that it is exact, otherwise within a few roundings.
+numbers; then every alternative is called with the same numbers and must give what the node gave: bitwise where it is
+marked exact, otherwise within a few roundings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @pytest.fixture
 def offered_everywhere(monkeypatch):
-    """What is offered on GPUs alone, because it gains nothing elsewhere, is offered here."""
+    """The other memory format, which is for GPUs since only they gain by it, is offered on any device."""
     monkeypatch.setattr(layout, "OFFERED_ON", (DEVICE,))
 
 

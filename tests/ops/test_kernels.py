@@ -1,4 +1,4 @@
-"""The operators of torch.ops.monet: native kernels against their references and against ATen, to the bit."""
+"""The operators of torch.ops.monet: native kernels and references, compared bitwise with ATen."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHECKED_ELSEWHERE = {
 @dtypes
 @layouts
 @shapes
-def test_a_masked_backward_has_the_bits_of_atens(kernel, shape, layout, dtype):
+def test_a_masked_backward_is_bitwise_identical_to_atens(kernel, shape, layout, dtype):
     x, grad = numbers(shape, dtype, layout), numbers(shape, dtype, layout, seed=1)
     for low in (0.0, 0.3):
         mask = kernel("range_mask")(x, low, NAN)
@@ -62,7 +62,7 @@ def test_a_masked_backward_has_the_bits_of_atens(kernel, shape, layout, dtype):
 @dtypes
 @layouts
 @shapes
-def test_a_packed_dropout_mask_has_the_bits_of_a_product(kernel, shape, layout, dtype):
+def test_scaling_by_a_packed_mask_is_bitwise_identical_to_a_product(kernel, shape, layout, dtype):
     x = numbers(shape, dtype, layout)
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(2), device="cpu")
     noise = laid_out((drawn > 0.3).to(DEVICE, dtype), layout)
@@ -118,7 +118,7 @@ def test_softplus_backward_from_output(kernel, shape, layout, dtype):
         torch.testing.assert_close(given, expected, rtol=max(3e-9, 4 * torch.finfo(dtype).eps), atol=0, equal_nan=True)
 
 
-def test_a_mask_is_one_bit_for_each_element_the_first_lowest_and_nothing_behind(kernel):
+def test_a_mask_has_one_bit_per_element_lowest_first_and_zeros_behind_the_last(kernel):
     x = torch.tensor([1.0, -1.0, 2.0, 0.0, NAN, 3.0, -0.0, 1.0, 5.0, -5.0])
     assert kernel("range_mask")(x, 0.0, NAN).tolist() == [0b10110101, 0b01]
     assert kernel("range_mask")(x, 0.0, 3.0).tolist() == [0b10010101, 0b00]
@@ -165,7 +165,7 @@ WINDOWS = [
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
 @dtypes
-def test_pooling_by_one_byte_has_the_bits_of_atens(kernel, layout, dtype):
+def test_pooling_by_one_byte_is_bitwise_identical_to_atens(kernel, layout, dtype):
     batches = [(2, 5), (1, 1), (2, 33), (0, 3)] + ([(4,)] if layout == "contiguous" else [])
     for images, window, special in itertools.product(batches, WINDOWS, (False, True)):
         size, *place, ceil_mode = window
@@ -194,7 +194,7 @@ def test_a_window_that_a_byte_cannot_name_is_refused(kernel):
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @dtypes
-def test_the_gradient_of_cross_entropy_has_the_bits_of_atens(kernel, reduction, dtype, monkeypatch):
+def test_the_gradient_of_cross_entropy_is_bitwise_identical_to_atens(kernel, reduction, dtype, monkeypatch):
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, DEVICE, 1000)
     for rows, classes, weighted in [(7, 33, False), (5, 300, True), (1, 2, True), (64, 10, False)]:
         logits = numbers((rows, classes), dtype, special=False)
@@ -288,7 +288,7 @@ def registered_kernels(file):
     return re.findall(r"^MONET_KERNEL\((\w+)\);", (source_folder() / file).read_text(), re.MULTILINE)
 
 
-def test_without_a_compiler_the_references_serve_and_the_reason_is_told(tmp_path):
+def test_without_a_compiler_the_references_run_and_the_reason_is_given(tmp_path):
     code = (
         "import torch\nfrom monetrun.ops import kernels\n"
         "assert not kernels.load()\nassert 'CXX' in kernels.unavailable_reason()\n"
@@ -299,7 +299,7 @@ def test_without_a_compiler_the_references_serve_and_the_reason_is_told(tmp_path
     assert done.stdout.strip() == "[1]"
 
 
-def test_an_index_that_no_pooling_gave_is_no_write_outside_of_the_plane(kernel):
+def test_a_made_up_index_writes_nothing_outside_of_its_plane(kernel):
     """Costs are measured on made-up indices: place 0 of the first windows is in the padding."""
     grad, index = torch.ones(4, 1, 5, 5), torch.zeros(4, 1, 5, 5, dtype=torch.uint8)
     given = kernel("max_pool2d_index_backward")(grad, index, [4, 1, 9, 9], [3, 3], [2, 2], [1, 1], [1, 1])

@@ -116,7 +116,7 @@ def test_it_is_offered_on_gpus_only():
 
 
 @pytest.mark.parametrize("case", ["2d", "transposed"])
-def test_without_measurements_it_is_taken_to_cost_what_the_operator_costs(case):
+def test_without_measurements_it_costs_what_the_operator_costs(case):
     x, weight, grad, window = operands(case, torch.float32, False)
     forward = x, weight, None, *window
     backward = grad, x, weight, [grad.shape[1]], *window, [False, True, False]

@@ -1,4 +1,4 @@
-"""The normalizations of torch.ops.monet: from saved statistics to the bit, backward from the output within rounding."""
+"""The normalizations of torch.ops.monet: from saved statistics bitwise, backward from the output within rounding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parameter_dtypes(dtype):
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
 @dtypes
-def test_batch_norm_from_saved_statistics_has_the_bits_of_the_first_run(kernel, layout, dtype):
+def test_batch_norm_from_saved_statistics_is_bitwise_identical_to_the_first_run(kernel, layout, dtype):
     exact = kernel != definition.REFERENCES.__getitem__ and normalization.batch_norm_act_is_exact(
         dtype, layout != "contiguous", DEVICE
     )
@@ -106,7 +106,7 @@ def test_a_layer_norms_backward_from_its_output_errs_at_most_twice_as_much_as_ea
             assert all(g <= 2 * e for e, g in zip(eager, given, strict=True)), (rows, shape, eager, given)
 
 
-def test_far_behind_the_guards_limit_the_backward_from_output_is_worse_than_that(kernel):
+def test_far_beyond_the_guards_limit_the_backward_from_output_errs_four_times_as_much(kernel):
     weight = torch.full((128,), 0.01)
     eager, given = gradient_errors(kernel, 512, [128], weight, weight * 1000)
     assert given[0] > 4 * eager[0]

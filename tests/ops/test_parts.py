@@ -135,13 +135,13 @@ def test_large_ones_are_offered_in_parts_where_there_are_several():
     )
     implementations = [joint.graph.operators[i].implementations[k] for i, k in found]
     assert {i.name for i in implementations} == {"conv:parts", "fused:batch-norm-parts"}
-    assert not any(i.exact for i in implementations), "no trial has been"
+    assert not any(i.exact for i in implementations), "no trial has run"
     joint, found = offered(2)
     assert {joint.graph.operators[i].implementations[k].name for i, k in found} == {"fused:batch-norm-parts"}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_parts_take_less_memory_and_a_trial_tells_whether_they_have_eagers_bits(form):
+def test_parts_take_less_memory_and_a_trial_shows_whether_they_are_exact(form):
     joint, found = offered(16, form)
     meter = meter_for(torch.device(DEVICE))
     known = cost.measure(joint, {}, meter, torch.device(DEVICE))
@@ -187,7 +187,7 @@ def test_a_trial_sees_one_bit(monkeypatch):
     assert (tried["fused:False"], tried["fused:True"]) == (True, False)
 
 
-def test_without_memory_for_a_trial_the_bits_are_not_known(monkeypatch):
+def test_without_memory_for_a_trial_nothing_is_marked_exact(monkeypatch):
     joint, found = offered(2)
 
     def refuse(*arguments):

@@ -1,4 +1,4 @@
-"""Random operators run again: with the numbers of their first run, and the generator as it would be without."""
+"""Random operators run again: they draw the numbers of their first run and leave the generator as in eager."""
 
 import copy
 
@@ -119,7 +119,7 @@ def test_what_runs_again_draws_the_same_numbers_and_leaves_the_generator_as_eage
     assert torch.equal(again[2], generator)
 
 
-def test_a_state_is_noted_only_for_what_draws_again():
+def test_a_state_is_saved_only_for_operators_that_draw_again():
     with offline.fake_tensors():
         joint = offline.capture(nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 8), nn.Dropout(0.3)), (torch.empty(4, 8),))
     plain = plain_schedule(joint.graph)
@@ -189,7 +189,7 @@ def test_ranks_on_other_devices_have_the_same_graph():
     assert signature(calls[0]) == signature(calls[1])
 
 
-def test_what_draws_from_a_generator_of_its_own_does_not_run_again():
+def test_an_operator_with_a_generator_of_its_own_does_not_run_again():
     graph = fx.Graph()
     x, own = graph.placeholder("x"), graph.placeholder("generator")
     for generator in (None, own):

@@ -167,7 +167,7 @@ def differing(given, expected):
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_every_other_implementation_at_once_gives_the_gradients_of_eager(network):
-    """Bit for bit; what is not exact, with at most twice eager's own error."""
+    """Bitwise; where an implementation is not exact, with at most twice eager's own error."""
     make, inputs, expected_kinds = NETWORKS[network]
     chooser = Forcing()
     given, expected, wide = gradients_beside_eager(make, inputs, chooser)
@@ -250,7 +250,7 @@ def test_hardswish_from_its_output_has_at_most_twice_eagers_error_in_a_whole_net
         "gradient before a fused kernel",
     ],
 )
-def test_what_need_not_run_in_its_pass_is_left_out_of_it(make, inputs, missing, late):
+def test_operators_that_need_not_run_in_their_pass_are_left_out_of_it(make, inputs, missing, late):
     chooser = Omitting()
     given, expected, _ = gradients_beside_eager(make, inputs, chooser)
     assert differing(given, expected) == []

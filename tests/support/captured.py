@@ -17,7 +17,7 @@ torch.backends.cudnn.allow_tf32 = False  # two kernels, only one of which uses i
 
 
 class Chooser:
-    """Takes the plain schedule, and keeps what was captured."""
+    """Chooses the plain schedule and keeps the joint graph."""
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         self.joint = joint

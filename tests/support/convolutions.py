@@ -1,4 +1,4 @@
-"""Convolutions of several shapes, and how near to each other two ways to compute one have to be."""
+"""Convolutions of several shapes, and the error allowed between two ways to compute one."""
 
 import torch
 
@@ -34,7 +34,7 @@ def operands(case, dtype, last):
 
 
 def assert_within_rounding(given, expected, wide, form=None):
-    """As near to float64 as eager is, and in the memory format ``form``."""
+    """At most twice eager's distance from float64, and in the memory format ``form``."""
     assert given.dtype == expected.dtype
     assert form is None or given.is_contiguous(memory_format=form)
     error, eager = ((value.double() - wide).norm() for value in (given, expected))
