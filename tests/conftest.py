@@ -8,6 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# no timing decides: neither how long an example takes, nor how long it takes to draw one
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parent.parent
 

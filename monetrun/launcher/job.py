@@ -212,22 +212,9 @@ class Job:
             raise
 
     def _settings(self, mode: str) -> Settings:
-        options = self.options
-        return Settings(
-            mode=mode,
-            budget=options.budget,
-            plan_given=bool(options.plan_file),
-            report_folder=str(self._reports),
-            cache_folder=str(self._store.root) if self._store else "",
-            algorithm=options.algorithm,
-            solver_seconds=options.solver_seconds,
-            mip_solver=options.mip_solver,
-            cost_model=options.cost_model,
-            recompute=options.recompute,
-            implementations=options.implementations,
-            strict=options.strict,
-            quiet=options.quiet,
-        )
+        settings = self.options.worker_settings(mode)
+        cache_folder = str(self._store.root) if self._store else ""
+        return replace(settings, report_folder=str(self._reports), cache_folder=cache_folder)
 
     def _given_bytes(self) -> int:
         """The budget if it was given in bytes, else 0."""
