@@ -111,8 +111,8 @@ class Job:
         settings = replace(
             self._settings(RUN),
             budget_bytes=self.plan.budget_bytes if self.plan else self._given_bytes(),
-            plan_file=self._written("plan.json", self.plan),
-            record_file=self._written("record.json", self.record),
+            plan_file=_written(self._folder / "plan.json", self.plan),
+            record_file=_written(self._folder / "record.json", self.record),
         )
         return {**settings.to_environment(), **allocator_variables(self.ranks.kind)}
 
@@ -220,14 +220,6 @@ class Job:
         """The budget if it was given in bytes, else 0."""
         return int(self.budget.value) if self.budget.kind == BYTES else 0
 
-    def _written(self, name: str, value: Plan | StepRecord | None) -> str:
-        """Path of a file with ``value``, for the workers; empty for None."""
-        if value is None:
-            return ""
-        path = self._folder / name
-        path.write_text(codec.dumps(value))
-        return str(path)
-
     # ---- after training
 
     def finish(self, exit_code: int) -> None:
@@ -248,3 +240,11 @@ class Job:
             planned, budget = format_bytes(outcome.plan.planned_peak_bytes), format_bytes(outcome.plan.budget_bytes)
             reason = "memory outside the plan grew"
             print(f"monetrun: out of memory: planned {planned}, budget {budget}; {reason}", file=sys.stderr, flush=True)
+
+
+def _written(path: Path, value: Plan | StepRecord | None) -> str:
+    """Write ``value`` to ``path`` for the workers; gives the path, empty for None."""
+    if value is None:
+        return ""
+    path.write_text(codec.dumps(value))
+    return str(path)
