@@ -112,7 +112,7 @@ THREE = make("1 1 1 1 1", "f: > 0", "f: 0 > 1 r", "f: 0 > 2 o", "b: 1 > 3 a2", "
         ("0 1 1", "3 4", 2, "runs after operator 1"),
         ("0 1", "3 3 4", 3, "runs after operator 3"),
         ("0 1", "1 3 4", 2, "must not run again"),
-        ("0 1 3", "4", 2, "backward phase, but stands in the forward part"),
+        ("0 1 3", "4", 2, "backward phase, but runs in the forward part"),
         ("0 1", "3/1 4", 2, r"operator 3 \(op3\) reads tensor 2 \(t2\), which no step before it has written"),
         ("0 1", "3/2 4", 2, "implementation 2 of operator 3"),
         ("0 1", "3 9", 3, "operator 9, but there are 5"),

@@ -141,7 +141,7 @@ def test_schedules_found_at_one_batch_mean_the_same_at_a_batch_that_offers_fewer
 
 
 def test_trials_of_other_structure_or_of_the_same_step_are_refused():
-    with pytest.raises(UsageError, match=r"batch 8 has not the structure of that at batch 4.*operators"):
+    with pytest.raises(UsageError, match=r"batch 8 does not have the structure of that at batch 4.*operators"):
         check_alike({4: chain_record(4), 8: chain_record(8, widths=(40, 30))})
     with pytest.raises(UsageError, match="batch 8 is the same as at batch 4"):
         check_alike({4: chain_record(4), 8: chain_record(4)})
