@@ -1,11 +1,11 @@
-"""The grammar of ``--budget`` and what a budget comes to in bytes.
+"""The grammar of ``--budget``, and how many bytes a budget is.
 
-    auto      all that is free on the device, less a reserve for what is not torch's
+    auto      the free memory of the device, less a reserve for memory that torch does not allocate
     12GiB     bytes, with a binary (KiB, MiB, GiB, TiB) or a decimal unit (kB, MB, GB, TB), or a plain integer
     80%       a share of what ``auto`` would be
     0.6x      a share of the plain step's peak
 
-A budget bounds the bytes that torch has allocated on one device at any moment of a training step.
+A budget bounds the bytes that torch allocates on one device at any moment of a training step.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ SHARE_OF_PLAIN = "share_of_plain"
 GRAMMAR = "auto | 12GiB | 12GB | 512MiB | 80% (of what is free) | 0.6x (of the plain peak) | bytes"
 
 CUDA_RESERVE_BYTES = 1 << 30
-"""What a rank holds on a GPU that is not torch's: its CUDA context with the kernels loaded into it (290 to 670 MB,
-depending on device and driver), the rest for NCCL's and cuBLAS's own buffers."""
+"""GPU memory that a rank uses outside of torch's allocator: its CUDA context with loaded kernels (290 to 670 MB,
+depending on device and driver), the rest for buffers of NCCL and cuBLAS."""
 
 CPU_RESERVE_BYTES = 512 << 20
-"""What a rank holds on a CPU that is not in tensors: the interpreter with torch and torchvision imported, oneDNN's
+"""CPU memory that a rank uses outside of tensors: the interpreter with torch and torchvision imported, oneDNN's
 primitives, autograd's threads. 383 MiB anonymous (beside 317 MiB of mapped libraries, which the kernel can drop) after
-a step of one small convolution, torch 2.15 on x86-64 Linux; what a script imports besides comes on top."""
+a step of one small convolution, torch 2.15 on x86-64 Linux; what a script imports itself is added to that."""
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _NUMBER = re.compile(r"(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?P<unit>[A-Za-z%]*)", re.ASCII)
 _LEAST_PLAIN_BYTES = 4096  # a bare "12" is a forgotten unit, not twelve bytes
-_MOST_BYTES = 1 << 53  # above it a float no longer holds every integer, and no device has 8 PiB
+_MOST_BYTES = 1 << 53  # 8 PiB; above it a float cannot represent every integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def parse(text: str) -> Budget:
         text: what follows ``--budget``; case and surrounding blanks do not matter.
 
     Raises:
-        BudgetSyntaxError: it does not follow the grammar, or its value can be no budget (zero, negative, over 100%
-            of what is free); the message quotes it and says why, the hint is the grammar.
+        BudgetSyntaxError: it does not follow the grammar, or its value is out of range (zero, negative, over 100% of
+            the free memory); the message quotes it with the reason, the hint is the grammar.
     """
     stripped = text.strip()
     if stripped.lower() == AUTO:
@@ -117,17 +117,17 @@ def resolve(
     plain_peak_bytes: int | None = None,
     reserve_bytes: int = CUDA_RESERVE_BYTES,
 ) -> int:
-    """What a budget comes to, in bytes on each device.
+    """The budget in bytes on each device.
 
     Args:
         budget: from ``parse``.
         free_bytes: the smallest free memory of all ranks; needed by ``auto`` and a percentage.
         plain_peak_bytes: the plain step's peak; needed by a share of it.
-        reserve_bytes: what each rank will hold on the device that is not torch's. It is left out of what ``auto`` and
-            a percentage divide, so that ``100%`` and ``auto`` are the same.
+        reserve_bytes: device memory that each rank uses outside of torch's allocator. ``auto`` and percentages are of
+            the free memory less this, so ``100%`` and ``auto`` are the same.
 
     Raises:
-        DeviceQueryFailed: ``auto`` or a percentage, and what is free is unknown.
+        DeviceQueryFailed: ``auto`` or a percentage, and the free memory is unknown.
         UsageError: nothing is left on the device after the reserve, or the plain peak is unknown.
     """
     if budget.kind == BYTES:
@@ -155,7 +155,7 @@ def resolve(
 
 
 def _share(share: float, nbytes: int) -> int:
-    # The decimal digits that the user wrote, not the binary fraction next to them: 0.29x of 100 is 29, not 28.
+    # Of the decimal digits that the user wrote, not of the nearest binary fraction: 0.29x of 100 is 29, not 28.
     return int(Decimal(repr(share)) * nbytes)
 
 
@@ -163,7 +163,7 @@ def format_bytes(nbytes: int, *, exact: bool = False) -> str:
     """``"9.8 GiB"``; with ``exact``, ``"9.8 GiB (10522669875 bytes)"``."""
     size, unit = abs(nbytes), 0
     units = ("bytes", "KiB", "MiB", "GiB", "TiB")
-    # 1023.95 and more would print as 1024.0, which is the next unit's 1.0.
+    # 1023.95 and more would print as 1024.0 instead of 1.0 of the next unit.
     while unit + 1 < len(units) and size * 20 >= (20 * 1024 - 1) << (10 * unit):
         unit += 1
     if unit == 0:
@@ -175,7 +175,7 @@ def format_bytes(nbytes: int, *, exact: bool = False) -> str:
 def format_budget(nbytes: int) -> str:
     """The smallest budget in whole MiB (KiB below 16 MiB) that holds ``nbytes``, as ``parse`` reads it.
 
-    A number in a hint must not be one that fails again when it is typed, so this one is rounded up.
+    Rounded up, so that a budget copied from a hint does not fail again.
     """
     unit, name = (1 << 20, "MiB") if nbytes >= 16 << 20 else (1 << 10, "KiB")
     return f"{max(1, -(-nbytes // unit))}{name}"

@@ -1,7 +1,7 @@
 """JSON for frozen dataclasses of tuples, ints, floats, strings and each other.
 
-Reading is strict: a missing or unknown field, or a value of another type, raises ``ValueError`` naming the
-path to it, so that a truncated or foreign file is found before anything is built from it.
+Reading is strict: a missing or unknown field, or a value of another type, raises ``ValueError`` with the path to it,
+so a truncated or foreign file is rejected before anything is built from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def to_plain(value: Any) -> Any:
-    """The dataclass ``value`` as dicts, lists and scalars that ``json`` can write."""
+    """``value`` as dicts, lists and scalars that ``json`` can write."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
@@ -33,10 +33,15 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def from_plain(kind: Any, value: Any, path: str = "$") -> Any:
-    """Build ``kind`` (a dataclass, tuple, dict or scalar type) from what ``to_plain`` gave.
+    """Build ``kind`` (a dataclass, tuple, dict or scalar type) from what ``to_plain`` returned.
+
+    Args:
+        kind: the type.
+        value: its plain form.
+        path: to ``value`` in the whole, for messages.
 
     Raises:
-        ValueError: the value does not have the type's shape; the message names the path.
+        ValueError: the value does not match the type; the message has the path.
     """
     if kind is Any:
         return value
@@ -69,7 +74,7 @@ def from_plain(kind: Any, value: Any, path: str = "$") -> Any:
         if len(args) == 2 and args[1] is Ellipsis:
             item = args[0]
             if item in (int, str) and all(type(v) is item for v in value):
-                return tuple(value)  # the long lists of ids, without a call for each
+                return tuple(value)  # long lists of ids, without a call for each
             return tuple(from_plain(item, v, f"{path}[{i}]") for i, v in enumerate(value))
         if len(args) != len(value):
             raise ValueError(f"{path}: expected {len(args)} items, got {len(value)}")

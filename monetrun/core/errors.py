@@ -8,14 +8,14 @@
     +-- NoPlanInTime               81   the solver had no schedule when its time was up
     +-- CaptureFailed              82   the model cannot be planned (only with --strict)
     +-- PlanMismatch               83   the plan is not for this model, or ranks disagree
-    +-- BudgetExceeded             84   a step wanted more than the budget
+    +-- BudgetExceeded             84   a step needed more than the budget
     +-- NeverTrained               85   the script ended without a training step
     +-- ScriptFailed                    the user's script failed in its trial run; its own exit code
-    +-- ScheduleError              70   a schedule breaks the replay rules (never runs)
-    +-- GuardFailed                70   the weights forbid a schedule (never leaves a worker: it plans again)
+    +-- ScheduleError              70   a schedule breaks the replay rules, and is not run
+    +-- GuardFailed                70   weights violate what a schedule assumes (the worker catches it and plans again)
     +-- DeviceQueryFailed          70   the free memory of a device could not be read
 
-Only the command line prints them; everything below raises.
+Only the command line prints them; all other packages raise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 
 class MonetrunError(Exception):
-    """Base of the tree.
+    """Base of all errors here.
 
     Args:
         message: what was wrong, with the value.
@@ -60,10 +60,10 @@ class InfeasibleBudget(MonetrunError):
     """No schedule fits the budget.
 
     Attributes:
-        budget_bytes: what was asked for.
+        budget_bytes: the budget that was given.
         smallest_bytes: the smallest budget for which a schedule is known, in bytes.
         plain_bytes: what the plain step takes, 0 when unknown.
-        operator: the name of the operator that sets it.
+        operator: the name of the operator at the peak of that smallest step.
     """
 
     exit_code = 80
@@ -86,7 +86,7 @@ class InfeasibleBudget(MonetrunError):
 
 
 class NoPlanInTime(MonetrunError):
-    """The solver had no schedule when its time was up."""
+    """The solver found no schedule in its time."""
 
     exit_code = 81
 
@@ -104,7 +104,7 @@ class PlanMismatch(MonetrunError):
 
 
 class BudgetExceeded(MonetrunError):
-    """A step wanted more memory than the budget."""
+    """A step needed more memory than the budget."""
 
     exit_code = 84
 
@@ -136,7 +136,7 @@ class ScheduleError(MonetrunError):
 
 
 class GuardFailed(MonetrunError):
-    """A graph was called with weights that its schedule does not allow; nothing of the graph has run.
+    """A guard failed: the weights violate what an implementation assumes. Nothing of the graph has run.
 
     Attributes:
         failed: a ``guards.FailedGuards``.

@@ -1,7 +1,7 @@
 """The joint forward and backward graph of a model, and what its operators cost.
 
-Torch is not imported here: a graph is frozen dataclasses of ints and strings, and has a JSON form (``codec``).
-A ``Tensor`` is one *storage*: views of it are not in the graph, since they hold no memory of their own.
+Torch is not imported here: a graph is made of frozen dataclasses of ints and strings, and has a JSON form (``codec``).
+A ``Tensor`` is one *storage*: views of it are not in the graph, since they have no memory of their own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from monetrun.core import codec
 FORWARD = "forward"
 BACKWARD = "backward"
 
-# What implementations beside the default can be: those of the paper (section 4), and ``fused``, which it does not have.
+# Kinds of implementations beside the default: those of the paper (section 4), and ``fused``, which it does not have.
 KINDS = ("in-place", "conv", "output", "intermediate", "layout", "fused")
-# Said among kinds, or alone: only those of them that give the default's bits.
+# Among kinds, or alone: only implementations that are bitwise identical to the default.
 EXACT = "exact"
 
 
@@ -30,9 +30,9 @@ class Tensor:
     Attributes:
         id: its index in ``Graph.tensors``.
         nbytes: bytes allocated for it.
-        external: it exists before the graph runs (parameters, the batch, tangents, constants). It is always
-            alive and its bytes are not the graph's: they belong to the base on which a budget stands.
-        kept: it stays from its first writing to the end (the model's outputs, the gradients).
+        external: it exists before the graph runs (parameters, the batch, tangents, constants). It is always alive, and
+            its bytes are not counted in the graph: they are part of what the step has allocated before.
+        kept: it stays from its first write to the end (the model's outputs, the gradients).
         name: for messages.
     """
 
@@ -50,11 +50,11 @@ class Implementation:
     Attributes:
         name: ``"default"`` is the kernel that eager launches; others, ``"KIND"`` or ``"KIND:which"``, are declared in
             ``monetrun.ops``.
-        inputs: ids of the tensors this implementation reads (a ReLU's backward may read another one).
+        inputs: ids of the tensors that it reads (a ReLU's backward may read the ReLU's input or its output).
         in_place_of: id of the input whose storage the first output takes over, or None. Legal only in a step
             after which that input is not read again before it is next written; never an external or kept one.
-        exact: whether its result has the same bits as the default's.
-        usable: False where the weights forbid it (its guard failed). No part of a fingerprint: weights change.
+        exact: whether its result is bitwise identical to the default's.
+        usable: False where its guard failed for the current weights. Not part of a fingerprint: weights change.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Implementation:
 
     @property
     def kind(self) -> str:
-        """Which of the switches it belongs to."""
+        """The kind by which ``--implementations`` allows it, one of ``KINDS``; ``"default"`` for the default."""
         return self.name.partition(":")[0]
 
     def allowed_by(self, kinds: tuple[str, ...] | None) -> bool:
-        """Whether it is usable, and among the kinds that are allowed beside the default (None: all)."""
+        """Whether it is usable and of one of the kinds allowed beside the default (None: all)."""
         if not self.usable:
             return False
         if kinds is None or self.name == "default":
@@ -92,10 +92,10 @@ class Operator:
         phase: ``"forward"`` or ``"backward"``. All forward operators come before all backward ones.
         outputs: ids of the tensors it writes. Every non-external tensor has exactly one writer.
         implementations: at least one; the first is the default.
-        replayable: it may run again in the backward pass: it mutates nothing, and draws no random numbers, or those of
-            its first run from a state that it reads.
-        optional: a schedule may leave it out of its pass, where nothing reads its outputs before they are next written.
-        plain: the plain step runs it; not so what only other implementations want (a ReLU's bit mask).
+        replayable: it may run again in the backward pass: it mutates nothing, and draws no random numbers, or reads a
+            state that repeats those of its first run.
+        optional: a schedule may leave it out of its pass if nothing reads its outputs before they are next written.
+        plain: the plain step runs it. False if only other implementations read its outputs (a ReLU's bit mask).
         signature: hash of target, shapes, dtypes, layouts and constants: operators of one signature cost the same.
     """
 
@@ -112,7 +112,7 @@ class Operator:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """What the default implementation reads."""
+        """Ids of the tensors that the default implementation reads."""
         return self.implementations[0].inputs
 
 
@@ -179,7 +179,7 @@ class Costs:
     """What each implementation of each operator costs on one device.
 
     Attributes:
-        device: where they were measured, or the name of the model that computed them.
+        device: where they were measured, or the name of the cost model that computed them.
         seconds: ``seconds[operator][implementation]``.
         workspace_bytes: bytes allocated and freed inside the operator, beside its outputs; same indices.
     """
@@ -195,11 +195,15 @@ class Costs:
 
 
 def check(graph: Graph, costs: Costs | None = None) -> None:
-    """Raise ``ValueError`` if the graph breaks what its fields promise (for files and for tests)."""
+    """Check graphs read from files or made by tests.
+
+    Raises:
+        ValueError: the graph, or its costs, contradict the documentation of their fields.
+    """
     writer: dict[int, int] = {}
     phases = [op.phase for op in graph.operators]
     if phases != sorted(phases, key=(FORWARD, BACKWARD).index):
-        raise ValueError("a forward operator stands after a backward one")
+        raise ValueError("a forward operator comes after a backward one")
     for i, t in enumerate(graph.tensors):
         if t.id != i or t.nbytes < 0:
             raise ValueError(f"tensor {i}: id {t.id}, {t.nbytes} bytes")
@@ -237,7 +241,7 @@ def check(graph: Graph, costs: Costs | None = None) -> None:
 
 
 def without(graph: Graph, left_out: Collection[tuple[int, int]]) -> Graph:
-    """``graph``, in which the implementations (operator, index) of ``left_out`` are not usable."""
+    """``graph`` with the implementations ``left_out``, pairs (operator, index), marked as not usable."""
     if not left_out:
         return graph
 
@@ -248,29 +252,29 @@ def without(graph: Graph, left_out: Collection[tuple[int, int]]) -> Graph:
         )
         return dataclasses.replace(op, implementations=implementations)
 
-    concerned = {operator for operator, _ in left_out}
-    return replace(graph, operators=tuple(marked(op) if op.id in concerned else op for op in graph.operators))
+    changed = {operator for operator, _ in left_out}
+    return replace(graph, operators=tuple(marked(op) if op.id in changed else op for op in graph.operators))
 
 
 def dominated(graph: Graph, costs: Costs) -> set[tuple[int, int]]:
     """The implementations (operator, index) that no schedule needs.
 
-    Another one of the operator, which may stand wherever this one may, takes no more seconds and no more workspace: it
-    reads nothing else, and is the default, or of the same kind and as exact, so that every choice of kinds that allows
-    the one allows the other. Of two that are alike the first stays.
+    Another implementation of the operator can replace such a one in every schedule, with no more seconds and no more
+    workspace. It reads nothing else; and it is the default, or of the same kind and as exact, so that all options that
+    allow the dominated one allow it too. Of two that dominate each other the first stays.
     """
     found: set[tuple[int, int]] = set()
     for op in graph.operators:
         each = range(len(op.implementations))
         for k in each:
-            better = (j for j in each if j != k and (op.id, j) not in found and _stands_for(op, costs, j, k))
-            if any(j < k or not _stands_for(op, costs, k, j) for j in better):
+            better = (j for j in each if j != k and (op.id, j) not in found and _can_replace(op, costs, j, k))
+            if any(j < k or not _can_replace(op, costs, k, j) for j in better):
                 found.add((op.id, k))
     return found
 
 
-def _stands_for(op: Operator, costs: Costs, j: int, k: int) -> bool:
-    """Whether implementation j may stand wherever k may, and costs no more of anything."""
+def _can_replace(op: Operator, costs: Costs, j: int, k: int) -> bool:
+    """Whether implementation j can replace k in every schedule, with no more seconds and no more workspace."""
     one, other = op.implementations[j], op.implementations[k]
     seconds, workspaces = costs.seconds[op.id], costs.workspace_bytes[op.id]
     allowed = one.name == "default" or (one.kind == other.kind and one.exact >= other.exact)
@@ -286,9 +290,9 @@ def _stands_for(op: Operator, costs: Costs, j: int, k: int) -> bool:
 
 
 def counterpart(op: Operator, k: int) -> int:
-    """The implementation that k is the in-place variant of: that which reads the same, of k's name if there is one.
+    """The implementation of which k is the in-place variant: it reads the same, with k's name if there is one.
 
-    It is k itself where that is not in place, or reads what no other one does.
+    Returns k itself if k is not in place, or if no other implementation reads the same.
     """
     chosen = op.implementations[k]
     if chosen.in_place_of is None:

@@ -1,7 +1,7 @@
-"""Builds the C++ and CUDA sources of ``cuda_ops/`` at first use, keeps them per user, and loads them with ctypes.
+"""Builds the C++ and CUDA sources of ``cuda_ops/`` at first use, caches the libraries per user, and loads them.
 
-A library is named by the hash of its sources, its flags and the compiler, so that a change of any of them builds it
-anew, and processes that start together build it once (a file lock; the finished file is moved into place).
+A library's name has the hash of its sources, flags and compiler, so a change of any of them builds it anew. Processes
+that start together build it once: under a file lock, and the finished file is moved into place.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import monetrun
 from monetrun.core.errors import MonetrunError
 
 DEFAULT_FLAGS = ("-std=c++17", "-O3", "-march=native", "-Wall")
@@ -28,16 +29,16 @@ _BUILD_TIMEOUT_SECONDS = 600.0
 
 
 class NativeBuildFailed(MonetrunError):
-    """A native library can not be had: no compiler, no source, no place to keep it, or an error in building it."""
+    """A native library cannot be built: no compiler, no source, no folder to keep it in, or a compiler error."""
 
 
 def source_folder() -> Path:
-    """Where the sources are: inside the installed package, or beside it in a checkout.
+    """The folder of the sources: inside the installed package, or beside the package in a checkout.
 
     Raises:
-        NativeBuildFailed: in neither place.
+        NativeBuildFailed: there is neither.
     """
-    package = Path(__file__).resolve().parents[1]
+    package = Path(monetrun.__file__).resolve().parent
     for folder in (package / "cuda_ops", package.parent / "cuda_ops"):
         if folder.is_dir():
             return folder
@@ -95,8 +96,7 @@ def build(
     """Compile ``source`` (a file name in ``source_folder()``) into a shared library, unless that was done before.
 
     Args:
-        source: file name, .cpp or .cu (for nvcc); the files that it includes with quotes, from the same folder, count
-            as its parts.
+        source: file name, .cpp or .cu (for nvcc); files of the same folder that it includes with quotes are hashed too.
         flags: compiler flags.
         includes: folders for ``-I``.
         library_folders: folders for ``-L`` and for the run path.
@@ -107,7 +107,7 @@ def build(
         The library's path.
 
     Raises:
-        NativeBuildFailed: with the reason and, where it is the compiler's, its last lines.
+        NativeBuildFailed: with the reason, and the last lines of the compiler's output where that failed.
     """
     path = source_folder() / source
     cuda = path.suffix == ".cu"
@@ -136,7 +136,7 @@ def build(
                 _compile([cxx, *arguments, str(path), *links], library)
     except OSError as error:
         raise NativeBuildFailed(
-            f"{folder} can not be written: {error.strerror or error}", "set XDG_CACHE_HOME to a writable folder"
+            f"{folder} cannot be written: {error.strerror or error}", "set XDG_CACHE_HOME to a writable folder"
         ) from error
     return library
 
@@ -150,10 +150,10 @@ def load(
     libraries: Sequence[str] = (),
     key: str = "",
 ) -> tuple[ctypes.CDLL | None, str]:
-    """Build ``source`` if need be and load it; the arguments are ``build``'s.
+    """Build ``source`` if necessary and load it; the arguments are ``build``'s.
 
     Returns:
-        The library and ``""``, or None and why there is none. Asked again, the same answer without a new attempt.
+        The library and ``""``, or None and the reason. A second call gives the same result without a new attempt.
     """
     return _load(
         source, tuple(flags), tuple(map(str, includes)), tuple(map(str, library_folders)), tuple(libraries), key
@@ -175,7 +175,7 @@ def _load(
     except NativeBuildFailed as error:
         return None, str(error)
     except OSError as error:
-        return None, f"the library built of {source} can not be loaded: {error}"
+        return None, f"the library built from {source} cannot be loaded: {error}"
 
 
 def _sources(path: Path) -> list[bytes]:
@@ -189,7 +189,7 @@ def _sources(path: Path) -> list[bytes]:
         try:
             text = current.read_bytes()
         except OSError as error:
-            raise NativeBuildFailed(f"{current} can not be read: {error.strerror}", "install monetrun again") from error
+            raise NativeBuildFailed(f"{current} cannot be read: {error.strerror}", "install monetrun again") from error
         texts[current] = text
         names = re.findall(rb'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE)
         waiting += [p for name in names if (p := current.parent / name.decode()).is_file()]
@@ -197,7 +197,7 @@ def _sources(path: Path) -> list[bytes]:
 
 
 def _identity(cxx: str) -> str:
-    # its version would need a process of its own at every start
+    # not its version: that would take a process of its own at every start
     file = os.path.realpath(cxx)
     status = os.stat(file)
     return f"{file} {status.st_size} {status.st_mtime_ns}"
@@ -205,7 +205,7 @@ def _identity(cxx: str) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What ``-march=native`` depends on: a home folder may be shared between machines."""
+    """The processor, on which ``-march=native`` depends: machines may share a home folder."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith(("flags", "Features")):

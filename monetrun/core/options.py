@@ -1,4 +1,4 @@
-"""What is asked of a planner beside graph, costs and budget, and the grammar of ``--implementations``."""
+"""The options of solvers and planner, and the grammar of ``--implementations``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Options:
         seconds: time limit.
         gap: stop when (cost - bound) / bound is at most this.
         recompute: False for the paper's ablation "implementations only".
-        implementations: None for all, or the kinds of those allowed beside ``"default"`` (``()``: MONeT-NoOp;
-            ``"exact"`` among them: of these, or alone of all, the ones with the default's bits).
+        implementations: None for all, or the kinds allowed beside ``"default"`` (``()``: MONeT-NoOp). ``"exact"`` among
+            them leaves out implementations that are not bitwise identical to the default; alone it means all that are.
         mip_solver: ``"scip"`` or ``"highs"``.
-        seed: for the randomized ones; the same inputs give the same schedule.
+        seed: for randomized solvers; the same inputs give the same schedule.
         on_progress: called with (seconds since the beginning, seconds of the best schedule or infinity, bound in
-            seconds) whenever one of the two improves; no part of what is asked for, so not compared.
+            seconds) whenever the schedule or the bound improves. Not compared: it does not change the result.
     """
 
     seconds: float = 10.0
@@ -35,7 +35,7 @@ class Options:
 
 
 def parse_kinds(text: str) -> tuple[str, ...] | None:
-    """What ``--implementations`` says: ``all`` (None), ``none`` (``()``), or kinds and ``exact`` with commas between.
+    """Read ``--implementations``: ``all`` (None), ``none`` (``()``), or kinds and ``exact``, separated by commas.
 
     Raises:
         UsageError: a word is neither one of ``graph.KINDS`` nor ``graph.EXACT``.
@@ -47,6 +47,6 @@ def parse_kinds(text: str) -> tuple[str, ...] | None:
     if unknown or (text != "none" and not words):
         raise UsageError(
             f"--implementations {text}: {', '.join(unknown) or 'nothing'} is not one of {', '.join((*KINDS, EXACT))}",
-            "say all, none, or some of them with commas between",
+            "give all, none, or some of them separated by commas",
         )
     return words

@@ -1,4 +1,4 @@
-"""What a solver returns and what is kept: steps, schedules, solutions, and the plan of a whole training step."""
+"""What solvers return and what the cache keeps: steps, schedules, solutions, and the plan of a whole training step."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Schedule:
 
     The forward pass runs every forward operator once, in the graph's order. The backward pass runs every backward
     operator once, in the graph's order, and, anywhere between them, replayable forward operators again. Optional
-    operators may be missing. When a tensor is freed is derived (after its last reader before it is next written), and
-    so is what crosses from one pass to the other.
+    operators may be missing. When a tensor is freed follows from the order (after its last reader before it is next
+    written), and so does what is saved from one pass for the other.
     """
 
     forward: tuple[Step, ...]
@@ -161,10 +161,10 @@ class StepSchedules:
 
 @dataclass(frozen=True)
 class Plan:
-    """Schedules of all graphs of a training step, and what is claimed of them.
+    """Schedules of all graphs of a training step, and what ``simulate`` and the solver found of them.
 
-    Bytes are of the whole step on one device: base (weights, optimizer state, what the script holds) included.
-    ``overhead`` and ``bound`` are added seconds over the plain step's seconds, as fractions.
+    Bytes are of the whole step on one device, with weights, optimizer state and what the script holds. ``overhead`` and
+    ``bound`` are added seconds over the plain step's seconds, as fractions.
     """
 
     graphs: tuple[GraphPlan, ...]
@@ -182,12 +182,12 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Hash that all ranks must agree on."""
+        """Hash of the plan, by which ranks check that they run the same one."""
         return hashlib.sha256(codec.dumps(self).encode()).hexdigest()[:32]
 
     @property
     def gap(self) -> float:
-        """How far the overhead may be from the optimum, as a fraction of the step."""
+        """How far the overhead is from the optimum at most, as a fraction of the plain step."""
         return max(0.0, self.overhead - self.bound)
 
 

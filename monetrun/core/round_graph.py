@@ -59,7 +59,7 @@ class RoundGraph:
                     own = getattr(schedules[member[0]], phase)
                     steps += [Step(joined_id[member[0], s.operator], s.implementation) for s in own]
             if phase == BACKWARD:
-                steps = without_forbidden_reruns(self.graph, steps)
+                steps = without_unreplayable_reruns(self.graph, steps)
             passes.append(tuple(steps))
         return Schedule(*passes)
 
@@ -95,7 +95,7 @@ def outputs_freed_in_backward(graph: Graph, released: Collection[int]) -> set[in
     return {t for t in outputs if not read.intersection(graph.operators[graph.writer[t]].outputs) - {t}}
 
 
-def without_forbidden_reruns(graph: Graph, backward: Sequence[Step]) -> list[Step]:
+def without_unreplayable_reruns(graph: Graph, backward: Sequence[Step]) -> list[Step]:
     """``backward`` without further runs of forward operators that are not replayable: their outputs are still there."""
     return [s for s in backward if s.operator >= graph.forward_count or graph.operators[s.operator].replayable]
 

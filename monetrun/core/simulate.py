@@ -1,4 +1,4 @@
-"""The judge: what a schedule allocates at every step, and what it costs.
+"""What a schedule allocates at every step, and what it costs: the one definition of both.
 
 Every peak and overhead that monetrun prints, stores or compares comes from ``simulate``. The rules of the replay:
 
@@ -6,11 +6,11 @@ Every peak and overhead that monetrun prints, stores or compares comes from ``si
 * The forward part runs every forward operator once, in the graph's order; the backward part runs every backward
   operator once, in the graph's order, and, anywhere between them, replayable forward operators, any number of times.
   An optional operator may be missing from its part (if it is replayable, its first run may be in the backward one).
-* A step reads the inputs of its *implementation* and writes all outputs of its operator. A tensor lives from a
-  write to its last read before its next write; one that is not read dies right after the step.
-* A ``kept`` tensor lives from its first write to the end; writing it again is a transient copy, freed after the step.
-* Bytes during a step are those alive before it, what it writes, and its workspace. An implementation that is in
-  place of a tensor takes over that tensor's storage for its first output; it must be that tensor's last read.
+* A step reads the inputs of its *implementation* and writes all outputs of its operator. A tensor is alive from a
+  write to its last read before its next write; one that is not read is freed right after the step.
+* A ``kept`` tensor is alive from its first write to the end; writing it again makes a copy, freed after the step.
+* Bytes during a step are those alive before it, what it writes, and its workspace. An in-place implementation reuses
+  the storage of one input for its first output; the step must be the last that reads this input.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from monetrun.core.plan import Schedule, Step
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a schedule allocates and costs; one entry per step, the forward part's first.
+    """What a schedule allocates and costs; one entry for each step, those of the forward part first.
 
     Attributes:
         before_bytes: alive before the step.
@@ -49,7 +49,7 @@ class Timeline:
 
 
 def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Timeline:
-    """Replay ``schedule``, natively where a compiler is (see ``native``), in plain Python elsewhere.
+    """Replay ``schedule``: natively if there is a compiler (see ``native``), else in plain Python.
 
     Raises:
         ScheduleError: it breaks a rule of the replay; the message names step, operator and tensor.
@@ -77,8 +77,8 @@ def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Timeline:
         ctypes.byref(seconds),
     )
     if bad_step >= 0:
-        simulate_reference(graph, costs, schedule)  # raises, and says what is wrong
-        raise AssertionError(f"the native replay refused step {bad_step}, which the reference allows")
+        simulate_reference(graph, costs, schedule)  # raises, with what is wrong
+        raise AssertionError(f"the native replay rejects step {bad_step}, which the reference accepts")
     return Timeline(
         tuple(profile[:steps]),
         tuple(profile[steps : 2 * steps]),
@@ -97,7 +97,7 @@ def simulate_reference(graph: Graph, costs: Costs, schedule: Schedule) -> Timeli
     """
     check_order(graph, schedule)
     steps = schedule.forward + schedule.backward
-    dies_after = _last_reads(graph, steps)
+    last_reads = _last_reads(graph, steps)
     tensors, operators = graph.tensors, graph.operators
     alive_until: dict[int, int] = {}  # alive tensors that are not kept -> index of their last reading step
     kept: set[int] = set()
@@ -117,7 +117,7 @@ def simulate_reference(graph: Graph, costs: Costs, schedule: Schedule) -> Timeli
             if alive_until.get(t) == i:
                 del alive_until[t]
                 alive -= tensors[t].nbytes
-        for t, last in zip(op.outputs, dies_after[i], strict=True):
+        for t, last in zip(op.outputs, last_reads[i], strict=True):
             if tensors[t].kept:
                 if t not in kept:
                     kept.add(t)
@@ -139,10 +139,10 @@ def simulate_reference(graph: Graph, costs: Costs, schedule: Schedule) -> Timeli
 
 
 def check_order(graph: Graph, schedule: Schedule) -> None:
-    """Check that both parts run what they must, in the graph's order, with implementations that there are.
+    """Check that both parts run every operator they must, in the graph's order, with implementations that exist.
 
     Raises:
-        ScheduleError: they do not.
+        ScheduleError: they do not; the message names the step and the operator.
     """
     operators = graph.operators
     last = {FORWARD: -1, BACKWARD: -1}
@@ -164,7 +164,7 @@ def check_order(graph: Graph, schedule: Schedule) -> None:
             )
         if op.phase != part:
             if part == FORWARD:
-                raise _order_error(graph, i, op.id, "is of the backward phase, but stands in the forward part")
+                raise _order_error(graph, i, op.id, "is of the backward phase, but runs in the forward part")
             if not op.replayable:
                 raise _order_error(graph, i, op.id, "must not run again in the backward part: it is not replayable")
             continue
@@ -234,7 +234,7 @@ def _check_in_place(graph: Graph, step: Step, i: int, alive_until: dict[int, int
     else:
         return
     raise ScheduleError(
-        f"step {i}: operator {op.id} ({op.name}) can not run in place: {why}",
+        f"step {i}: operator {op.id} ({op.name}) cannot run in place: {why}",
         "plan again, or use an implementation that is not in place",
         step=i,
     )
@@ -264,13 +264,13 @@ class FlatGraphStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class FlatGraph:
-    """A graph and its costs as the native core reads them; ``arrays`` own what ``struct`` points to."""
+    """A graph and its costs as the native core reads them; ``arrays`` own the memory that ``struct`` points to."""
 
     struct: FlatGraphStruct
     arrays: tuple[array[int] | array[float], ...]
 
 
-_flat: dict[tuple[int, int], FlatGraph] = {}  # by identity: to hash a graph takes longer than to replay it
+_flat: dict[tuple[int, int], FlatGraph] = {}  # by identity: hashing a graph takes longer than replaying it
 
 
 def flatten(graph: Graph, costs: Costs) -> FlatGraph:
@@ -314,12 +314,12 @@ def _schedule_arrays(schedule: Schedule) -> tuple[array[int], array[int]] | None
     steps = schedule.forward + schedule.backward
     try:
         return array("i", [s.operator for s in steps]), array("i", [s.implementation for s in steps])
-    except OverflowError:  # nonsense: the reference says so
+    except OverflowError:  # no such operator: the reference rejects it with a message
         return None
 
 
 def core() -> tuple[ctypes.CDLL | None, str]:
-    """The native core with its signatures declared, or None and why there is none."""
+    """The native core with its signatures declared and ``""``, or None and the reason."""
     library, reason = native.load("core.cpp")
     if library is not None and library.monet_replay.argtypes is None:
         pointer, int64, double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double

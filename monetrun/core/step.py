@@ -47,7 +47,7 @@ class StepRecord:
 
     Attributes:
         graphs: all graphs captured, in the order of their first calls.
-        costs: of each.
+        costs: of each graph.
         events: the step's stretches, in order.
         base_bytes: allocated when the first forward starts, from the second step on.
         ledger: what ``base_bytes`` and the gradients consist of, by name, in bytes.
@@ -87,7 +87,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """What a step allocates under given schedules.
+    """What a step allocates and costs under given schedules.
 
     Attributes:
         peak_bytes: of the whole step.

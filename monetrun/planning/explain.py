@@ -1,7 +1,7 @@
-"""What a plan does: which modules' operators run again and what that saves, and what lies in memory at the peak.
+"""What a plan does: which modules are recomputed, what that saves, and what is allocated at the peak.
 
-Every figure is a sum over the steps that ``simulate`` replays, so that the parts add up: the bytes to the planned peak,
-the seconds to the planned overhead.
+Every figure is a sum over the steps that ``simulate`` replays, so the parts add up: the bytes to the planned peak, the
+seconds to the planned overhead.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ModuleCost:
     Attributes:
         module: its path in the model.
         again: runs of its forward operators in the backward pass.
-        seconds: what they cost, and what its other implementations cost more than the defaults.
-        saved_bytes: held from forward to backward by the plain step and no longer (negative: held in addition).
+        seconds: of these runs, plus what its other implementations cost more than the defaults.
+        saved_bytes: saved for the backward by the plain step and not by the plan (negative: by the plan only).
     """
 
     module: str
@@ -43,7 +43,7 @@ class ModuleCost:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one module's operators have written and is alive at the peak: how many tensors, and their bytes."""
+    """The tensors written by one module's operators that are alive at the peak: how many, and their bytes."""
 
     module: str
     tensors: int
@@ -52,7 +52,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """How often the plan runs operators of a kind with an implementation that is not the default."""
+    """How often the plan runs operators of one target with an implementation that is not the default."""
 
     implementation: str
     target: str
@@ -61,22 +61,22 @@ class Used:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found; bytes are of the whole step on one device, seconds of its graphs' calls.
+    """What ``explain`` computes; bytes are of the whole step on one device, seconds of its graphs' calls.
 
     Attributes:
         plain_peak_bytes: of the step without monetrun.
-        budget_bytes: that was asked for.
-        planned_peak_bytes: what ``at_peak`` adds up to.
+        budget_bytes: of the plan.
+        planned_peak_bytes: the sum of ``at_peak``.
         overhead: added seconds over ``plain_seconds``, as a fraction.
         bound: no schedule within the budget has less.
         gap: overhead less bound.
         plain_seconds: of the plain step.
         peak_name: the operator, or the stretch of the script, at the peak.
-        at_peak: what lies in memory there, by kind.
-        alive: activations, and gradients of them, that lie there, by module, the largest first.
-        modules: all that run again or save, the dearest first.
+        at_peak: bytes allocated there, by kind.
+        alive: activations, and gradients of them, alive there, by module, the largest first.
+        modules: all that the plan changes, the most expensive first.
         implementations: all that are not the default, the most frequent first.
-        plain_profile: bytes after each step of the plain schedules and each stretch of the script, in order.
+        plain_profile: the most bytes during each step of the plain schedules and each stretch of the script, in order.
         planned_profile: the same under the plan.
     """
 
@@ -97,13 +97,13 @@ class Explanation:
 
 
 def explain(plan: Plan, record: StepRecord) -> Explanation:
-    """Replay ``plan`` on the step that it was made from.
+    """Replay ``plan`` on the step that it was made for.
 
     Raises:
         PlanMismatch: ``record`` is of another step.
     """
     if not describes(record, plan):
-        raise PlanMismatch("the record is of another step than the plan", "monetrun plan SCRIPT writes a plan anew")
+        raise PlanMismatch("the record is of another step than the plan", "monetrun plan SCRIPT writes a new plan")
     plain, fast = [plain_schedule(g) for g in record.graphs], planner.plain_in_place(record)
     planned = [g.schedule for g in plan.graphs]
     timeline = replay(record, planned)
@@ -127,7 +127,7 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
 
 
 def describes(record: StepRecord, plan: Plan) -> bool:
-    """Whether ``plan`` was made from ``record``: the same graphs, and the same peak when they are replayed."""
+    """Whether ``plan`` was made for ``record``: it has the same graphs, and the same peak when they are replayed."""
     if [g.fingerprint for g in record.graphs] != [g.fingerprint for g in plan.graphs]:
         return False
     return replay(record, [g.schedule for g in plan.graphs]).peak_bytes == plan.planned_peak_bytes
@@ -138,11 +138,11 @@ def find_record(plan: Plan, records: Iterable[StepRecord], name: str) -> StepRec
 
     Args:
         plan: to be explained.
-        records: what is kept, the likeliest first.
+        records: from the cache, the most recent first.
         name: of the plan's file, for the message.
 
     Raises:
-        PlanMismatch: it is not among them.
+        PlanMismatch: no record is the plan's.
     """
     for record in records:
         if describes(record, plan):
@@ -159,7 +159,7 @@ def module_of(name: str) -> str:
 
 
 def alive_before(graph: Graph, schedule: Schedule, at: int) -> tuple[int, ...]:
-    """The tensors of ``graph`` that are allocated before step ``at`` of the whole schedule, by ``simulate``'s rules."""
+    """Ids of the tensors alive before step ``at`` of the whole schedule, by ``simulate``'s rules."""
     steps = (*schedule.forward, *schedule.backward)
     written = {t for step in steps[:at] for t in graph.operators[step.operator].outputs}
     alive = {t for t in written if graph.tensors[t].kept}
@@ -202,7 +202,7 @@ def _implementations(record: StepRecord, planned: Sequence[Schedule]) -> tuple[U
 
 
 class _Contents:
-    """What lies in memory, while a step's events pass."""
+    """What is allocated, by kind and by module; kept up to date from one event of the step to the next."""
 
     def __init__(self, record: StepRecord) -> None:
         self.by_kind: Counter[str] = Counter({k: record.ledger.get(k, 0) for k in (PARAMETERS, STATE)})
@@ -211,7 +211,7 @@ class _Contents:
         self.count: Counter[str] = Counter()
 
     def add(self, graph: Graph, tensors: Iterable[int], sign: int = 1) -> None:
-        """Tensors of ``graph`` are allocated, or freed (``sign`` -1)."""
+        """Count tensors of ``graph`` as allocated, or as freed (``sign`` -1)."""
         for t in tensors:
             tensor, op = graph.tensors[t], graph.operators[graph.writer[t]]
             kind = ACTIVATIONS if op.phase == FORWARD else GRADIENTS if tensor.kept else PASSING
@@ -221,7 +221,7 @@ class _Contents:
                 self.count[module_of(op.name)] += sign
 
     def release(self, graph: Graph, tensors: Iterable[int]) -> None:
-        """A backward of ``graph`` lets go of external tensors, which counted as the script's, and of its outputs."""
+        """Count tensors released by a backward of ``graph`` as freed; external ones were counted as the script's."""
         for t in tensors:
             if graph.tensors[t].external:
                 self.by_kind[SCRIPT] -= graph.tensors[t].nbytes
@@ -232,7 +232,7 @@ class _Contents:
 def _at_peak(
     record: StepRecord, schedules: Sequence[Schedule], peak_event: int
 ) -> tuple[dict[str, int], tuple[Held, ...]]:
-    """What lies in memory at the step's peak, by kind and by module."""
+    """What is allocated at the step's peak, by kind and by module."""
     contents = _Contents(record)
     for i, event in enumerate(record.events[: peak_event + 1]):
         if event.kind == OUTSIDE:
@@ -253,7 +253,7 @@ def _at_peak(
             contents.release(graph, _freed_before(graph, schedule, at, event.released))
         op = graph.operators[steps[at].operator]
         implementation = op.implementations[steps[at].implementation]
-        # a copy of a kept tensor is allocated beside it; an output in place takes over what is alive already
+        # writing a kept tensor again allocates a copy; an in-place output reuses storage that is counted already
         contents.add(graph, op.outputs if implementation.in_place_of is None else op.outputs[1:])
         contents.by_kind[WORKSPACE] += record.costs[event.graph].workspace_bytes[op.id][steps[at].implementation]
     alive = [Held(m, contents.count[m], nbytes) for m, nbytes in contents.by_module.items() if nbytes]
@@ -262,7 +262,7 @@ def _at_peak(
 
 
 def _peak_step(graph: Graph, costs: Costs, schedule: Schedule, phase: str, released: Sequence[int]) -> int:
-    """The step of a call at which most is allocated, as ``step.call`` has it."""
+    """The step of a call at which most is allocated, as ``step.call_footprint`` computes it."""
     during = simulate(graph, costs, schedule).during_bytes
     cut = len(schedule.forward)
     part = range(cut) if phase == FORWARD else range(cut, len(during))
@@ -272,11 +272,11 @@ def _peak_step(graph: Graph, costs: Costs, schedule: Schedule, phase: str, relea
 
 
 def _freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> set[int]:
-    """Which of ``released`` the backward has let go of before step ``at``."""
-    waiting = set(released)
-    for step in schedule.backward[at - len(schedule.forward) :] if waiting else ():
-        waiting.difference_update(graph.operators[step.operator].implementations[step.implementation].inputs)
-    return waiting
+    """Which of ``released`` the backward has freed before step ``at``: no step from ``at`` on reads them."""
+    freed = set(released)
+    for step in schedule.backward[at - len(schedule.forward) :] if freed else ():
+        freed.difference_update(graph.operators[step.operator].implementations[step.implementation].inputs)
+    return freed
 
 
 def _bytes_freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> int:

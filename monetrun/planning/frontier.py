@@ -1,7 +1,7 @@
-"""Overhead against budget: a step's whole trade-off, from its plain peak down to the smallest feasible budget.
+"""Overhead against budget: a step's trade-off from its plain peak down to the smallest feasible budget.
 
-Each point is planned as a launch with that budget would be. What one point shows holds for others too: a plan fits
-every larger budget, and a bound holds for every smaller one. So the table is monotone, whatever the solver's time.
+Each point is planned as a launch with that budget would be. A plan also fits every larger budget, and a bound also
+holds for every smaller one; with both applied the table is monotone, whatever the solver's time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Point:
 
     Attributes:
         budget_bytes: of the whole step on one device.
-        planned_peak_bytes: of the cheapest plan that was found within it; None where none was.
-        overhead: that plan's, over the plain step's seconds, as a fraction; None where none was found.
+        planned_peak_bytes: of the cheapest plan found within it; None where none was.
+        overhead: of that plan, over the plain step's seconds, as a fraction; None where none was found.
         bound: no plan within the budget has less.
         gap: overhead less bound, None where none was found.
         status: ``"optimal"``, ``"feasible"``, ``"infeasible"`` (less than the smallest budget) or ``"unknown"``.
@@ -46,14 +46,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The table, the largest budget first, and what it is measured by.
+    """The table, the largest budget first, and the step and algorithm it is of.
 
     Attributes:
         plain_peak_bytes: of the step without monetrun.
         smallest_bytes: the smallest budget for which a plan is known.
-        algorithm: that planned.
-        device: that the costs are of.
-        points: of falling budget and rising overhead and bound.
+        algorithm: name of the solver.
+        device: for which the step was recorded.
+        points: by falling budget; overhead and bound never fall.
     """
 
     plain_peak_bytes: int
@@ -86,7 +86,7 @@ def frontier(
         algorithm: a name that ``solve.solver`` knows.
         options: for the solver; its ``seconds`` are for all points together.
         known: the record's baseline, when the caller has it already.
-        on_point: told each budget before it is planned.
+        on_point: called with each budget before it is planned.
 
     Raises:
         InfeasibleBudget: no budget is feasible; names the smallest that is.
@@ -98,7 +98,7 @@ def frontier(
         raise planner.BudgetBelowSmallest(record, max(descending, default=0), base)
     until = time.monotonic() + options.seconds
     plans: dict[int, Plan] = {}
-    for i, budget_bytes in enumerate(reversed(descending)):  # the schedules of a smaller one are a start for a larger
+    for i, budget_bytes in enumerate(reversed(descending)):  # plans of smaller budgets are starts for larger ones
         if on_point is not None:
             on_point(budget_bytes)
         share = max(0.1, until - time.monotonic()) / (len(descending) - i)
@@ -112,9 +112,9 @@ def frontier(
 
 
 def _monotone(budgets: Sequence[int], plans: Sequence[Plan | None], base: Baseline) -> tuple[Point, ...]:
-    """The points: at each budget the cheapest of the plans within it, and the highest of the bounds above it."""
+    """The points: at each budget the cheapest of the plans within it, and the highest of the bounds of larger ones."""
     bounds: list[float] = []
-    for plan in plans:  # other implementations may cost less than the plain step, but none less than nothing
+    for plan in plans:  # an overhead may be negative, where other implementations are faster, but not below -1
         bounds.append(max([plan.bound if plan else -1.0, *bounds[-1:]]))
     points: list[Point] = []
     best: Plan | None = None
@@ -134,9 +134,9 @@ def _monotone(budgets: Sequence[int], plans: Sequence[Plan | None], base: Baseli
 
 
 def next_budget(found: Frontier) -> str:
-    """A budget worth typing next, as ``parse`` reads it: that of the point after which overhead rises the fastest.
+    """The budget at the knee of the table, as ``parse`` reads it: below it, overhead rises fastest.
 
-    The knee: the point farthest under the straight line between the two ends, both axes scaled to 1.
+    The knee is the point farthest under the straight line between the two ends, both axes scaled to 1.
     """
     solved = [p for p in found.points if p.overhead is not None]
     first, last = solved[0], solved[-1]

@@ -1,7 +1,7 @@
 """A training step at a batch that was not tried, from its records at two others.
 
-The graph of a model has one structure at every batch. Its tensors' bytes grow along a line, and so do what its
-operators cost and what the script allocates between its calls.
+A model's graph has the same structure at every batch. The bytes of its tensors, the costs of its operators and what the
+script allocates between its calls grow linearly with the batch.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from monetrun.core.step import Event, StepRecord
 
 
 def check_alike(samples: Mapping[int, StepRecord]) -> None:
-    """Check that the steps are of one structure, and differ.
+    """Check that the steps have the same structure, and are not the same.
 
     Raises:
-        UsageError: they do not; says in what.
+        UsageError: they do not, or are; the message says in what.
     """
     (small, first), *others = sorted(samples.items())
     for batch, other in others:
         what = difference(first, other)
         if what:
             raise UsageError(
-                f"the step at batch {batch} has not the structure of that at batch {small}: {what}",
-                "what the model does depends on the batch; begin with batches that it treats alike: --trials 16,32",
+                f"the step at batch {batch} does not have the structure of that at batch {small}: {what}",
+                "the model's operators depend on the batch; begin with batches where they are the same: --trials 16,32",
             )
         if [g.fingerprint for g in first.graphs] == [g.fingerprint for g in other.graphs]:
             raise UsageError(
                 f"the step at batch {batch} is the same as at batch {small}",
-                "what is varied is not the batch that the model is trained with",
+                "{batch} in the script's arguments does not set the batch that the model is trained with",
             )
 
 
 def difference(a: StepRecord, b: StepRecord) -> str:
-    """In what the structure of two steps differs, or an empty string."""
+    """How the structures of two steps differ, or an empty string."""
     if len(a.graphs) != len(b.graphs):
         return f"{len(a.graphs)} graphs against {len(b.graphs)}"
     for k, (one, other) in enumerate(zip(a.graphs, b.graphs, strict=True)):
@@ -48,13 +48,13 @@ def difference(a: StepRecord, b: StepRecord) -> str:
 
 
 def rescaled(samples: Mapping[int, StepRecord], batch: int) -> StepRecord:
-    """The step at ``batch``, on the line through the two samples nearest to it.
+    """The step at ``batch``, extrapolated linearly from the two samples nearest to it.
 
-    Bytes and seconds of every tensor, operator and stretch of the script lie on a line of their own. Costs that were
-    measured to fall with the batch stay at their mean: that is noise.
+    Each tensor's bytes, each operator's costs and each stretch of the script has a line of its own. Seconds that fall
+    with the batch are noise: they are replaced by their mean.
 
     Args:
-        samples: at least two, all alike (``check_alike``).
+        samples: at least two, all of the same structure (``check_alike``).
         batch: any positive number.
     """
     if batch in samples:
@@ -80,9 +80,9 @@ def rescaled(samples: Mapping[int, StepRecord], batch: int) -> StepRecord:
             for t, u in zip(one.tensors, other.tensors, strict=True)
         )
         operators, rows = [], []
-        for op, alike in zip(one.operators, other.operators, strict=True):
-            both, chosen = _common(op, alike)
-            operators.append(replace(alike, implementations=both, signature=f"{alike.signature}@{batch}"))
+        for op, same in zip(one.operators, other.operators, strict=True):
+            both, chosen = _common(op, same)
+            operators.append(replace(same, implementations=both, signature=f"{same.signature}@{batch}"))
             rows.append(
                 [
                     (
@@ -120,15 +120,15 @@ def rescaled(samples: Mapping[int, StepRecord], batch: int) -> StepRecord:
     )
 
 
-def _common(op: Operator, alike: Operator) -> tuple[tuple[Implementation, ...], list[tuple[int, int]]]:
-    """The implementations that an operator has at both batches, and their places in each."""
-    known = {_identity(implementation): j for j, implementation in enumerate(alike.implementations)}
+def _common(op: Operator, other: Operator) -> tuple[tuple[Implementation, ...], list[tuple[int, int]]]:
+    """The implementations that an operator has at both batches, and their indices in each."""
+    known = {_identity(implementation): j for j, implementation in enumerate(other.implementations)}
     chosen = [
         (i, known[_identity(implementation)])
         for i, implementation in enumerate(op.implementations)
         if _identity(implementation) in known
     ]
-    return tuple(alike.implementations[j] for _, j in chosen), chosen
+    return tuple(other.implementations[j] for _, j in chosen), chosen
 
 
 def _identity(implementation: Implementation) -> tuple[str, tuple[int, ...], int | None]:

@@ -18,7 +18,7 @@ from functools import cached_property
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Operator, Tensor
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, Solution, Step
-from monetrun.core.round_graph import outputs_freed_in_backward, outside_operator, without_forbidden_reruns
+from monetrun.core.round_graph import outputs_freed_in_backward, outside_operator, without_unreplayable_reruns
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, call_footprint, replay
 from monetrun.solve import greedy
@@ -95,7 +95,7 @@ class LimitedGraph:
         def moved(steps: Sequence[Step]) -> tuple[Step, ...]:
             return tuple(Step(s.operator + (1 if s.operator < last - 1 else 2), s.implementation) for s in steps)
 
-        backward = without_forbidden_reruns(self.graph, moved(schedule.backward))
+        backward = without_unreplayable_reruns(self.graph, moved(schedule.backward))
         return Schedule((Step(0), *moved(schedule.forward), Step(last)), tuple(backward))
 
     def to_original(self, schedule: Schedule) -> Schedule:

@@ -1,4 +1,4 @@
-"""The grammar of --budget, and what a budget comes to."""
+"""The grammar of --budget, and how many bytes a budget is."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def test_a_budget_survives_json(budget: Budget) -> None:
     assert codec.loads(Budget, codec.dumps(budget)) == budget
 
 
-def test_bytes_are_what_was_asked_whatever_is_free() -> None:
+def test_a_budget_in_bytes_does_not_depend_on_the_free_memory() -> None:
     assert resolve(parse("12GiB"), free_bytes=GIB, plain_peak_bytes=GIB) == 12 * GIB
     assert resolve(parse("12GiB")) == 12 * GIB
 
 
-def test_auto_is_what_is_free_less_the_reserve_and_100_percent_is_the_same() -> None:
+def test_auto_is_the_free_memory_less_the_reserve_and_100_percent_is_the_same() -> None:
     assert resolve(parse("auto"), free_bytes=10 * GIB, reserve_bytes=GIB) == 9 * GIB
     assert resolve(parse("100%"), free_bytes=10 * GIB, reserve_bytes=GIB) == 9 * GIB
     assert resolve(parse("50%"), free_bytes=10 * GIB, reserve_bytes=2 * GIB) == 4 * GIB
@@ -128,7 +128,7 @@ def test_the_default_reserve_holds_a_cuda_context() -> None:
     assert CPU_RESERVE_BYTES > 392_064 * 1024
 
 
-def test_a_share_is_of_the_digits_that_were_written() -> None:
+def test_a_share_is_computed_from_the_decimal_digits_that_were_written() -> None:
     # 0.29 * 100 is 28.999999999999996 in binary fractions
     assert resolve(parse("0.29x"), plain_peak_bytes=100) == 29
     assert resolve(parse("29%"), free_bytes=100, reserve_bytes=0) == 29
@@ -136,12 +136,12 @@ def test_a_share_is_of_the_digits_that_were_written() -> None:
     assert resolve(parse("1.5x"), plain_peak_bytes=10 * GIB) == 15 * GIB
 
 
-def test_auto_on_a_full_device_is_refused_with_what_is_free() -> None:
+def test_auto_on_a_full_device_is_refused_with_the_free_memory() -> None:
     with pytest.raises(UsageError, match=r"512\.0 MiB are free on the device, and 1\.0 GiB of them"):
         resolve(parse("auto"), free_bytes=512 << 20)
 
 
-def test_a_share_of_what_is_unknown_is_refused() -> None:
+def test_a_share_of_an_unknown_size_is_refused() -> None:
     with pytest.raises(UsageError, match=r"0\.6x is a share of the plain step's peak"):
         resolve(parse("0.6x"), free_bytes=GIB)
     with pytest.raises(DeviceQueryFailed, match="80% needs the device's free memory"):

@@ -1,12 +1,16 @@
-"""Building native libraries: once for each source, and a clear reason where it can not be."""
+"""Native libraries are built once for each source; where that fails, the reason is clear."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
 from monetrun.core import native
+from support.paths import ROOT
 
 
 @pytest.fixture
@@ -20,6 +24,22 @@ def folder(tmp_path, monkeypatch):
     native._load.cache_clear()
     yield tmp_path
     native._load.cache_clear()
+
+
+def test_the_sources_are_found_beside_the_package_in_a_checkout():
+    assert native.source_folder() == ROOT / "cuda_ops"
+    assert (native.source_folder() / "core.cpp").is_file()
+
+
+def test_the_sources_are_found_inside_an_installed_package(tmp_path):
+    """As ``setup.py`` installs them: ``cuda_ops`` becomes the package ``monetrun.cuda_ops``."""
+    shutil.copytree(ROOT / "monetrun", tmp_path / "monetrun", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "cuda_ops", tmp_path / "monetrun" / "cuda_ops")
+    code = "from monetrun.core import native; print(native.source_folder())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert done.stdout.strip() == str((tmp_path / "monetrun" / "cuda_ops").resolve()), done.stderr
 
 
 def has_compiler() -> bool:
@@ -47,7 +67,7 @@ def test_a_source_is_built_once_and_again_when_what_it_includes_changes(folder):
 
 
 @needs_compiler
-def test_an_error_in_the_source_is_told_with_the_compilers_words(folder):
+def test_an_error_in_the_source_is_reported_in_the_compilers_words(folder):
     (folder / "sources" / "number.hpp").write_text("int kM = 1;\n")
     library, why = native.load("answer.cpp", ("-O1",))
     assert library is None
@@ -65,10 +85,10 @@ def test_without_a_compiler_the_reason_names_what_is_missing(folder, monkeypatch
 
 
 @needs_compiler
-def test_a_cache_that_can_not_be_made_is_a_reason(folder, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_a_reason(folder, monkeypatch):
     blocked = folder / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(blocked))
     library, why = native.load("answer.cpp", ("-O1",))
     assert library is None
-    assert "can not be written" in why
+    assert "cannot be written" in why

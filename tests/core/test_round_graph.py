@@ -1,4 +1,4 @@
-"""Two graphs of which one gives the other its input, joined into one graph."""
+"""Two graphs, one of which computes the other's input, joined into one graph."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def frugal(graph):
 
 @pytest.mark.parametrize("first", [plain_schedule, frugal])
 @pytest.mark.parametrize("second", [plain_schedule, frugal])
-def test_the_round_as_one_graph_allocates_what_the_step_does(first, second):
+def test_the_joined_graph_allocates_what_the_step_does(first, second):
     record = chained_graphs_record()
     schedules = [first(record.graphs[0]), second(record.graphs[1])]
     joined = join_round(record, record.rounds[0])
@@ -30,7 +30,7 @@ def test_the_round_as_one_graph_allocates_what_the_step_does(first, second):
     assert joined.split(schedule) == dict(enumerate(schedules))
 
 
-def test_an_output_that_goes_is_there_until_the_other_graph_has_read_it_for_the_last_time():
+def test_a_released_output_is_alive_until_the_other_graph_has_read_it_for_the_last_time():
     record = chained_graphs_record()
     joined = join_round(record, record.rounds[0])
     last_of_two = max(i for i, member in enumerate(joined.members) if member and member[0] == 1)

@@ -1,4 +1,4 @@
-"""The replay's rules, one by one, on graphs small enough to count by hand; then native against reference."""
+"""The replay's rules, each on a graph small enough to count by hand; then the native replay against the reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def schedule(forward: str, backward: str) -> Schedule:
 CHAIN = make("5x 8 4 2 2 4 8k", "f: 0 > 1", "f: 1 > 2", "f: 2 > 3", "b: 3 2 > 4", "b: 4 2 1 > 5", "b: 5 1 > 6")
 
 
-def test_a_tensor_lives_from_its_write_to_its_last_read():
+def test_a_tensor_is_alive_from_its_write_to_its_last_read():
     t = simulate(*CHAIN, plain_schedule(CHAIN[0]))
     assert t.before_bytes == (0, 8, 12, 14, 14, 12)
     assert t.during_bytes == (8, 12, 14, 16, 18, 20)
@@ -49,12 +49,12 @@ def test_a_recomputed_tensor_is_not_held_between_its_last_read_and_its_next_writ
     assert t.seconds == 21.0 + 2.0 + 1.0
 
 
-def test_external_tensors_count_nothing():
+def test_external_tensors_are_not_counted():
     graph, costs = make("100x 1", "f: 0 > 1")
     assert simulate(graph, costs, schedule("0", "")).peak_bytes == 1
 
 
-def test_a_tensor_that_nothing_reads_dies_right_after_its_step():
+def test_a_tensor_that_nothing_reads_is_freed_right_after_its_step():
     graph, costs = make("7 1", "f: > 0", "f: > 1")
     assert simulate(graph, costs, schedule("0 1", "")).during_bytes == (7, 1)
 
@@ -87,7 +87,7 @@ def test_in_place_takes_over_the_storage_of_its_input():
         ("8 8 1", ("f: > 0", "f: 0 > 1 i0", "f: 0 > 2"), ("0 1/1 2", ""), "is read again by step 2"),
     ],
 )
-def test_in_place_is_refused_where_the_input_is_still_wanted(tensors, operators, steps, why):
+def test_in_place_is_refused_where_the_input_is_read_again_or_is_not_the_graphs(tensors, operators, steps, why):
     with pytest.raises(ScheduleError, match=why) as caught:
         simulate(*make(tensors, *operators), schedule(*steps))
     assert caught.value.step == len(steps[0].split()) - 1 - (why.endswith("step 2"))
@@ -112,14 +112,14 @@ THREE = make("1 1 1 1 1", "f: > 0", "f: 0 > 1 r", "f: 0 > 2 o", "b: 1 > 3 a2", "
         ("0 1 1", "3 4", 2, "runs after operator 1"),
         ("0 1", "3 3 4", 3, "runs after operator 3"),
         ("0 1", "1 3 4", 2, "must not run again"),
-        ("0 1 3", "4", 2, "backward phase, but stands in the forward part"),
+        ("0 1 3", "4", 2, "backward phase, but runs in the forward part"),
         ("0 1", "3/1 4", 2, r"operator 3 \(op3\) reads tensor 2 \(t2\), which no step before it has written"),
         ("0 1", "3/2 4", 2, "implementation 2 of operator 3"),
         ("0 1", "3 9", 3, "operator 9, but there are 5"),
         ("0 1", "3 -1", 3, "operator -1"),
     ],
 )
-def test_what_breaks_the_rules_is_named(forward, backward, step, why):
+def test_a_schedule_that_breaks_a_rule_is_rejected_with_the_step_and_the_operator(forward, backward, step, why):
     with pytest.raises(ScheduleError, match=why) as caught:
         simulate(*THREE, schedule(forward, backward))
     assert caught.value.step == step

@@ -1,4 +1,4 @@
-"""A step of two graphs of which one gives the other its input: what its calls allocate, and its plan."""
+"""A step of two graphs, one of which computes the other's input: what its calls allocate, and its plan."""
 
 import dataclasses
 import itertools
@@ -18,15 +18,15 @@ def without(graph, dropped):
     return dropping(graph, plain_schedule(graph), dropped)
 
 
-def test_an_output_that_goes_with_the_backward_is_freed_after_its_last_reader_there():
+def test_an_output_that_the_backward_releases_is_freed_after_its_last_reader_there():
     record = chained_graphs_record()
     graph, costs = record.graphs[1], record.costs[1]
     schedule, output = plain_schedule(graph), output_of(graph)
-    kept, gone = call_footprint(graph, costs, schedule), call_footprint(graph, costs, schedule, (output,))
-    assert gone.saved_bytes == kept.saved_bytes
-    assert gone.backward_delta_bytes == kept.backward_delta_bytes - graph.tensors[output].nbytes
+    kept, freed = call_footprint(graph, costs, schedule), call_footprint(graph, costs, schedule, (output,))
+    assert freed.saved_bytes == kept.saved_bytes
+    assert freed.backward_delta_bytes == kept.backward_delta_bytes - graph.tensors[output].nbytes
     # the first ReLU's gradient reads it; the peak is after that
-    assert gone.backward_peak_bytes == kept.backward_peak_bytes - graph.tensors[output].nbytes
+    assert freed.backward_peak_bytes == kept.backward_peak_bytes - graph.tensors[output].nbytes
     # where nothing reads it, it is free from the start
     mask_less = dataclasses.replace(
         graph,
@@ -40,11 +40,11 @@ def test_an_output_that_goes_with_the_backward_is_freed_after_its_last_reader_th
             for op in graph.operators
         ),
     )
-    assert call_footprint(mask_less, costs, schedule, (output,)).backward_peak_bytes == gone.backward_peak_bytes
+    assert call_footprint(mask_less, costs, schedule, (output,)).backward_peak_bytes == freed.backward_peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-def test_a_plan_of_both_is_no_dearer_than_what_any_choice_of_saved_tensors_gives(share):
+def test_a_plan_of_both_graphs_costs_no_more_than_any_choice_of_saved_tensors(share):
     record = chained_graphs_record()
     inner = [[t for op in g.operators[: g.forward_count] for t in op.outputs] for g in record.graphs]
     points = []

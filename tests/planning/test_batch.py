@@ -1,4 +1,4 @@
-"""The batch finder: the line through two trial runs, the largest batch, and what it says when there is none."""
+"""The search for the largest batch: the line through two trial runs, the search, and its errors."""
 
 from dataclasses import replace
 
@@ -43,8 +43,8 @@ def limits(budget, overhead=0.3, **more):
 
 def search(wanted, step=chain):
     script = Script(wanted, step)
-    said = []
-    return find(wanted, script, said.append), script, said
+    lines = []
+    return find(wanted, script, lines.append), script, lines
 
 
 def fits(wanted, batch, step=chain):
@@ -71,7 +71,7 @@ def test_the_step_at_another_batch_is_that_of_a_trial_there_to_the_byte(batch):
     check(record.graphs[0], record.costs[0])
 
 
-def test_the_two_nearest_of_many_trials_make_the_line():
+def test_the_line_goes_through_the_two_nearest_of_many_trials():
     bent = {b: replace(chain_record(b), base_bytes=b * b) for b in (4, 8, 100, 200)}
     assert rescaled(bent, 150).base_bytes == 25_000
     assert rescaled(bent, 6).base_bytes == 40
@@ -139,7 +139,7 @@ def test_schedules_found_at_one_batch_mean_the_same_at_a_batch_that_offers_fewer
 
 
 def test_trials_of_other_structure_or_of_the_same_step_are_refused():
-    with pytest.raises(UsageError, match=r"batch 8 has not the structure of that at batch 4.*operators"):
+    with pytest.raises(UsageError, match=r"batch 8 does not have the structure of that at batch 4.*operators"):
         check_alike({4: chain_record(4), 8: chain_record(8, widths=(40, 30))})
     with pytest.raises(UsageError, match="batch 8 is the same as at batch 4"):
         check_alike({4: chain_record(4), 8: chain_record(4)})
@@ -186,19 +186,19 @@ def test_a_prediction_that_does_not_hold_is_stepped_down_from():
         return replace(record, base_bytes=record.base_bytes + max(0, batch - 40) * 120)
 
     wanted = limits(30_000)
-    found, script, said = search(wanted, bent)
+    found, script, lines = search(wanted, bent)
     assert not found.verified[0].fits
     assert found.verified[0].batch == script.tried[2] > found.batch
     assert fits(wanted, found.batch, bent)
     assert not fits(wanted, int(found.batch * 1.02) + 1, bent)
-    assert any(f"batch {script.tried[2]} does not" in line for line in said)
+    assert any(f"batch {script.tried[2]} does not" in line for line in lines)
 
 
-def test_a_script_that_has_fewer_samples_is_noticed():
-    found, _, said = search(limits(30_000), lambda batch: chain(min(batch, 50)))
+def test_a_script_that_feeds_fewer_samples_is_noticed():
+    found, _, lines = search(limits(30_000), lambda batch: chain(min(batch, 50)))
     assert found.batch == 50
     assert found.next_batch == 51
-    assert any("feeds 50 only" in line for line in said)
+    assert any("feeds 50 only" in line for line in lines)
 
 
 def test_a_script_that_fails_at_a_large_batch_is_stepped_down_from():

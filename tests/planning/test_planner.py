@@ -38,30 +38,30 @@ def test_without_implementations_every_step_runs_as_eager_does():
     assert any(s.operator < record.graphs[0].forward_count for s in plan.graphs[0].schedule.backward)
 
 
-def test_exact_among_the_kinds_leaves_those_with_the_defaults_bits():
-    ways = [
+def test_exact_among_the_kinds_leaves_those_bitwise_identical_to_the_default():
+    implementations = [
         Implementation("output:x", (0,), exact=False),
         Implementation("output", (0,)),
         Implementation("conv:a", (0,)),
     ]
 
     def left(text):
-        return [way.allowed_by(parse_kinds(text)) for way in ways]
+        return [i.allowed_by(parse_kinds(text)) for i in implementations]
 
     assert left("all") == [True, True, True]
     assert left("exact") == [False, True, True]
     assert left("output") == [True, True, False]
     assert left("output,exact") == [False, True, False]
     assert left("none") == [False, False, False]
-    assert not dataclasses.replace(ways[1], usable=False).allowed_by(None)
+    assert not dataclasses.replace(implementations[1], usable=False).allowed_by(None)
     with pytest.raises(UsageError, match=r"odd is not one of .*exact"):
         parse_kinds("exact,odd")
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(4.0, False), (8.0, True)])
 @pytest.mark.parametrize("algorithm", ["hierarchical", "greedy", "ilp"])
-def test_rounding_otherwise_than_eager_has_to_save_a_twentieth_of_the_step(algorithm, seconds, rounds):
-    """Tensor 1 has to go before operator 2 runs; operator 4 can read tensor 2 in its place, with other bits."""
+def test_an_implementation_that_is_not_exact_has_to_save_a_twentieth_of_the_step(algorithm, seconds, rounds):
+    """Tensor 1 has to be freed before operator 2 runs; operator 4 can read tensor 2 instead, and is not exact."""
     graph, _ = make("1x 4 4 4 1 1k", "f: 0 > 1", "f: 1 > 2", "f: 2 > 3", "b: 3 2 > 4", "b: 4 1 > 5")
     last = graph.operators[4]
     other = Implementation("output:test", (4, 2), exact=False)
@@ -94,16 +94,16 @@ def test_without_what_is_dominated_the_cheapest_schedule_costs_the_same(problem,
 def one_operator(rows):
     """A graph whose last operator has a default of (2 s, 4 bytes) and other implementations."""
     tensors = (Tensor(0, 4, external=True), Tensor(1, 4), Tensor(2, 4, kept=True))
-    ways = (Implementation("default", (0, 1)), *(way for way, *_ in rows))
+    implementations = (Implementation("default", (0, 1)), *(i for i, *_ in rows))
     operators = (
         Operator(0, "first", "f", FORWARD, (1,), (Implementation("default", (0,)),)),
-        Operator(1, "last", "b", BACKWARD, (2,), ways),
+        Operator(1, "last", "b", BACKWARD, (2,), implementations),
     )
     seconds, workspaces = [2.0, *(s for _, s, _ in rows)], [4, *(w for _, _, w in rows)]
     return Graph("one", tensors, operators), Costs("none", ((1.0,), tuple(seconds)), ((0,), tuple(workspaces)))
 
 
-def test_only_what_another_can_always_stand_for_is_dominated():
+def test_an_implementation_is_dominated_only_if_another_can_always_replace_it():
     rows = [
         (Implementation("layout", (0, 1)), 3.0, 4),  # 1: the default is as good
         (Implementation("layout", (0, 1)), 3.0, 3),  # 2: less workspace
@@ -112,8 +112,8 @@ def test_only_what_another_can_always_stand_for_is_dominated():
         (Implementation("conv:c", (0, 1)), 1.0, 8),  # 5: the same again
         (Implementation("conv:d", (0,)), 4.0, 8),  # 6: reads less
         (Implementation("conv:e", (0, 1), exact=False), 1.0, 9),  # 7: 3 is cheaper
-        (Implementation("in-place", (0, 1), in_place_of=1), 2.0, 4),  # 8: takes less memory than the default
-        (Implementation("conv:f", (0, 1), usable=False), 0.5, 0),  # 9: may not be used, and stands for nothing
+        (Implementation("in-place", (0, 1), in_place_of=1), 2.0, 4),  # 8: needs less memory than the default
+        (Implementation("conv:f", (0, 1), usable=False), 0.5, 0),  # 9: may not be used, and replaces nothing
     ]
     graph, costs = one_operator(rows)
     assert dominated(graph, costs) == {(1, 1), (1, 5), (1, 7)}

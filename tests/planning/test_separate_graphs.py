@@ -32,7 +32,7 @@ def looped(calls=3, batch=400):
 
 
 def of_every_subset(record):
-    """Peak and seconds of the step for every set of tensors that its graph may not save."""
+    """Peak and seconds of the step for every set of tensors that are recomputed instead of saved."""
     (graph,) = record.graphs
     inner = [t for op in graph.operators[: graph.forward_count] for t in op.outputs if not graph.tensors[t].kept]
     for count in range(len(inner) + 1):
@@ -42,7 +42,7 @@ def of_every_subset(record):
 
 
 @given(st.data())
-def test_a_schedule_is_within_the_budget_of_the_limited_graph_when_it_is_within_the_limits(data):
+def test_a_schedule_fits_the_limited_graphs_budget_exactly_when_it_keeps_the_limits(data):
     graph, costs = data.draw(joint_graphs())
     schedule = data.draw(schedules(graph))
     external = [t.id for t in graph.tensors if t.external]
@@ -67,7 +67,7 @@ def test_a_schedule_is_within_the_budget_of_the_limited_graph_when_it_is_within_
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
-def test_a_plan_is_no_dearer_than_what_any_choice_of_saved_tensors_gives(share):
+def test_a_plan_costs_no_more_than_any_choice_of_saved_tensors(share):
     record = looped()
     assert join_round(record, record.rounds[0]) is None
     points = list(of_every_subset(record))
@@ -79,7 +79,7 @@ def test_a_plan_is_no_dearer_than_what_any_choice_of_saved_tensors_gives(share):
     assert seconds <= 1.000001 * min(s for p, s in points if p <= budget_bytes)
 
 
-def test_the_least_peak_counts_what_the_other_calls_save():
+def test_the_lowest_peak_includes_what_the_other_calls_save():
     record = looped()
     base = planner.baseline(record)
     assert base.frugal.peak_bytes <= min(p for p, _ in of_every_subset(record))
@@ -88,7 +88,7 @@ def test_the_least_peak_counts_what_the_other_calls_save():
         planner.plan_step(record, base.frugal.peak_bytes // 2, options=OPTIONS)
 
 
-def test_two_graphs_of_which_one_is_called_twice():
+def test_a_round_of_two_graphs_one_of_which_is_called_twice_is_planned():
     one, two = chain_record(400), chain_record(300, (20, 40, 30))
     events = (
         *(dataclasses.replace(e, graph=g) for e, g in zip(one.events[:1] * 3, (0, 1, 1), strict=True)),
