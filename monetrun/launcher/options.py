@@ -82,7 +82,7 @@ def _kinds(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """What the user asked for on the command line of a launch.
+    """The options of a launch.
 
     Attributes:
         budget: in ``--budget``'s grammar, not parsed yet.
