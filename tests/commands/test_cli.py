@@ -312,10 +312,10 @@ def test_the_cache_is_listed_and_cleared(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out == ""
 
 
-def test_help_and_version_do_not_load_torch():
+def test_help_version_and_cache_import_neither_torch_nor_cvxpy():
     code = (
         "import sys; from monetrun.commands.main import main; main(['--help']); main(['--version']); "
-        "main(['cache', 'list']); sys.exit('torch' in sys.modules)"
+        "main(['cache', 'list']); sys.exit(bool({'torch', 'cvxpy'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0
@@ -324,6 +324,11 @@ def test_help_and_version_do_not_load_torch():
     assert "doctor" in done.stdout
     assert launch_parser().format_help() == help_text()
     assert launch_parser(SUMMARIES).format_help() == help_text(SUMMARIES) == done.stdout.partition("monetrun 0")[0]
+
+
+def test_importing_monetrun_imports_none_of_its_packages():
+    code = "import monetrun, sys; sys.exit(any(name.startswith('monetrun.') or name == 'rich' for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_every_command_is_a_module_with_the_same_two_functions():
