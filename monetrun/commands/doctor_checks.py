@@ -165,7 +165,7 @@ def _nvml() -> Check:
         names = [pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count)]
         return Check("nvml", OK, f"driver {version}, {count} devices{': ' * bool(names)}{', '.join(names)}")
     except pynvml.NVMLError as error:
-        return Check("nvml", WARNING, str(error), "nvidia-smi should say more")
+        return Check("nvml", WARNING, str(error), "run nvidia-smi for details")
     finally:
         pynvml.nvmlShutdown()
 

@@ -51,6 +51,8 @@ def show(job: Job, out: str) -> None:
     command = shlex.join(["monetrun", "--plan", out, options.script, *options.script_args])
     lines = [f"  wrote {out}      next: {command}"]
     if job.modelled_bytes:
-        lines.append(f"  costs are those of {options.cost_model}: not measured, and without kernels' workspaces")
+        lines.append(
+            f"  costs are of {options.cost_model}: nothing was measured, and kernels' workspaces are not counted"
+        )
     lines.append(f"  what it does: {shlex.join(['monetrun', 'explain', out])}")
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from monetrun.core import codec
-from monetrun.core.budget import BYTES, Budget, format_bytes, parse, resolve
-from monetrun.core.errors import BudgetExceeded, NeverTrained, UsageError
+from monetrun.core.budget import BYTES, Budget, parse, resolve
+from monetrun.core.errors import NeverTrained, UsageError
 from monetrun.core.plan import Plan, StepSchedules
 from monetrun.core.step import StepRecord
 from monetrun.launcher import keys, memory, report
@@ -77,6 +76,7 @@ class Job:
         self._folder = Path(tempfile.mkdtemp(prefix="monetrun_"))
         self._reports = self._folder / "reports"
         self._reports.mkdir()
+        self._settings = _settings(options, self._reports, self._store)
 
     def close(self) -> None:
         """Remove the job's files, other than the cache."""
@@ -109,7 +109,8 @@ class Job:
             from_cache = "  (plan from the cache)" if self.from_cache else ""
             self.print_plan(f"monetrun  {Path(self.options.script).name}{from_cache}")
         settings = replace(
-            self._settings(RUN),
+            self._settings,
+            mode=RUN,
             budget_bytes=self.plan.budget_bytes if self.plan else self._given_bytes(),
             plan_file=_written(self._folder / "plan.json", self.plan),
             record_file=_written(self._folder / "record.json", self.record),
@@ -174,7 +175,8 @@ class Job:
         self.from_cache = self.record is not None
         if self.record is None:
             settings = replace(
-                self._settings(PROBE),
+                self._settings,
+                mode=PROBE,
                 budget_bytes=self._given_bytes(),
                 record_file=str(self._folder / "record.json"),
             )
@@ -211,11 +213,6 @@ class Job:
                 self._store.put("plan", smallest_key, refused.smallest_schedules)
             raise
 
-    def _settings(self, mode: str) -> Settings:
-        settings = self.options.worker_settings(mode)
-        cache_folder = str(self._store.root) if self._store else ""
-        return replace(settings, report_folder=str(self._reports), cache_folder=cache_folder)
-
     def _given_bytes(self) -> int:
         """The budget if it was given in bytes, else 0."""
         return int(self.budget.value) if self.budget.kind == BYTES else 0
@@ -231,15 +228,9 @@ class Job:
         outcome = report.read_outcome(self._reports)
         if self.options.json:
             print(json.dumps(report.outcome_json(outcome)))
-        if self.options.quiet:
-            return
-        if exit_code == 0:
-            for line in report.outcome_lines(outcome):
+        if not self.options.quiet:
+            for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
-        elif exit_code == BudgetExceeded.exit_code and outcome.plan is not None:
-            planned, budget = format_bytes(outcome.plan.planned_peak_bytes), format_bytes(outcome.plan.budget_bytes)
-            reason = "memory outside the plan grew"
-            print(f"monetrun: out of memory: planned {planned}, budget {budget}; {reason}", file=sys.stderr, flush=True)
 
 
 def _written(path: Path, value: Plan | StepRecord | None) -> str:
@@ -248,3 +239,21 @@ def _written(path: Path, value: Plan | StepRecord | None) -> str:
         return ""
     path.write_text(codec.dumps(value))
     return str(path)
+
+
+def _settings(options: LaunchOptions, report_folder: Path, store: Store | None) -> Settings:
+    """What the options determine of a worker's settings, those of a run and those of a trial run."""
+    return Settings(
+        budget=options.budget,
+        plan_given=bool(options.plan_file),
+        report_folder=str(report_folder),
+        cache_folder=str(store.root) if store else "",
+        algorithm=options.algorithm,
+        solver_seconds=options.solver_seconds,
+        mip_solver=options.mip_solver,
+        cost_model=options.cost_model,
+        recompute=options.recompute,
+        implementations=options.implementations,
+        strict=options.strict,
+        quiet=options.quiet,
+    )

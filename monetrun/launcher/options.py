@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from monetrun import __version__
 from monetrun.core.graph import KINDS
 from monetrun.core.options import Options, parse_kinds
-from monetrun.runtime.settings import Settings
 from monetrun.solve import ALGORITHMS
 from monetrun.solve.mip import PACKAGES
 
@@ -89,7 +88,7 @@ def _kinds(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """What the user asked for on the command line of a launch.
+    """The options of a launch.
 
     Attributes:
         budget: in ``--budget``'s grammar, not parsed yet.
@@ -151,26 +150,6 @@ class LaunchOptions:
             quiet=args.quiet,
             torchrun=argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in own}),
             reusable_words=tuple(reusable_words),
-        )
-
-    def worker_settings(self, mode: str) -> Settings:
-        """The settings of a worker, or of a trial run, that follow from the options alone.
-
-        Args:
-            mode: ``settings.RUN`` or ``settings.PROBE``.
-        """
-        return Settings(
-            mode=mode,
-            budget=self.budget,
-            plan_given=bool(self.plan_file),
-            algorithm=self.algorithm,
-            solver_seconds=self.solver_seconds,
-            mip_solver=self.mip_solver,
-            cost_model=self.cost_model,
-            recompute=self.recompute,
-            implementations=self.implementations,
-            strict=self.strict,
-            quiet=self.quiet,
         )
 
     @property

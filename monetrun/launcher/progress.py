@@ -113,7 +113,7 @@ class SolverProgress:
     def _live_line(self) -> Spinner:
         seconds = time.monotonic() - self._began
         line = f"monetrun: {self.activity}: {self.text()} {seconds:.1f} s"
-        hint = "  Ctrl-C takes it"
+        hint = "  Ctrl-C uses this plan"
         has_plan = not math.isinf(self._best_seconds)
         if seconds > _SECONDS_BEFORE_HINT and has_plan and len(line + hint) + 3 < self._console.width:
             line += hint

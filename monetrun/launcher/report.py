@@ -14,6 +14,7 @@ from rich.table import Table
 
 from monetrun.core import codec
 from monetrun.core.budget import format_bytes
+from monetrun.core.errors import BudgetExceeded
 from monetrun.core.graph import Graph
 from monetrun.core.plan import Plan
 
@@ -133,9 +134,14 @@ def read_outcome(folder: Path) -> Outcome:
     )
 
 
-def outcome_lines(outcome: Outcome) -> list[str]:
-    """The report at the end of a run: planned and measured figures."""
+def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
+    """The report at the end of a run: planned and measured figures; of a failed run, only why memory ran out."""
     plan = outcome.plan
+    if exit_code == BudgetExceeded.exit_code and plan is not None:
+        planned, budget = format_bytes(plan.planned_peak_bytes), format_bytes(plan.budget_bytes)
+        return [f"monetrun: out of memory: planned {planned}, budget {budget}; memory outside the plan grew"]
+    if exit_code != 0:
+        return []
     if plan is None:
         return ["[bold]monetrun[/bold]: nothing was planned"]
     measured = outcome.measured_peak_bytes

@@ -1,4 +1,4 @@
-"""The command line: torchrun's grammar and ours, the script, what is printed, and the exit code."""
+"""The command line: torchrun's options and ours, the check of the script, messages and exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parsed(*words: str) -> LaunchOptions:
 
 
 def outcome(parser: argparse.ArgumentParser, words: list[str]) -> object:
-    """The namespace that parsing gives, or what kind of failure it is."""
+    """The namespace of torchrun's options that parsing gives, or the exit code of its failure."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return {k: v for k, v in vars(parser.parse_args(words)).items() if k not in parser_own}
@@ -70,7 +70,7 @@ def test_every_abbreviation_of_every_torchrun_option_means_what_it_means_to_torc
     assert accepted > 500
 
 
-def test_options_of_ours_are_not_abbreviated_and_torchrun_has_none_of_that_name():
+def test_our_options_cannot_be_abbreviated_and_torchrun_has_none_of_their_names():
     from torch.distributed import run
 
     ours = launch_parser()
@@ -121,18 +121,13 @@ def test_our_options_have_the_stated_defaults_and_values():
         solver_seconds=20.0,
         strict=True,
         torchrun=defaults.torchrun,
-        reusable_words=(
-            *(w for w in changed if w != "--json"),
-            "--strict",
-            "--algorithm=greedy",
-            "--cost-model=roofline:cpu",
-        ),
+        reusable_words=tuple(changed),
     )
     with pytest.raises(UsageError, match="positive number of seconds, got '-1'"):
         parsed("--solver-seconds", "-1", "train.py")
 
 
-def test_what_follows_the_script_is_the_scripts():
+def test_all_words_after_the_script_are_the_scripts():
     words = ["--budget", "3", "--", "-h", "--nproc-per-node=4", "", "a b", "plan"]
     options = parsed("--budget", "1GiB", "train.py", *words)
     assert (options.budget, options.script, options.torchrun.nproc_per_node) == ("1GiB", "train.py", "1")
@@ -162,7 +157,7 @@ def test_pet_variables_set_torchruns_defaults(monkeypatch):
         (["--max-restarts", "-1"], "max_restarts must be >= 0"),
     ],
 )
-def test_a_value_that_torchrun_refuses_is_one_message_and_exit_code_2(words, message, capsys):
+def test_a_value_that_torchrun_rejects_gives_one_message_and_exit_code_2(words, message, capsys):
     assert cli.main([*words, BEHAVE]) == 2
     printed = capsys.readouterr().err
     assert message in printed
@@ -182,7 +177,7 @@ def test_a_malformed_budget_is_quoted_with_the_grammar(budget, capsys):
 # ---- the script
 
 
-def test_a_missing_script_is_named_with_what_is_near(capsys, tmp_path, monkeypatch):
+def test_a_missing_script_is_named_with_similar_names(capsys, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["trian.py", "--epochs", "3"]) == 2
@@ -236,7 +231,7 @@ def test_the_script_is_checked_as_python_would_look_for_it(tmp_path, monkeypatch
             check_script(parsed(*words))
 
 
-def test_looking_for_a_module_runs_none_of_it(tmp_path, monkeypatch):
+def test_checking_a_module_runs_none_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("open('ran', 'w')")
     with pytest.raises(ScriptNotFound):
@@ -245,7 +240,7 @@ def test_looking_for_a_module_runs_none_of_it(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_package_that_builds_its_own_path_is_found(tmp_path, monkeypatch):
+def test_a_package_that_changes_its_own_path_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "train.py").write_text("")
@@ -254,10 +249,10 @@ def test_a_package_that_builds_its_own_path_is_found(tmp_path, monkeypatch):
     check_script(parsed("-m", "spread.train"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "__init__.py").write_text("import a_module_that_is_missing")
-    check_script(parsed("-m", "broken.train"))  # the worker's own traceback says it best
+    check_script(parsed("-m", "broken.train"))  # the worker prints the traceback
 
 
-# ---- errors, and words that are no script
+# ---- errors, and commands
 
 
 @pytest.mark.parametrize(
@@ -317,10 +312,10 @@ def test_the_cache_is_listed_and_cleared(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out == ""
 
 
-def test_help_and_version_do_not_load_torch():
+def test_help_version_and_cache_import_neither_torch_nor_cvxpy():
     code = (
         "import sys; from monetrun.commands.main import main; main(['--help']); main(['--version']); "
-        "main(['cache', 'list']); sys.exit('torch' in sys.modules)"
+        "main(['cache', 'list']); sys.exit(bool({'torch', 'cvxpy'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0
@@ -329,6 +324,11 @@ def test_help_and_version_do_not_load_torch():
     assert "doctor" in done.stdout
     assert launch_parser().format_help() == help_text()
     assert launch_parser(SUMMARIES).format_help() == help_text(SUMMARIES) == done.stdout.partition("monetrun 0")[0]
+
+
+def test_importing_monetrun_imports_none_of_its_packages():
+    code = "import monetrun, sys; sys.exit(any(name.startswith('monetrun.') or name == 'rich' for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_every_command_is_a_module_with_the_same_two_functions():
@@ -341,7 +341,7 @@ def test_every_command_is_a_module_with_the_same_two_functions():
     assert list(SUMMARIES) == sorted(SUMMARIES)
 
 
-def test_doctor_says_what_is_there_and_what_is_not(monkeypatch, capsys, tmp_path):
+def test_doctor_lists_what_is_there_and_what_is_missing(monkeypatch, capsys, tmp_path):
     (tmp_path / "closed").write_text("")
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "closed" / "kept"))
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -83,7 +83,7 @@ def test_a_worker_sees_exactly_what_torchrun_gives_it(words, tmp_path, monkeypat
     assert len(left_behind(tmp_path)) == 1  # torchrun's
 
 
-def test_the_given_environment_reaches_the_workers_and_this_process_keeps_its_own(tmp_path, monkeypatch):
+def test_the_given_environment_reaches_the_workers_and_this_processs_is_restored(tmp_path, monkeypatch):
     monkeypatch.setenv("DUMP_FOLDER", str(tmp_path))
     before, handlers = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     options = parsed("--nproc-per-node=2", "--no-python", sys.executable, DUMP)
@@ -118,7 +118,7 @@ def test_the_exit_code_is_the_workers_own(how, code, capfd, tmp_path):
     assert left_behind(tmp_path) == []
 
 
-def test_one_workers_traceback_is_printed_as_python_prints_it_and_once(capfd):
+def test_a_single_workers_traceback_is_printed_once_as_python_prints_it(capfd):
     assert launched(BEHAVE, "0=raise") == 1
     ours = capfd.readouterr().err
     environment = {**os.environ, "RANK": "0"}
@@ -333,7 +333,7 @@ def test_sigterm_while_planning_ends_with_143_and_starts_nothing(tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--master-port", "PORT"], "the nodes did not meet at 127.0.0.1:PORT: .*EADDRINUSE"),
         (
@@ -342,11 +342,11 @@ def test_sigterm_while_planning_ends_with_143_and_starts_nothing(tmp_path, monke
         ),
     ],
 )
-def test_nodes_that_do_not_meet_are_one_message(words, said, tmp_path):
+def test_nodes_that_do_not_meet_give_one_message(words, message, tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        with pytest.raises(MonetrunError, match=said.replace("PORT", port)):
+        with pytest.raises(MonetrunError, match=message.replace("PORT", port)):
             launched(*(word.replace("PORT", port) for word in words), BEHAVE)
     assert left_behind(tmp_path) == []

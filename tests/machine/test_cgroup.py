@@ -1,4 +1,4 @@
-"""Free memory per rank of a CPU: what psutil says, and cgroup trees in a folder."""
+"""Free memory per rank of a CPU, with cgroup trees in a folder."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_memory_high_limits_too(tree: Tree) -> None:
     assert tree.memory().free_bytes == 3 * GIB
 
 
-def test_an_ancestor_can_be_the_tighter_one(tree: Tree) -> None:
+def test_an_ancestors_limit_can_be_the_tighter_one(tree: Tree) -> None:
     tree.member("0::/slice/job/step")
     tree.v2("slice/job/step", current=GIB, max="max")
     tree.v2("slice/job", current=2 * GIB, max=32 * GIB)
@@ -129,7 +129,7 @@ def test_v1_writes_no_limit_as_a_huge_number(tree: Tree, page: int) -> None:
     assert cgroup_limit(proc=tree.proc, cgroup_root=tree.cgroup_root) is None
 
 
-def test_v1_and_v2_side_by_side_are_both_heard(tree: Tree) -> None:
+def test_limits_of_v1_and_v2_side_by_side_both_count(tree: Tree) -> None:
     tree.member("4:memory:/job", "0::/job")
     tree.v1("job", limit=8 * GIB, usage=GIB)
     tree.v2("unified/job", current=GIB, max=6 * GIB)
@@ -137,7 +137,7 @@ def test_v1_and_v2_side_by_side_are_both_heard(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("path", ["/docker/0123abcd", "/../../docker/0123abcd", "/docker/0123abcd/inner", "/.."])
-def test_a_mount_that_begins_at_the_containers_own_cgroup_is_understood(tree: Tree, path: str) -> None:
+def test_a_mount_may_begin_at_the_containers_own_cgroup(tree: Tree, path: str) -> None:
     tree.member(f"0::{path}")
     tree.v2("..", current=GIB, max=GIB)  # beside the mount, no cgroup at all
     tree.v2("", current=GIB, max=4 * GIB)
@@ -145,7 +145,7 @@ def test_a_mount_that_begins_at_the_containers_own_cgroup_is_understood(tree: Tr
     assert tree.memory().free_bytes == (2 * GIB if path.endswith("inner") else 3 * GIB)
 
 
-def test_a_limit_whose_use_cannot_be_read_is_an_error_and_not_ignored(tree: Tree) -> None:
+def test_a_limit_whose_usage_cannot_be_read_is_an_error(tree: Tree) -> None:
     tree.member("0::/job")
     tree.v2("job", current=GIB, max=4 * GIB)
     (tree.cgroup_root / "job" / "memory.current").unlink()

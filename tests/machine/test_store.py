@@ -1,4 +1,4 @@
-"""The cache: what is stored comes back, and what is damaged does not."""
+"""The cache: stored values are read back, and damaged files are misses."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @settings(patient, max_examples=50)
 @given(plans)
-def test_what_is_put_is_got(plan: Plan) -> None:
+def test_a_stored_value_is_read_back(plan: Plan) -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = Store(Path(folder))
         path = cache.put("plan", "k", plan)
@@ -107,7 +107,7 @@ def test_a_later_put_replaces_the_value_and_another_process_reads_it(tmp_path: P
     assert Store(tmp_path).get("probe", "k", Measured) == Measured(2.0)
 
 
-def test_what_was_never_put_is_a_silent_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_entry_is_a_miss_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert Store(tmp_path / "none").get("plan", "k", Plan) is None
     assert Store(tmp_path / "none").get_mapping("costs", "k", Measured) == {}
     assert warnings_in(caplog) == []
@@ -121,7 +121,7 @@ def test_kinds_do_not_mix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "../x", "a/b", ".hidden", "a b", "x" * 129, "ä"])
-def test_a_key_that_is_no_plain_file_name_is_refused(tmp_path: Path, bad: str) -> None:
+def test_a_key_that_is_not_a_plain_file_name_is_rejected(tmp_path: Path, bad: str) -> None:
     with pytest.raises(ValueError, match="key"):
         Store(tmp_path).put("plan", bad, PLAN)
 
@@ -198,7 +198,7 @@ def test_deep_nesting_does_not_exhaust_the_parser() -> None:
         (b'{"monetrun"', b'{"menotrun"', "not a file of monetrun's cache"),
     ],
 )
-def test_a_damaged_file_is_one_warning_that_names_it_and_the_reason(
+def test_a_damaged_file_gives_one_warning_that_names_it_and_the_reason(
     intact: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture, old: bytes, new: bytes, reason: str
 ) -> None:
     assert intact.count(old) == 1
@@ -240,7 +240,7 @@ def test_a_folder_in_an_entrys_place_is_a_miss_and_is_not_replaced(
     assert cache.entries()[0].problem.endswith(f"Is a directory: '{tmp_path}/plan/k.json'")
 
 
-def test_a_folder_that_cannot_be_written_is_warned_of_once_and_gone_without(
+def test_a_folder_that_cannot_be_written_gives_one_warning_and_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -256,7 +256,7 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once_and_gone_without(
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_old_value_and_nothing_beside_it(
+def test_a_full_disk_leaves_the_old_value_and_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
     cache = Store(tmp_path)
@@ -311,7 +311,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     assert len(found) == 120
 
 
-def test_the_first_measurement_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+def test_the_first_measurement_stays_unless_replace_is_set(tmp_path: Path) -> None:
     cache = Store(tmp_path)
     assert cache.update("costs", "k", {"a": Measured(1.0)}, Measured) == {"a": Measured(1.0)}
     merged = {"a": Measured(1.0), "b": Measured(2.0)}
@@ -341,7 +341,7 @@ def test_a_writer_that_waits_too_long_goes_on_without_writing(tmp_path: Path, ca
     assert cache.put("probe", "k", Measured(2.0)) is not None
 
 
-def test_a_file_system_without_locks_is_written_all_the_same(
+def test_a_file_system_without_locks_is_written_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_locks(*_: object) -> None:
@@ -357,7 +357,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(
 # ---- keys, folders, housekeeping -------------------------------------------------------------------------------------
 
 
-def test_a_key_is_the_same_everywhere_and_tells_parts_apart() -> None:
+def test_a_key_is_the_same_in_every_process_and_differs_between_parts() -> None:
     assert key("ResNet-50", 16, 0.5, None, Step(1, 2)) == "a5c6bb36b12cf62c3f80a8be2d13fc41"
     assert (
         len({key("ab", "c"), key("a", "bc"), key("abc"), key("a", "b", "c"), key(("a", "bc")), key(1), key("1")}) == 7
