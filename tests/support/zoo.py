@@ -95,7 +95,7 @@ def lengths(steps):
 
 @case
 def small_resnet(steps):
-    return classify(SmallResNet(), steps, 16, 128)
+    return classify(SmallResNet(), steps, 16, 64)
 
 
 @case
