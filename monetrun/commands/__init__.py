@@ -13,7 +13,7 @@ to ``SUMMARIES``.
 SUMMARIES = {
     "batch": "Find the largest batch that trains within a budget.",
     "cache": "List or clear what is kept between runs: plans, trial runs, measurements.",
-    "doctor": "Check what of this machine monetrun can use, and what is missing.",
+    "doctor": "Check which parts of this machine monetrun can use, and what is missing.",
     "explain": "Explain a plan: what is recomputed, what that saves, what the peak holds.",
     "frontier": "Show what each budget costs, from the plain peak to the smallest feasible.",
     "plan": "Plan a launch without training, and write the plan.",

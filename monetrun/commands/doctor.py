@@ -1,4 +1,4 @@
-"""``monetrun doctor``: what of this machine monetrun can use, and what is missing."""
+"""``monetrun doctor``: which parts of this machine monetrun can use, and what is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HINT_INDENT = 22
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the checks; 1 if something is missing without which nothing runs."""
+    """Run the checks; 1 if something that every launch needs is missing."""
     return run_click(command, words)
 
 
