@@ -20,6 +20,7 @@ setup(
     install_requires=[
         "torch>=2.11",
         "torchvision",
+        "click>=8.1",
         "cvxpy>=1.6",
         "pyscipopt>=5.5",
         "highspy>=1.8",
@@ -33,7 +34,6 @@ setup(
             "pytest-xdist>=3.8",
             "hypothesis>=6.100",
             "scikit-learn>=1.4",
-            "click>=8.1",
             "ruff>=0.11",
             "mypy>=1.15",
             "import-linter>=2.1",
@@ -41,7 +41,7 @@ setup(
         ],
         "cudnn": ["nvidia-cudnn-frontend>=1.18"],
         "report": ["matplotlib>=3.8"],
-        "recipes": ["scikit-learn>=1.4", "click>=8.1"],
+        "recipes": ["scikit-learn>=1.4"],
     },
     entry_points={
         "console_scripts": ["monetrun = monetrun.commands.main:console"],

@@ -30,15 +30,23 @@ _EXAMPLE = f"monetrun batch --budget 12GiB train.py --batch-size {PLACEHOLDER}"
 
 def prepare_parser() -> LaunchParser:
     """A launch's options, and the limits of the search."""
-    description = f"Find the largest batch that trains within a budget; {PLACEHOLDER} in the script's arguments is it."
+    description = (
+        "Find the largest batch that trains within a budget. "
+        f"Write {PLACEHOLDER} for the batch size in the script's arguments."
+    )
     return command_parser("batch", description, _add_options)
 
 
 def _add_options(parser: argparse._ActionsContainer) -> None:
     add = parser.add_argument
-    add("--max-overhead", default="20%", metavar="SHARE", help="compute that recomputation may add (default: 20%%)")
-    add("--multiple", type=int, default=1, metavar="N", help="only batches that are multiples of N (default: 1)")
-    add("--trials", default="", metavar="A,B", help="the two small batches to begin with (default: 4,8)")
+    add(
+        "--max-overhead",
+        default="20%",
+        metavar="SHARE",
+        help="added compute to allow (default: 20%% of the plain step's)",
+    )
+    add("--multiple", type=int, default=1, metavar="N", help="only batch sizes that are multiples of N (default: 1)")
+    add("--trials", default="", metavar="A,B", help="batch sizes of the first two trial runs (default: 4,8)")
 
 
 def run(words: Sequence[str]) -> int:
@@ -46,7 +54,7 @@ def run(words: Sequence[str]) -> int:
     options, args = parse_dry_run("batch", prepare_parser(), words)
     with open_job(options) as job:
         limits = read_limits(options, args, job.budget_bytes())
-    if job.budget.kind != budgets.BYTES:  # the memory that is free now is the budget of every trial that follows
+    if job.budget.kind != budgets.BYTES:  # every trial gets the same budget: what is free now
         options = replace(options, budget=format_budget(limits.budget_bytes))
 
     def say(line: str) -> None:
@@ -98,13 +106,13 @@ def read_limits(options: LaunchOptions, args: argparse.Namespace, budget_bytes: 
     """
     if not any(PLACEHOLDER in word for word in options.script_args):
         raise UsageError(
-            f"no argument of {options.script} says where the batch goes",
-            f"write {PLACEHOLDER} in its place: {_EXAMPLE}",
+            f"no argument of {options.script} contains {PLACEHOLDER}",
+            f"write it for the batch size: {_EXAMPLE}",
         )
     if budget_bytes is None:
         raise UsageError(
-            f"--budget {options.budget} grows with the batch, so that every batch would fit",
-            f"give bytes or a share of what is free: {budgets.GRAMMAR}",
+            f"--budget {options.budget} is a share of the plain peak, which grows with the batch: all would fit",
+            f"give bytes or a share of the free memory: {budgets.GRAMMAR}",
         )
     if args.multiple < 1:
         raise UsageError(f"--multiple {args.multiple} is not a positive number", "--multiple 8")
@@ -113,7 +121,7 @@ def read_limits(options: LaunchOptions, args: argparse.Namespace, budget_bytes: 
     if args.trials:
         words = args.trials.split(",")
         if len(words) != 2 or not all(w.strip().isdecimal() and int(w) > 0 for w in words) or len({*words}) != 2:
-            raise UsageError(f"--trials {args.trials!r} is not two different batches", "--trials 4,8")
+            raise UsageError(f"--trials {args.trials!r} is not two different batch sizes", "--trials 4,8")
         trials = (min(map(int, words)), max(map(int, words)))
     max_overhead = _parse_share(args.max_overhead)
     return BatchRequest(budget_bytes, max_overhead, args.multiple, trials, options.algorithm, options.solver_options())

@@ -8,31 +8,31 @@ import json
 import sys
 from collections.abc import Sequence
 
-from monetrun.commands.plain_parser import PlainParser, plain_parser
+import click
+
+from monetrun.commands import SUMMARIES
+from monetrun.commands.click_command import run_click
 from monetrun.core.errors import UsageError
 from monetrun.machine.store import Store, default_root
 
 
-def prepare_parser() -> PlainParser:
-    """``list`` and ``clear``."""
-    parser = plain_parser("cache")
-    actions = parser.add_subparsers(dest="action", metavar="list|clear", required=True)
-    for name, summary in (("list", "List what is kept, the newest first."), ("clear", "Remove all that is kept.")):
-        action = actions.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if name == "list":
-            action.add_argument("--json", action="store_true", help="print as JSON")
-    return parser
+@click.command("list", help="List what is kept, by kind, the newest first.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def _list(as_json: bool) -> None:
+    show(Store(default_root()), as_json=as_json)
+
+
+@click.command("clear", help="Remove everything that is kept.")
+def _clear() -> None:
+    clear(Store(default_root()))
+
+
+command = click.Group("cache", commands=[_list, _clear], help=SUMMARIES["cache"], no_args_is_help=False)
 
 
 def run(words: Sequence[str]) -> int:
     """List or clear the cache."""
-    args = prepare_parser().parse_args(words)
-    store = Store(default_root())
-    if args.action == "clear":
-        clear(store)
-    else:
-        show(store, as_json=args.json)
-    return 0
+    return run_click(command, words)
 
 
 def show(store: Store, *, as_json: bool) -> None:
@@ -45,7 +45,7 @@ def show(store: Store, *, as_json: bool) -> None:
     for entry in entries:
         when = datetime.datetime.fromtimestamp(entry.modified_seconds).strftime("%Y-%m-%d %H:%M")
         problem = f"  unusable: {entry.problem}" if entry.problem else ""
-        print(f"{entry.kind:5}  {entry.key}  {when}  {entry.size_bytes / 1024:9.1f} KiB{problem}")
+        print(f"{entry.kind:8}  {entry.key}  {when}  {entry.size_bytes / 1024:9.1f} KiB{problem}")
     total_bytes = sum(entry.size_bytes for entry in entries)
     print(f"{len(entries)} entries, {total_bytes / 1024:.1f} KiB in {store.root}", file=sys.stderr)
 

@@ -89,12 +89,12 @@ def _torchvision() -> Check:
 
 
 def _hook() -> Check:
-    """Monetrun's entry point in ``torch.backends``, which torch loads by itself: through it workers get their plan."""
+    """Monetrun's entry point in ``torch.backends``: torch loads it in every worker, to give it its plan."""
     points = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.value.startswith("monetrun")]
     if not points:
         return Check("hook", MISSING, "monetrun is not installed, only imported", "pip install . (or pip install -e .)")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
-        return Check("hook", MISSING, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading it", "unset it")
+        return Check("hook", MISSING, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 stops torch from loading it", "unset it")
     return Check("hook", OK, points[0].value)
 
 
@@ -137,7 +137,7 @@ def _allocator() -> Check:
         return Check(name, WARNING, f"not available: {error}")
     header = Path(torch.__file__).parent / "include" / "c10" / "core" / "CPUAllocator.h"
     if not header.is_file():
-        return Check(name, WARNING, f"torch came without {header}", "install torch's usual wheel")
+        return Check(name, WARNING, f"this torch has no {header}", "install torch from its official wheel")
     try:
         native.compiler()
         folder = native.source_folder()
@@ -216,6 +216,6 @@ def _cache() -> Check:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        mend = "every launch will plan anew; set MONETRUN_CACHE to a folder of yours"
+        mend = "every launch will plan again; set MONETRUN_CACHE to a folder of yours"
         return Check("cache", WARNING, f"{root} cannot be written: {error.strerror}", mend)
     return Check("cache", OK, str(root))

@@ -1,14 +1,17 @@
-"""``monetrun explain``: what a plan does."""
+"""``monetrun explain``: what a plan does, and what was measured in a step under it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 
+import click
 from rich.console import Console
 from rich.markup import escape
 
-from monetrun.commands.plain_parser import PlainParser, plain_parser
+from monetrun.commands import SUMMARIES, explain_measured
+from monetrun.commands.click_command import run_click
 from monetrun.core import codec
 from monetrun.core.budget import format_bytes
 from monetrun.core.step import StepRecord
@@ -23,27 +26,41 @@ _BARS = "▁▂▃▄▅▆▇█"
 _CHART_WIDTH = 72
 
 
-def prepare_parser() -> PlainParser:
-    """The plan's file, and ``--json``."""
-    parser = plain_parser("explain")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
-    parser.add_argument("plan_file", metavar="PLAN_FILE", help="written by monetrun plan")
-    return parser
+_HELP = f"""{SUMMARIES["explain"]}
+
+monetrun plan writes PLAN_FILE. The trial run and the measurements are read from the cache (monetrun cache list).
+"""
+
+
+@click.command("explain", help=_HELP)
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@click.option(
+    "--measured", is_flag=True, help="Show planned and measured bytes of a step instead, from the last launch."
+)
+@click.argument("plan_file")
+def command(plan_file: str, as_json: bool, measured: bool) -> None:
+    """Explain a plan, from what the cache has of it."""
+    plan = read_plan(plan_file)
+    store = Store(default_root())
+    if measured:
+        step = explain_measured.find_measured_step(plan, store, plan_file)
+        if as_json:
+            print(json.dumps(explain_measured.as_json(plan, step)))
+        else:
+            explain_measured.show(plan, step, plan_file, report.stdout_console())
+        return
+    cached = (store.get("probe", e.key, StepRecord) for e in store.entries() if e.kind == "probe" and not e.problem)
+    record = explanation.find_record(plan, (r for r in cached if r is not None), plan_file)
+    found = explanation.explain(plan, record)
+    if as_json:
+        print(codec.dumps(found))
+    else:
+        show(found, plan_file, report.stdout_console())
 
 
 def run(words: Sequence[str]) -> int:
-    """Explain a plan, with the trial run's record from the cache."""
-    args = prepare_parser().parse_args(words)
-    plan = read_plan(args.plan_file)
-    store = Store(default_root())
-    cached = (store.get("probe", e.key, StepRecord) for e in store.entries() if e.kind == "probe" and not e.problem)
-    record = explanation.find_record(plan, (r for r in cached if r is not None), args.plan_file)
-    found = explanation.explain(plan, record)
-    if args.json:
-        print(codec.dumps(found))
-    else:
-        show(found, args.plan_file, report.stdout_console())
-    return 0
+    """Explain a plan."""
+    return run_click(command, words)
 
 
 def show(found: Explanation, title: str, console: Console) -> None:

@@ -30,7 +30,7 @@ def prepare_parser() -> LaunchParser:
         "Show what each budget costs, from the plain peak to the smallest feasible one; nothing is trained. "
         f"--solver-seconds is for all points together (default: {DEFAULT_SECONDS:g})."
     )
-    # The next command plans one point, so the time for all points is not for it.
+    # --solver-seconds is for all points here, so the next command, which plans one point, leaves it out.
     return command_parser("frontier", description, _add_options, not_reusable=["solver_seconds"])
 
 
@@ -45,7 +45,7 @@ def _add_options(parser: argparse._ActionsContainer) -> None:
     )
     add("--budgets", default="", metavar="B,...", help="these budgets: shares of the plain peak or bytes (0.8x,6GiB)")
     add("--json", dest="json_file", default="", metavar="FILE", help="write the table as JSON; - is stdout")
-    add("--plot", default="", metavar="FILE", help="draw it; .png, .svg or .pdf (needs matplotlib)")
+    add("--plot", default="", metavar="FILE", help="draw the table as a .png, .svg or .pdf (needs matplotlib)")
     parser.set_defaults(solver_seconds=DEFAULT_SECONDS, json=False)
 
 
@@ -95,7 +95,7 @@ def parse_budgets(text: str) -> tuple[budget_grammar.Budget, ...]:
     for one in parsed:
         if one.kind in (budget_grammar.AUTO, budget_grammar.SHARE_OF_FREE):
             raise UsageError(
-                f"--budgets {text!r}: {one.text!r} is a share of what is free",
+                f"--budgets {text!r}: {one.text!r} is a share of the free memory",
                 "give shares of the plain peak or bytes: --budgets 0.8x,0.65x,6GiB",
             )
     return parsed

@@ -14,9 +14,11 @@ import traceback
 from collections.abc import Sequence
 from types import TracebackType
 
+import click
+
 from monetrun import __version__
 from monetrun.commands import SUMMARIES
-from monetrun.core.errors import MonetrunError
+from monetrun.core.errors import MonetrunError, UsageError
 from monetrun.launcher.parser import help_text
 
 
@@ -68,7 +70,12 @@ class _Outcome:
         if isinstance(error, MonetrunError):
             self.exit_code = error.exit_code
             print(f"monetrun: error: {error}", file=sys.stderr)
-        elif isinstance(error, KeyboardInterrupt):
+        elif isinstance(error, click.ClickException):
+            self.exit_code = UsageError.exit_code
+            context = error.ctx if isinstance(error, click.UsageError) else None
+            hint = f"\n  {context.command_path} --help" if context else ""
+            print(f"monetrun: error: {error.format_message()}{hint}", file=sys.stderr)
+        elif isinstance(error, (KeyboardInterrupt, click.Abort)):
             self.exit_code = 128 + signal.SIGINT
             print("monetrun: stopped by SIGINT", file=sys.stderr)
         elif isinstance(error, BrokenPipeError):

@@ -24,10 +24,11 @@ from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.plan_file import read_plan
 from monetrun.launcher.process import exit_on_sigterm, restored_environment
 from monetrun.launcher.progress import SolverProgress
-from monetrun.launcher.ranks import find_ranks
+from monetrun.launcher.ranks import Ranks, find_ranks
 from monetrun.launcher.trial import allocator_variables, run_trial
 from monetrun.machine.store import Store, default_root
 from monetrun.planning import planner
+from monetrun.planning.explain import describes
 from monetrun.planning.frontier import Frontier, frontier, spread
 from monetrun.runtime.settings import PROBE, RUN, Settings
 
@@ -101,6 +102,7 @@ class Job:
             )
         if self.options.plan_file:
             self.plan = read_plan(self.options.plan_file)
+            self.record = _record_of(self.plan, self._store, self.options, self.ranks)
         elif self.options.probe:
             self._find_record()
             if self.record is not None:
@@ -220,17 +222,30 @@ class Job:
     # ---- after training
 
     def finish(self, exit_code: int) -> None:
-        """Report what the workers measured.
+        """Report what the workers measured, and keep it for ``monetrun explain --measured``.
 
         Args:
             exit_code: of the launch.
         """
         outcome = report.read_outcome(self._reports)
+        if self._store is not None and outcome.plan is not None and outcome.measured_step is not None:
+            self._store.put("measured", keys.measured_key(outcome.plan), outcome.measured_step)
         if self.options.json:
             print(json.dumps(report.outcome_json(outcome)))
         if not self.options.quiet:
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
+
+
+def _record_of(plan: Plan, store: Store | None, options: LaunchOptions, ranks: Ranks) -> StepRecord | None:
+    """The record that a given plan was made from, if the cache has it: with it, workers measure intervals.
+
+    None on several nodes: ranks with a record plan again together, and another node's cache may have none.
+    """
+    if store is None or str(options.torchrun.nnodes) not in ("1", "1:1"):
+        return None
+    record = store.get("probe", keys.record_key(options, ranks), StepRecord)
+    return record if record is not None and describes(record, plan) else None
 
 
 def _written(path: Path, value: Plan | StepRecord | None) -> str:

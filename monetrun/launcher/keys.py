@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from monetrun import __version__
-from monetrun.core.plan import PLAN_SCHEMA
+from monetrun.core.plan import PLAN_SCHEMA, Plan
 from monetrun.core.step import StepRecord
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.ranks import Ranks
@@ -61,6 +61,11 @@ def plan_key(options: LaunchOptions, record_key: str, budget_bytes: int | None) 
 def smallest_budget_key(record_key: str, record: StepRecord) -> str:
     """Key of the schedules that set the smallest feasible budget of a recorded step."""
     return key("frugal", PLAN_SCHEMA, record_key, *(graph.fingerprint for graph in record.graphs))
+
+
+def measured_key(plan: Plan) -> str:
+    """Key of what was measured in a training step under a plan, however the plan came to the launch."""
+    return key("measured", plan.digest)
 
 
 def _source(options: LaunchOptions) -> bytes:

@@ -17,6 +17,7 @@ from monetrun.core.budget import format_bytes
 from monetrun.core.errors import BudgetExceeded
 from monetrun.core.graph import Graph
 from monetrun.core.plan import Plan
+from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 
 _PIPE_WIDTH = 200
 
@@ -105,6 +106,7 @@ class Outcome:
             None if not measured.
         steps: training steps of rank 0.
         warnings: of all ranks.
+        measured_step: planned and measured bytes of one settled step; None if no rank measured them.
     """
 
     plan: Plan | None
@@ -112,6 +114,7 @@ class Outcome:
     measured_overhead: float | None
     steps: int
     warnings: tuple[str, ...]
+    measured_step: MeasuredStep | None
 
 
 def read_outcome(folder: Path) -> Outcome:
@@ -131,7 +134,17 @@ def read_outcome(folder: Path) -> Outcome:
         measured_overhead=max(overheads) if overheads else None,
         steps=max((int(r.get("steps", 0)) for r in reports), default=0),
         warnings=tuple(warnings),
+        measured_step=_measured_step(reports),
     )
+
+
+def _measured_step(reports: Sequence[Mapping[str, Any]]) -> MeasuredStep | None:
+    ranks = [
+        RankIntervals(int(r["rank"]), codec.from_plain(tuple[Interval, ...], r["intervals"]))
+        for r in sorted(reports, key=lambda r: int(r["rank"]))
+        if r.get("intervals")
+    ]
+    return MeasuredStep(tuple(ranks)) if ranks else None
 
 
 def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The cache: plans, probes and measured costs, as checksummed JSON files.
+"""The cache: plans, probes, measured costs and measured steps, as checksummed JSON files.
 
     <root>/<kind>/<key>.json      two lines: a header (schema, kind, key, type, size, SHA-256), then the value
     <root>/.lock                  one advisory lock for all writers
@@ -32,7 +32,7 @@ from monetrun.core.errors import UsageError
 T = TypeVar("T")
 
 SCHEMA = 2
-KINDS = ("plan", "probe", "costs")
+KINDS = ("plan", "probe", "costs", "measured")
 LOCK_SECONDS = 10.0
 
 _MAPPING = "mapping"
@@ -72,7 +72,7 @@ class Entry:
     """One file of the store, as ``monetrun cache list`` shows it.
 
     Attributes:
-        kind: ``"plan"``, ``"probe"`` or ``"costs"``.
+        kind: ``"plan"``, ``"probe"``, ``"costs"`` or ``"measured"``.
         key: its name.
         type: the dataclass that was stored, or ``"mapping"``; empty if the file is not readable.
         path: the file.

@@ -50,6 +50,50 @@ class Interval:
     measured_start_bytes: int
     measured_peak_bytes: int
 
+    @property
+    def label(self) -> str:
+        """``"ResNet forward"``, ``"ResNet backward"``, ``"SGD.step"`` or ``"between calls"``."""
+        if self.kind == OUTSIDE:
+            return self.name or "between calls"
+        return f"{self.name} {self.kind}"
+
+    @property
+    def difference_bytes(self) -> int:
+        """The measured peak minus the planned peak."""
+        return self.measured_peak_bytes - self.planned_peak_bytes
+
+    @property
+    def difference(self) -> float:
+        """The same as a share of the planned peak; 0.0 where nothing is planned."""
+        return self.difference_bytes / self.planned_peak_bytes if self.planned_peak_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankIntervals:
+    """The intervals of one rank's settled step, in order; there is at least one."""
+
+    rank: int
+    intervals: tuple[Interval, ...]
+
+    @property
+    def largest_measured_peak(self) -> int:
+        """Index of the interval with the largest measured peak."""
+        peaks = [interval.measured_peak_bytes for interval in self.intervals]
+        return peaks.index(max(peaks))
+
+    @property
+    def largest_difference(self) -> int:
+        """Index of the interval whose peaks differ most in bytes, in either direction."""
+        differences = [abs(interval.difference_bytes) for interval in self.intervals]
+        return differences.index(max(differences))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """Planned and measured bytes of one settled training step, of every rank that measured them, by rank."""
+
+    ranks: tuple[RankIntervals, ...]
+
 
 def intervals(record: StepRecord, schedules: Sequence[Schedule], measured: Sequence[Stretch]) -> tuple[Interval, ...]:
     """Pair what is planned for each stretch of a step with what was measured in it.

@@ -23,7 +23,7 @@ def test_the_batch_replaces_the_placeholder():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.py", "--batch", "8"], "says where the batch goes"),
+        (["train.py", "--batch", "8"], "train.py contains {batch}"),
         (["--max-overhead", "much", "train.py", "{batch}"], "'much'"),
         (["--max-overhead", "20", "train.py", "{batch}"], "'20'"),
         (["--max-overhead=-5%", "train.py", "{batch}"], "'-5%'"),
@@ -40,7 +40,7 @@ def test_limits_that_cannot_be_used_are_quoted_with_an_example(words, message):
 
 
 def test_a_share_of_the_plain_peak_is_no_limit_for_a_batch():
-    with pytest.raises(UsageError, match=r"0\.5x grows with the batch"):
+    with pytest.raises(UsageError, match=r"0\.5x is a share of the plain peak, which grows with the batch"):
         read_limits(*parsed("--budget=0.5x", "train.py", "{batch}"), None)
 
 

@@ -8,10 +8,13 @@ import importlib
 import inspect
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from monetrun import commands
@@ -19,7 +22,7 @@ from monetrun.commands import SUMMARIES
 from monetrun.commands import main as cli
 from monetrun.core.errors import MonetrunError, NeverTrained, ScriptNotFound, UsageError
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.parser import help_text, launch_parser
+from monetrun.launcher.parser import LaunchParser, help_text, launch_parser
 from monetrun.launcher.ranks import local_world_size
 from monetrun.launcher.script import check_script
 from support.paths import SCRIPTS
@@ -261,6 +264,8 @@ def test_a_package_that_changes_its_own_path_is_found(tmp_path, monkeypatch):
         (NeverTrained("no step", "train"), 85, "monetrun: error: no step\n  train\n"),
         (MonetrunError("odd"), 70, "monetrun: error: odd\n"),
         (KeyboardInterrupt(), 130, "monetrun: stopped by SIGINT\n"),
+        (click.Abort(), 130, "monetrun: stopped by SIGINT\n"),
+        (click.ClickException("odd"), 2, "monetrun: error: odd\n"),
     ],
 )
 def test_main_prints_an_error_once_and_ends_with_its_code(error, code, printed, monkeypatch, capsys):
@@ -315,7 +320,8 @@ def test_the_cache_is_listed_and_cleared(monkeypatch, capsys, tmp_path):
 def test_help_version_and_cache_import_neither_torch_nor_cvxpy():
     code = (
         "import sys; from monetrun.commands.main import main; main(['--help']); main(['--version']); "
-        "main(['cache', 'list']); sys.exit(bool({'torch', 'cvxpy'} & sys.modules.keys()))"
+        "main(['cache', 'list']); main(['explain', '--help']); main(['doctor', '--help']); "
+        "sys.exit(bool({'torch', 'cvxpy'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0
@@ -331,14 +337,57 @@ def test_importing_monetrun_imports_none_of_its_packages():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_every_command_is_a_module_with_the_same_two_functions():
+def test_every_command_is_a_module_whose_words_torchruns_parser_or_click_parses():
+    of_a_launch = {"batch", "frontier", "plan", "run"}
     modules = {path.stem for path in Path(commands.__file__).parent.glob("*.py")}
     for name in (*SUMMARIES, "run"):
         assert name in modules
         module = importlib.import_module(f"monetrun.commands.{name}")
-        assert isinstance(module.prepare_parser(), argparse.ArgumentParser)
+        if name in of_a_launch:
+            assert isinstance(module.prepare_parser(), LaunchParser)
+        else:
+            assert isinstance(module.command, click.Command)
+            assert module.command.name == name
         assert list(inspect.signature(module.run).parameters) == ["words"]
     assert list(SUMMARIES) == sorted(SUMMARIES)
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "command"),
+    [
+        ([], "Missing command", "cache"),
+        (["list", "--jsn"], "--jsn", "cache list"),
+        (["list", "--j"], "--j", "cache list"),  # options are not abbreviated
+        (["list", "all"], "all", "cache list"),
+    ],
+)
+def test_words_that_click_rejects_give_one_message_and_exit_code_2(words, message, command, capsys):
+    assert cli.main(["cache", *words]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("monetrun: error: ")
+    assert message in printed
+    assert printed.endswith(f"\n  monetrun {command} --help\n")
+    assert "Traceback" not in printed
+
+
+def test_help_of_a_click_command_names_its_options_and_ends_with_0(capsys):
+    for words in (["cache", "list", "--help"], ["doctor", "-h"], ["explain", "--help"]):
+        assert cli.main(words) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"Usage: monetrun {' '.join(words[:-1])} ")
+        assert "--json" in printed
+    assert "--measured" in printed
+    assert SUMMARIES["explain"] in printed
+
+
+def test_a_click_command_whose_reader_has_gone_ends_as_by_sigpipe(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as gone:
+        environment = {**os.environ, "MONETRUN_CACHE": str(tmp_path)}
+        words = [sys.executable, "-u", "-m", "monetrun", "cache", "list", "--json"]
+        done = subprocess.run(words, stdout=gone, stderr=subprocess.PIPE, env=environment)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_doctor_lists_what_is_there_and_what_is_missing(monkeypatch, capsys, tmp_path):

@@ -99,7 +99,7 @@ def test_a_script_that_never_trains_is_an_error_of_its_own(capsys, folder):
         (("frontier", "--points", "1", "train.py"), "--points 1"),
         (("frontier", "--points", "many", "train.py"), "many"),
         (("frontier", "--budgets", "0.8y", "train.py"), "'0.8y'"),
-        (("frontier", "--budgets", "80%", "train.py"), "a share of what is free"),
+        (("frontier", "--budgets", "80%", "train.py"), "a share of the free memory"),
         (("frontier", "--plot", "f.gif", "train.py"), "f.gif"),
         (("frontier", "--json", "none/f.json", "train.py"), "no such folder"),
         (("frontier", "--no-probe", "train.py"), "needs its trial run"),

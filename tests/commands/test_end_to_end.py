@@ -115,14 +115,27 @@ def test_without_a_probe_rank_0_plans_at_the_first_step_for_all(plain):
         same(plain / f"two.{rank}", f"planned.{rank}")
 
 
-def test_plan_writes_a_plan_that_a_launch_runs_and_another_model_refuses(tmp_path, plain):
+def test_plan_writes_a_plan_that_a_launch_runs_and_measures_and_another_model_refuses(tmp_path, plain):
     done = monetrun("plan", "--out", "p.json", "--budget", "0.8x", "--solver-seconds", "2", TINY, "planned")
     assert not Path("planned.0").exists()
     assert "nothing trained" in done.stderr
     plan = codec.loads(Plan, Path("p.json").read_text())
     assert plan.planned_peak_bytes <= plan.budget_bytes
+    missing = monetrun("explain", "--measured", "p.json", expect=83)
+    assert "monetrun --plan p.json train.py" in missing.stderr
     monetrun("--plan", "p.json", TINY, "planned")
     same(plain / "one.0", "planned.0")
+    (rank,) = json.loads(monetrun("explain", "--measured", "--json", "p.json").stdout)["ranks"]
+    assert [i["label"] for i in rank["intervals"]] == [
+        "Sequential forward",
+        "between calls",
+        "Sequential backward",
+        "between calls",
+        "SGD.step",
+    ]
+    assert all(abs(i["difference"]) < 0.005 for i in rank["intervals"])
+    assert max(i["planned_peak_bytes"] for i in rank["intervals"]) == plan.planned_peak_bytes
+    assert "Sequential backward" in monetrun("explain", "--measured", "p.json").stdout
     other = tmp_path / "other.py"
     other.write_text(Path(TINY).read_text().replace("range(4)", "range(5)"))
     refused = monetrun("--plan", "p.json", str(other), "refused", expect=83)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
+from monetrun.commands import explain_measured
+from monetrun.commands import main as cli
 from monetrun.commands.explain import show
 from monetrun.core.options import Options
+from monetrun.core.plan import Plan
 from monetrun.core.step import replay
+from monetrun.launcher.keys import measured_key
+from monetrun.launcher.plan_file import write_plan
+from monetrun.machine.store import Store
 from monetrun.planning import planner
 from monetrun.planning.explain import ACTIVATIONS, explain
+from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 from support.step_records import chain_record
 
 RECORD = chain_record(64)
@@ -28,3 +38,84 @@ def test_the_peaks_operator_and_the_totals_are_printed():
     assert ACTIVATIONS in text
     assert "block0" in text
     assert "\x1b" not in text
+
+
+KIB = 1 << 10
+PLAN = Plan((), 2000 * KIB, 3000 * KIB, 1900 * KIB, 0.1, 0.05, "feasible", "ilp", "cpu", "2")
+FIRST = RankIntervals(
+    0,
+    (
+        Interval("forward", "ResNet", 100 * KIB, 1500 * KIB, 100 * KIB, 1503 * KIB),
+        Interval("outside", "", 1400 * KIB, 1400 * KIB, 1400 * KIB, 1400 * KIB),
+        Interval("backward", "ResNet", 1400 * KIB, 1900 * KIB, 1400 * KIB, 1898 * KIB),
+        Interval("outside", "SGD.step", 200 * KIB, 300 * KIB, 200 * KIB, 300 * KIB),
+    ),
+)
+SECOND = RankIntervals(1, (FIRST.intervals[0], replace(FIRST.intervals[1], measured_peak_bytes=1393 * KIB)))
+STEP = MeasuredStep((FIRST, SECOND))
+
+
+def test_measured_prints_a_row_for_each_interval_of_rank_0_and_a_line_for_each_further_rank():
+    out = io.StringIO()
+    explain_measured.show(PLAN, STEP, "p.json", Console(file=out, width=160, highlight=False))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert lines == [
+        "p.json",
+        "budget 2.0 MiB | planned peak 1.9 MiB | measured peak 1.9 MiB, in one settled step of rank 0",
+        "interval planned start planned peak measured start measured peak difference",
+        "ResNet forward 100.0 KiB 1.5 MiB 100.0 KiB 1.5 MiB +3.0 KiB +0.20% largest difference",
+        "between calls 1.4 MiB 1.4 MiB 1.4 MiB 1.4 MiB 0 bytes +0.00%",
+        "ResNet backward 1.4 MiB 1.9 MiB 1.4 MiB 1.9 MiB -2.0 KiB -0.11% largest measured peak",
+        "SGD.step 200.0 KiB 300.0 KiB 200.0 KiB 300.0 KiB 0 bytes +0.00%",
+        "start: allocated when the interval begins; difference: measured peak minus planned peak",
+        "rank 1: largest difference -7.0 KiB (-0.50%), between calls",
+    ]
+
+
+def test_a_step_measured_exactly_as_planned_has_no_largest_difference():
+    exact = RankIntervals(0, FIRST.intervals[1:2])
+    out = io.StringIO()
+    explain_measured.show(PLAN, MeasuredStep((exact,)), "p.json", Console(file=out, width=160, highlight=False))
+    assert "largest measured peak" in out.getvalue()
+    assert "largest difference" not in out.getvalue()
+
+
+def test_measured_is_read_from_the_cache_by_the_plan(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "kept"))
+    store = Store(tmp_path / "kept")
+    store.put("measured", measured_key(PLAN), STEP)
+    assert store.get("measured", measured_key(PLAN), MeasuredStep) == STEP
+    plan_file = str(tmp_path / "p.json")
+    write_plan(PLAN, plan_file)
+    assert cli.main(["explain", "--measured", "--json", plan_file]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["budget_bytes"], found["planned_peak_bytes"]) == (2000 * KIB, 1900 * KIB)
+    assert [r["rank"] for r in found["ranks"]] == [0, 1]
+    first = found["ranks"][0]
+    assert (first["largest_measured_peak"], first["largest_difference"]) == (2, 0)
+    assert first["intervals"][2] == {
+        "kind": "backward",
+        "name": "ResNet",
+        "label": "ResNet backward",
+        "planned_start_bytes": 1400 * KIB,
+        "planned_peak_bytes": 1900 * KIB,
+        "measured_start_bytes": 1400 * KIB,
+        "measured_peak_bytes": 1898 * KIB,
+        "difference_bytes": -2 * KIB,
+        "difference": pytest.approx(-2 / 1900),
+    }
+    assert cli.main(["explain", "--measured", plan_file]) == 0
+    assert "ResNet backward" in capsys.readouterr().out
+    assert cli.main(["cache", "list"]) == 0
+    assert capsys.readouterr().out.split()[:2] == ["measured", measured_key(PLAN)]
+
+
+def test_a_plan_without_measurements_is_refused_with_the_launch_that_makes_them(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "kept"))
+    plan_file = str(tmp_path / "p.json")
+    write_plan(PLAN, plan_file)
+    Store(tmp_path / "kept").put("measured", measured_key(replace(PLAN, budget_bytes=1)), STEP)
+    assert cli.main(["explain", "--measured", plan_file]) == 83
+    printed = capsys.readouterr().err
+    assert f"no measurements of a step under the plan {plan_file}" in printed
+    assert f"monetrun --plan {plan_file} train.py" in printed

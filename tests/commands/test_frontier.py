@@ -28,7 +28,7 @@ def test_budgets_are_read_one_by_one():
     assert [b.text for b in parse_budgets("0.8x,6GiB, 500MB")] == ["0.8x", "6GiB", "500MB"]
     with pytest.raises(BudgetSyntaxError, match=r"'0\.8y'"):
         parse_budgets("0.9x,0.8y")
-    with pytest.raises(UsageError, match="'80%' is a share of what is free"):
+    with pytest.raises(UsageError, match="'80%' is a share of the free memory"):
         parse_budgets("0.9x,80%")
     with pytest.raises(BudgetSyntaxError, match="''"):
         parse_budgets("0.9x,")

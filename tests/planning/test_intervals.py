@@ -7,7 +7,7 @@ import pytest
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.plan import plain_schedule
 from monetrun.core.step import OUTSIDE, Event, replay
-from monetrun.planning.intervals import Stretch, intervals, optimizer_steps
+from monetrun.planning.intervals import Interval, RankIntervals, Stretch, intervals, optimizer_steps
 from support.step_records import chain_record
 
 RECORD = chain_record(100)
@@ -78,3 +78,20 @@ def test_a_step_has_as_many_optimizer_steps_as_named_events():
     assert optimizer_steps(RECORD) == 1
     assert optimizer_steps(replace(RECORD, events=RECORD.events * 2)) == 2
     assert optimizer_steps(replace(RECORD, events=())) == 0
+
+
+def test_the_largest_measured_peak_and_the_largest_difference_of_a_rank_are_found():
+    rank = RankIntervals(
+        0,
+        (
+            Interval(FORWARD, "Net", 100, 1000, 100, 1010),
+            Interval(OUTSIDE, "", 100, 900, 100, 870),
+            Interval(BACKWARD, "Net", 100, 1200, 100, 1200),
+            Interval(OUTSIDE, "SGD.step", 0, 0, 0, 0),
+        ),
+    )
+    assert [i.label for i in rank.intervals] == ["Net forward", "between calls", "Net backward", "SGD.step"]
+    assert [i.difference_bytes for i in rank.intervals] == [10, -30, 0, 0]
+    assert [i.difference for i in rank.intervals] == [0.01, -30 / 900, 0.0, 0.0]
+    assert rank.largest_measured_peak == 2
+    assert rank.largest_difference == 1

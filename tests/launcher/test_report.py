@@ -1,0 +1,59 @@
+"""What the launcher reads from the ranks' reports, and what it keeps of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from monetrun.core import codec
+from monetrun.core.plan import GraphPlan, Plan, Schedule, parse_plan
+from monetrun.launcher import keys
+from monetrun.launcher.job import open_job
+from monetrun.launcher.parser import launch_parser
+from monetrun.launcher.report import read_outcome
+from monetrun.machine.store import Store, default_root
+from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
+
+PLAN = Plan((GraphPlan("f", "s", Schedule((), ()), ()),), 5, 9, 4, 0.1, 1 / 3, "feasible", "ilp", "cpu", "2")
+
+
+def interval(measured_bytes):
+    return Interval("forward", "Net", 10, 100, 11, measured_bytes)
+
+
+def write_report(folder, rank, *intervals, plan=PLAN):
+    found = {"rank": rank, "plan": plan and codec.to_plain(plan), "intervals": codec.to_plain(intervals)}
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def test_the_intervals_of_all_ranks_that_measured_them_are_read_by_rank(tmp_path):
+    write_report(tmp_path, 10, interval(110))
+    write_report(tmp_path, 2, interval(102))
+    write_report(tmp_path, 3)
+    expected = MeasuredStep((RankIntervals(2, (interval(102),)), RankIntervals(10, (interval(110),))))
+    assert read_outcome(tmp_path).measured_step == expected
+
+
+def test_without_intervals_nothing_was_measured(tmp_path):
+    assert read_outcome(tmp_path).measured_step is None
+    write_report(tmp_path, 0)
+    assert read_outcome(tmp_path).measured_step is None
+
+
+@pytest.mark.parametrize(
+    ("words", "plan", "kept"),
+    [([], PLAN, ["measured"]), (["--no-cache"], PLAN, []), ([], None, [])],
+)
+def test_what_was_measured_under_a_plan_is_kept_unless_the_cache_is_not_used(words, plan, kept, monkeypatch, tmp_path):
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path))
+    options, _ = launch_parser().parse_launch([*words, "--quiet", "train.py"])
+    with open_job(options) as job:
+        write_report(job._reports, 0, interval(101), plan=plan)
+        job.finish(0)
+    store = Store(default_root())
+    assert [entry.kind for entry in store.entries()] == kept
+    if kept:
+        read_from_a_file = parse_plan(codec.dumps(PLAN))
+        found = store.get("measured", keys.measured_key(read_from_a_file), MeasuredStep)
+        assert found == MeasuredStep((RankIntervals(0, (interval(101),)),))
