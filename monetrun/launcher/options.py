@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from monetrun import __version__
 from monetrun.core.graph import KINDS
 from monetrun.core.options import Options, parse_kinds
-from monetrun.solve import ALGORITHMS
+from monetrun.solve import ALGORITHMS, descriptions, solver
 from monetrun.solve.mip import PACKAGES
 
 
@@ -33,12 +33,14 @@ def add_launch_options(parser: argparse.ArgumentParser) -> frozenset[str]:
     add("--no-probe", action="store_true", help="plan in rank 0 at the first step, without a trial run before")
     add("--solver-seconds", type=_positive_seconds, default=20.0, metavar="N", help="time to plan (default: 20)")
     add("--solver", choices=tuple(PACKAGES), default="scip", help="integer program solver (default: scip)")
-    algorithms = "; ".join(f"{a.name}: {a.description}" for a in ALGORITHMS.values())
+    algorithms = descriptions()
+    listed = "; ".join(f"{name}: {description}" for name, description in algorithms.items())
     add(
         "--algorithm",
-        choices=tuple(ALGORITHMS),
+        type=_algorithm,
+        choices=tuple(algorithms),
         default="hierarchical",
-        help=f"how to plan (default: hierarchical). {algorithms}",
+        help=f"how to plan (default: hierarchical). {listed}",
     )
     add(
         "--implementations",
@@ -81,6 +83,12 @@ def _positive_seconds(text: str) -> float:
     return value
 
 
+def _algorithm(text: str) -> str:
+    if text not in ALGORITHMS and text in descriptions():
+        solver(text)  # a package that cannot be used is reported before the trial run, not after it
+    return text
+
+
 def _kinds(text: str) -> str:
     parse_kinds(text)
     return text
@@ -97,7 +105,7 @@ class LaunchOptions:
         probe: plan from a trial run; False: rank 0 plans at the first step.
         solver_seconds: time limit for planning.
         mip_solver: ``"scip"`` or ``"highs"``.
-        algorithm: one of ``solve.ALGORITHMS``.
+        algorithm: one of ``solve.descriptions()``.
         implementations: as ``core.options.parse_kinds`` reads it.
         recompute: False: no operator runs twice.
         cost_model: ``"measured"``, or a name that ``capture.roofline.parse`` knows.

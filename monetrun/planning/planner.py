@@ -255,7 +255,7 @@ def _solve_rounds(
     """Solve the rounds in which the plain step exceeds the budget, one after the other."""
     solver = solve.solver(algorithm)
     known: list[Sequence[Schedule]] = []
-    if solve.ALGORITHMS[algorithm].uses_starts:
+    if solve.algorithm(algorithm).uses_starts:
         known = [s for s in (base.frugal_schedules, *starts) if _allowed(base.searched, s, options)]
     schedules = plain_in_place(record, options)
     # by the graphs of a round: by how much more seconds they cost at least (negative: other implementations are faster)

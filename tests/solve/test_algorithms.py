@@ -14,15 +14,16 @@ from monetrun.core.errors import UsageError
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
 from monetrun.core.simulate import simulate
+from monetrun.launcher.parser import help_text, launch_parser
 from monetrun.planning import planner
-from monetrun.solve import ALGORITHMS, cut, solver
+from monetrun.solve import ALGORITHMS, Algorithm, algorithm, cut, descriptions, solver
 from support.paths import ROOT
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain, conv_norm_relu
 from support.step_records import graph_record
 
-USE_STARTS = [a.name for a in ALGORITHMS.values() if a.uses_starts]
-IGNORE_STARTS = [a.name for a in ALGORITHMS.values() if not a.uses_starts]
+USE_STARTS = [name for name, algorithm in ALGORITHMS.items() if algorithm.uses_starts]
+IGNORE_STARTS = [name for name in ALGORITHMS if name not in USE_STARTS]
 
 
 def run_python(code: str) -> str:
@@ -34,7 +35,6 @@ def run_python(code: str) -> str:
 
 def test_the_names_of_the_algorithms_are_stable():
     assert tuple(ALGORITHMS) == ("hierarchical", "greedy", "ilp", "hong-dp", "hong-linear", "sqrt", "none")
-    assert [a.name for a in ALGORITHMS.values()] == list(ALGORITHMS)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -127,3 +127,80 @@ for name, algorithm in ALGORITHMS.items():
 print("done")
 """
     assert run_python(code).strip() == "done"
+
+
+MODULE = """
+from monetrun.solve import Algorithm
+ALGORITHM = Algorithm(__name__, "solve", "a description", uses_starts=True)
+ELSEWHERE = Algorithm("mine.missing", "solve", "a description")
+NO_FUNCTION = Algorithm(__name__, "solver", "a description")
+def solve(graph, costs, budget_bytes, options, starts=()):
+    return "solved"
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Installs a package that names the given lines in the entry point group of the solvers."""
+
+    def install(*lines: str, name: str = "mine") -> None:
+        folder = tmp_path / name
+        for path, text in {
+            f"{name}/__init__.py": MODULE,
+            f"{name}/broken.py": "1 / 0",
+            f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+            f"{name}-1.0.dist-info/entry_points.txt": "\n".join(["[monetrun.solvers]", *lines, ""]),
+        }.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+        monkeypatch.syspath_prepend(str(folder))
+
+    before = set(sys.modules)
+    yield install
+    for module in set(sys.modules) - before:
+        if module.partition(".")[0] in ("mine", "other"):
+            del sys.modules[module]
+
+
+def test_an_installed_package_adds_an_algorithm(installed):
+    installed("chen = mine:ALGORITHM", "aaa = mine:ALGORITHM")
+    assert tuple(descriptions()) == (*ALGORITHMS, "aaa", "chen")
+    assert descriptions()["chen"] == "from mine:ALGORITHM"
+    assert "chen: from mine:ALGORITHM" in " ".join(help_text().split())
+    assert "mine" not in sys.modules
+    assert algorithm("chen") == Algorithm("mine", "solve", "a description", uses_starts=True)
+    assert solver("chen")(None, None, 0, None) == "solved"
+
+
+def test_monetruns_own_algorithm_comes_before_a_packages_of_the_same_name(installed):
+    installed("greedy = mine.broken:ALGORITHM")
+    assert tuple(descriptions()) == tuple(ALGORITHMS)
+    assert descriptions()["greedy"] == ALGORITHMS["greedy"].description
+    assert solver("greedy").__module__ == "monetrun.solve.greedy"
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("mine.missing:ALGORITHM", "ModuleNotFoundError: No module named 'mine.missing'"),
+        ("mine:MISSING", "AttributeError: module 'mine' has no attribute 'MISSING'"),
+        ("mine.broken:ALGORITHM", "ZeroDivisionError: division by zero"),
+        ("mine:solve", "mine:solve is <function solve at .*>, not a monetrun.solve.Algorithm"),
+        ("mine:ELSEWHERE", "No module named 'mine.missing'"),
+        ("mine:NO_FUNCTION", "module 'mine' has no attribute 'solver'"),
+    ],
+)
+def test_an_entry_point_that_cannot_be_used_is_named_before_anything_runs(installed, value, why):
+    installed(f"chen = {value}")
+    with pytest.raises(UsageError, match=rf"the entry point 'chen' in the group monetrun\.solvers(.|\n)*{why}"):
+        solver("chen")
+    with pytest.raises(UsageError, match="the entry point 'chen'"):
+        launch_parser().parse_launch(["--algorithm", "chen", "train.py"])
+    assert launch_parser().parse_launch(["train.py"])[0].algorithm == "hierarchical"
+
+
+def test_a_name_that_two_packages_give_is_refused(installed):
+    installed("chen = mine:ALGORITHM")
+    installed("chen = other:ALGORITHM", name="other")
+    with pytest.raises(UsageError, match=r"several packages have one: mine:ALGORITHM, other:ALGORITHM"):
+        solver("chen")
