@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# two processes with two threads each share two cores: a thread that spins while it waits takes the other's core
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 # no timing decides: neither how long an example takes, nor how long it takes to draw one
 if importlib.util.find_spec("hypothesis") is not None:  # recipes/gpu_check.py runs tests that need none
     from hypothesis import HealthCheck, settings
@@ -52,7 +55,7 @@ def _patient_searches():
     """
     from monetrun.solve import timing
 
-    with timing.override(clock=time.process_time, patience=8.0, greedy_patience=2.0, frugal_seconds=1.5):
+    with timing.override(clock=time.process_time, patience=8.0, greedy_patience=2.0, frugal_seconds=0.5):
         yield
 
 
