@@ -31,12 +31,13 @@ from monetrun.planning import planner
 from monetrun.planning.explain import describes
 from monetrun.planning.frontier import Frontier, frontier, spread
 from monetrun.runtime.settings import PROBE, RUN, Settings
+from monetrun.solve import timing
 
 
 @contextmanager
 def open_job(options: LaunchOptions) -> Iterator[Job]:
     """A job that is closed at the end, on SIGTERM too; then this process's environment is restored."""
-    with exit_on_sigterm(), restored_environment():
+    with exit_on_sigterm(), restored_environment(), timing.within(options.solver_seconds):
         job = Job(options)
         try:
             yield job

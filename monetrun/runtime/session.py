@@ -22,6 +22,7 @@ from monetrun.runtime import candidates, hooks, planned_calls
 from monetrun.runtime.planned_calls import Nesting, PlannedCall, Trigger
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.settings import PROBE, RUN, Settings
+from monetrun.solve import timing
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
     from monetrun.core.plan import Plan
@@ -104,6 +105,7 @@ class Session:
     def watch_process(self) -> None:
         """Patch torch to notice optimizers and their steps, and count allocations from now on."""
         hooks.install(self, self._undo)
+        self._undo.enter_context(timing.within(self.settings.solver_seconds))
         cpu_allocator.install()  # counting begins before the script allocates anything
         if self.settings.mode == PROBE:
             from monetrun.runtime import probe

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 
@@ -34,6 +34,9 @@ class Timing:
     greedy_patience: float = 1.0
     frugal_seconds: float = 6.0
 
+
+# A search for the lowest peak takes at most this share of the time to plan: 6 of the default 20 s.
+_FRUGAL_SHARE = 0.3
 
 _current = Timing()
 
@@ -58,3 +61,8 @@ def override(**changes: object) -> Iterator[Timing]:
         yield _current
     finally:
         _current = before
+
+
+def within(solver_seconds: float) -> AbstractContextManager[Timing]:
+    """Limit searches for the lowest peak to their share of ``solver_seconds``, inside a ``with`` block."""
+    return override(frugal_seconds=min(_current.frugal_seconds, _FRUGAL_SHARE * solver_seconds))

@@ -188,6 +188,7 @@ def test_allocating_past_the_budget_is_torchs_error_and_exit_code_84():
     assert Path("out.steps").read_text() == "0 0\n0 1\n"
 
 
+@pytest.mark.slow
 def test_an_unwritable_cache_is_a_warning(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -197,6 +198,7 @@ def test_an_unwritable_cache_is_a_warning(tmp_path, monkeypatch):
     assert Path("out.0").exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_captured_runs_as_it_is_after_one_warning_and_strict_refuses(tmp_path):
     script = tmp_path / "scripted.py"
     script.write_text(

@@ -165,6 +165,7 @@ def differing(given, expected):
     return [name for name in expected if not torch.equal(given[name], expected[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS)
 def test_every_other_implementation_at_once_gives_the_gradients_of_eager(network):
     """Bitwise; where an implementation is not exact, with at most twice eager's own error."""
@@ -190,6 +191,7 @@ def assert_at_most_twice_the_error(given, expected, exact):
     assert error <= 4 * eagers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", ["convolutions", "mobilenet", "resnet"])
 def test_all_that_can_run_in_parts_has_at_most_twice_the_error_of_eager(network):
     make, inputs, _ = NETWORKS.get(network) or (
@@ -203,6 +205,7 @@ def test_all_that_can_run_in_parts_has_at_most_twice_the_error_of_eager(network)
     assert_at_most_twice_the_error(given, expected, wide())
 
 
+@pytest.mark.slow
 def test_hardswish_from_its_output_has_at_most_twice_eagers_error_in_a_whole_network():
     """Over all parameters: in single ones, behind one hardswish, it is up to four times eager's."""
     chooser = Forcing()

@@ -165,6 +165,7 @@ def test_what_is_found_is_planned_within_both_limits():
     assert max(script.tried) <= found.batch * 1.02
 
 
+@pytest.mark.slow
 def test_less_overhead_allows_less():
     batches = [search(limits(30_000, share))[0].batch for share in (0.0, 0.1, 0.4)]
     assert batches == sorted(batches)

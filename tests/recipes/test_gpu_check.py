@@ -113,6 +113,7 @@ def test_a_cell_that_fails_or_reaches_the_deadline_is_written_and_the_next_one_r
     assert found[3]["smallest_bytes"] == 7
 
 
+@pytest.mark.slow
 def test_torchs_own_planner_runs_beside_the_eager_model_in_bf16(check, tmp_path):
     document = run(check, "checkpoint", "--shares", "0.5", "--precisions", "bf16")
     found = by_method(document)

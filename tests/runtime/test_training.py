@@ -48,8 +48,9 @@ def trained_in_half(case, steps=4, share=SHARE):
     return trained(case, str(halfway), steps)
 
 
-# whole networks of torchvision: the short cases cover what is particular to their training
-LONG = {"resnet50", "vgg16", "googlenet", "mobilenet_v2", "zero_init"}
+# whole networks of torchvision, and cases of which another one covers what is particular to their training
+LONG = {"resnet50", "vgg16", "googlenet", "mobilenet_v2", "zero_init", "small_resnet"}
+LONG |= {"autocast", "clipping", "evaluation", "graph_break", "teacher"}
 CASES = [
     pytest.param(case, marks=pytest.mark.slow if case in LONG else ()) for case in sorted(set(zoo.CASES) - {"lengths"})
 ]
@@ -108,6 +109,7 @@ def test_planned_and_measured_bytes_agree_in_every_stretch_of_a_step():
     assert max(i["planned_peak_bytes"] for i in found) == engine.plan.planned_peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["small_resnet", "gpt"])
 def test_half_of_the_plain_peak_is_kept(case):
     """torch's own activation_memory_budget never comes under 0.87 and 0.52 of it on such models."""

@@ -6,6 +6,8 @@ import ast
 import itertools
 import time
 
+import pytest
+
 from monetrun.core.options import Options
 from monetrun.core.simulate import simulate
 from monetrun.solve import hierarchical, ilp, timing
@@ -42,3 +44,13 @@ def test_no_other_solver_module_imports_time():
         imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)]
         imported = {name.name for node in imports for name in node.names}
         assert path.name == "timing.py" or "time" not in imported, path
+
+
+def test_a_search_for_the_lowest_peak_takes_its_share_of_the_time_to_plan():
+    with timing.override(frugal_seconds=6.0):
+        with timing.within(20.0):
+            assert timing.current().frugal_seconds == 6.0
+        with timing.within(2.0):
+            assert timing.current().frugal_seconds == pytest.approx(0.6)
+        with timing.within(600.0):
+            assert timing.current().frugal_seconds == 6.0
