@@ -147,7 +147,7 @@ def test_plan_writes_a_plan_that_a_launch_runs_and_measures_and_another_model_re
 
 
 def test_a_budget_under_the_smallest_feasible_names_that_and_the_operator(tmp_path):
-    done = monetrun("--budget", "3MiB", TINY, "out", expect=80)
+    done = monetrun("--budget", "3MiB", "--solver-seconds", "4", TINY, "out", expect=80)
     assert "smallest feasible" in done.stderr
     assert "floor: Sequential" in done.stderr
     smallest = done.stderr.split("fits: --budget ")[1].split()[0]
