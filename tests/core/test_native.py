@@ -26,20 +26,16 @@ def folder(tmp_path, monkeypatch):
     native._load.cache_clear()
 
 
-def test_the_sources_are_found_beside_the_package_in_a_checkout():
-    assert native.source_folder() == ROOT / "cuda_ops"
-    assert (native.source_folder() / "core.cpp").is_file()
-
-
-def test_the_sources_are_found_inside_an_installed_package(tmp_path):
-    """As ``setup.py`` installs them: ``cuda_ops`` becomes the package ``monetrun.cuda_ops``."""
-    shutil.copytree(ROOT / "monetrun", tmp_path / "monetrun", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "cuda_ops", tmp_path / "monetrun" / "cuda_ops")
+@pytest.mark.parametrize("place", ["cuda_ops", "monetrun/cuda_ops"], ids=["checkout", "installed"])
+def test_the_sources_are_found_in_a_checkout_and_inside_an_installed_package(tmp_path, place):
+    """Beside the package in a checkout; ``setup.py`` installs them as the package ``monetrun.cuda_ops``."""
+    shutil.copytree(ROOT / "monetrun", tmp_path / "monetrun", ignore=shutil.ignore_patterns("__pycache__", "cuda_ops"))
+    shutil.copytree(ROOT / "cuda_ops", tmp_path / place)
     code = "from monetrun.core import native; print(native.source_folder())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
     )
-    assert done.stdout.strip() == str((tmp_path / "monetrun" / "cuda_ops").resolve()), done.stderr
+    assert done.stdout.strip() == str((tmp_path / place).resolve()), done.stderr
 
 
 def has_compiler() -> bool:
