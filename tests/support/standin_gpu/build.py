@@ -119,7 +119,7 @@ def _compile(compiler: str, headers: list[Path], libraries: Path, out: Path) -> 
         _run([*base, "-shared", *inputs, "-o", str(out / target), *flags, "-ldl"])
 
     driver = objects("board", "memory", "streams", "driver")
-    (out / "rest_driver.c").write_text("\n".join(_driver_rest(libraries, set(_symbols(driver, defined=True)))))
+    (out / "rest_driver.c").write_text("\n".join(_driver_rest(base, libraries, set(_symbols(driver, defined=True)))))
     link("libcuda.so.1", [*driver, str(out / "rest_driver.c")], "-Wl,-soname,libcuda.so.1")
 
     runtime = objects("runtime", "libraries", "cudnn")
@@ -133,12 +133,13 @@ def _compile(compiler: str, headers: list[Path], libraries: Path, out: Path) -> 
         path.unlink()
 
 
-def _driver_rest(libraries: Path, defined: set[str]) -> Iterator[str]:
-    """Every call of the driver that torch names and the stand-in does not define."""
-    names = set(_symbols([str(libraries / "libcaffe2_nvrtc.so")], defined=False))
-    names |= {
-        text.decode() for text in re.findall(rb"\0(cu[A-Z]\w{3,60})(?=\0)", (libraries / "libc10_cuda.so").read_bytes())
-    }
+def _driver_rest(base: list[str], libraries: Path, defined: set[str]) -> Iterator[str]:
+    """Every call of the driver that cuda.h declares or torch names, and the stand-in does not define."""
+    declared = _run([*base, "-E", "-P", "-include", "cuda.h", "-x", "c", "/dev/null"])
+    names = set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", declared))
+    names |= set(_symbols([str(libraries / "libcaffe2_nvrtc.so")], defined=False))
+    looked_up = re.findall(rb"\0(cu[A-Z]\w{3,60})(?=\0)", (libraries / "libc10_cuda.so").read_bytes())
+    names |= {text.decode() for text in looked_up}
     yield "#include <stdio.h>"
     for name in sorted(names - defined):
         if re.match(r"cu[A-Z]", name):

@@ -200,6 +200,7 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 CUresult cuCtxPushCurrent_v2(CUcontext context) { return cuCtxSetCurrent(context); }
 CUresult cuCtxPopCurrent_v2(CUcontext *context) { if (context) *context = bound; return 0; }
 CUresult cuCtxGetDevice(CUdevice *device) { *device = current; return bound ? 0 : CUDA_ERROR_INVALID_CONTEXT; }
+CUresult cuCtxSetLimit(CUlimit limit, size_t value) { (void)limit, (void)value; return 0; }
 CUresult cuCtxSynchronize(void) { return standin_device_wait(current); }
 CUresult cuStreamSynchronize(CUstream stream) { return standin_stream_wait(stream); }
 
