@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from monetrun.capture import roofline
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
+from monetrun.capture.storages import block_bytes
 from monetrun.core.graph import Costs, Graph, Operator, counterpart
 from monetrun.ops import random
 from monetrun.ops.registry import Call
@@ -204,7 +205,7 @@ def _warm_up(call: Call, meter: Meter) -> int:
     new: dict[int, int] = {}
     for leaf in tree_flatten(result)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in existing:
-            new[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage().nbytes()
+            new[leaf.untyped_storage().data_ptr()] = block_bytes(leaf.untyped_storage())
     return max(0, peak - before - sum(new.values()))
 
 

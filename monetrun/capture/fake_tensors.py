@@ -110,6 +110,14 @@ class FakeMeter:
         """Start a new peak, from what is allocated now."""
         self._peak = self._current
 
+    def reserved_peak_bytes(self) -> int:
+        """Nothing is cached."""
+        return 0
+
+    def retries(self) -> int:
+        """Nothing is cached."""
+        return 0
+
     def synchronize(self) -> None:
         """Nothing runs."""
 

@@ -29,6 +29,12 @@ class Meter(Protocol):
     def reset_peak(self) -> None:
         """Start a new peak, from what is allocated now."""
 
+    def reserved_peak_bytes(self) -> int:
+        """The most that the allocator held since ``reset_peak``, cached memory included; 0 where it caches none."""
+
+    def retries(self) -> int:
+        """How often so far the allocator gave its cached memory back to serve a request."""
+
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
 
@@ -49,6 +55,14 @@ class CpuMeter:
     def reset_peak(self) -> None:
         """Start a new peak."""
         cpu_allocator.reset_peak()
+
+    def reserved_peak_bytes(self) -> int:
+        """Nothing is cached."""
+        return 0
+
+    def retries(self) -> int:
+        """Nothing is cached."""
+        return 0
 
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
@@ -73,6 +87,14 @@ class CudaMeter:
     def reset_peak(self) -> None:
         """Start a new peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def reserved_peak_bytes(self) -> int:
+        """The most reserved since ``reset_peak``."""
+        return int(torch.cuda.max_memory_reserved(self.device))
+
+    def retries(self) -> int:
+        """``num_alloc_retries`` of the device."""
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
     def synchronize(self) -> None:
         """Wait for the current stream."""
@@ -111,6 +133,14 @@ class LiveTensorMeter:
         """Start a new peak."""
         self._peak = 0
 
+    def reserved_peak_bytes(self) -> int:
+        """Nothing is cached."""
+        return 0
+
+    def retries(self) -> int:
+        """Nothing is cached."""
+        return 0
+
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
 
@@ -130,6 +160,14 @@ class NoMeter:
 
     def reset_peak(self) -> None:
         """Nothing to reset."""
+
+    def reserved_peak_bytes(self) -> int:
+        """Nothing is cached."""
+        return 0
+
+    def retries(self) -> int:
+        """Nothing is cached."""
+        return 0
 
     def synchronize(self) -> None:
         """Nothing is queued."""

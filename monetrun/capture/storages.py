@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from monetrun.capture.allocator_history import settings_from_environment
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.graph import Tensor
 from monetrun.ops.registry import Call
@@ -102,7 +103,7 @@ class Storages:
         """The id of the tensor's storage, and whether it is new."""
         try:
             storage = value.untyped_storage()
-            nbytes = int(storage.nbytes())
+            nbytes = block_bytes(storage)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise CaptureFailed(f"{self._name}: the size of {name} is not known ({error})") from error
         self._alive.append(storage)
@@ -112,6 +113,14 @@ class Storages:
         self.tensors.append(tensor)
         self._by_address[storage._cdata] = tensor.id
         return tensor.id, True
+
+
+def block_bytes(storage: torch.UntypedStorage) -> int:
+    """The bytes that the allocator gives out for a storage: CUDA's rounds them up."""
+    nbytes = int(storage.nbytes())
+    if storage.device.type != "cuda" or nbytes == 0:
+        return nbytes
+    return settings_from_environment().rounded(nbytes)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

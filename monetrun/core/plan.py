@@ -159,12 +159,33 @@ class StepSchedules:
         return tuple(plan.schedule_for(g) for plan, g in zip(self.graphs, graphs, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What CUDA's caching allocator holds for a planned step; ``core.requests`` derives it.
+
+    Attributes:
+        plain_bytes: what the plain run reserves.
+        small_bytes: reserved for requests of up to 1 MiB.
+        large_bytes: reserved for larger ones.
+    """
+
+    plain_bytes: int
+    small_bytes: int
+    large_bytes: int
+
+    @property
+    def planned_bytes(self) -> int:
+        """All that is reserved in a planned step."""
+        return self.small_bytes + self.large_bytes
+
+
 @dataclass(frozen=True)
 class Plan:
     """Schedules of all graphs of a training step, and what ``simulate`` and the solver found of them.
 
-    Bytes are of the whole step on one device, with weights, optimizer state and what the script holds. ``overhead`` and
-    ``bound`` are added seconds over the plain step's seconds, as fractions.
+    Bytes are of the whole step on one device, with weights, optimizer state and what the script holds. Peaks are of
+    allocated bytes; on CUDA ``pool`` says what is reserved for them, which is what the budget bounds there.
+    ``overhead`` and ``bound`` are added seconds over the plain step's seconds, as fractions.
     """
 
     graphs: tuple[GraphPlan, ...]
@@ -178,6 +199,7 @@ class Plan:
     device: str
     torch_version: str
     ledger: dict[str, int] = field(default_factory=dict)
+    pool: Pool | None = None
     schema: int = PLAN_SCHEMA
 
     @cached_property

@@ -97,7 +97,7 @@ def simulate_reference(graph: Graph, costs: Costs, schedule: Schedule) -> Timeli
     """
     check_order(graph, schedule)
     steps = schedule.forward + schedule.backward
-    last_reads = _last_reads(graph, steps)
+    last = last_reads(graph, steps)
     tensors, operators = graph.tensors, graph.operators
     alive_until: dict[int, int] = {}  # alive tensors that are not kept -> index of their last reading step
     kept: set[int] = set()
@@ -117,13 +117,13 @@ def simulate_reference(graph: Graph, costs: Costs, schedule: Schedule) -> Timeli
             if alive_until.get(t) == i:
                 del alive_until[t]
                 alive -= tensors[t].nbytes
-        for t, last in zip(op.outputs, last_reads[i], strict=True):
+        for t, until in zip(op.outputs, last[i], strict=True):
             if tensors[t].kept:
                 if t not in kept:
                     kept.add(t)
                     alive += tensors[t].nbytes
-            elif last > i:
-                alive_until[t] = last
+            elif until > i:
+                alive_until[t] = until
                 alive += tensors[t].nbytes
         after_bytes.append(alive)
         seconds += costs.seconds[step.operator][step.implementation]
@@ -192,7 +192,7 @@ def _check_none_missing(graph: Graph, skipped: range, part: str, i: int) -> None
             )
 
 
-def _last_reads(graph: Graph, steps: tuple[Step, ...]) -> list[tuple[int, ...]]:
+def last_reads(graph: Graph, steps: tuple[Step, ...]) -> list[tuple[int, ...]]:
     """For each step and each of its outputs: the last step that reads that output before it is next written.
 
     That is the step itself where nothing reads it.

@@ -9,14 +9,19 @@ under any schedules comes from ``simulate`` and from measured bytes alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Schedule
 from monetrun.core.simulate import simulate
 
 OUTSIDE = "outside"
+LAST_GRADIENTS = "last step's gradients"
+LAST_OUTPUTS = "last step's outputs"
+LIBRARIES = "cuBLAS workspaces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,8 @@ class Event:
         name: for messages (``"SGD.step"``).
         released: backward: ids of the graph's external tensors (its arguments, tangents) and outputs that only its
             saved values hold by then; they are freed within the call, after their last reader.
+        requests: outside, where the allocator records them (CUDA): bytes requested, in order; ``-n`` frees what the
+            step's ``n``-th such request got.
     """
 
     kind: str
@@ -39,6 +46,43 @@ class Event:
     peak_bytes: int = 0
     name: str = ""
     released: tuple[int, ...] = ()
+    requests: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Blocks of the caching allocator that lie side by side.
+
+    Attributes:
+        small: they belong to the pool for requests of up to 1 MiB.
+        blocks: bytes of each, in order: in use, or, negative, free.
+    """
+
+    small: bool
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What decides how many bytes the caching allocator reserves in a step. CUDA only.
+
+    Attributes:
+        settings: of the allocator, in planned steps.
+        plain_settings: those that the user gave, for the plain step.
+        device_bytes: of the device.
+        base: what lies there when the first forward begins.
+        library_bytes: part of ``base``: workspaces that cuBLAS keeps once it has been used, for each thread and stream.
+        plain_allocated_bytes: peak of the plain run, measured; 0 where it was not.
+        plain_reserved_bytes: the same of reserved bytes.
+    """
+
+    settings: AllocatorSettings
+    plain_settings: AllocatorSettings
+    device_bytes: int
+    base: tuple[Segment, ...] = ()
+    library_bytes: int = 0
+    plain_allocated_bytes: int = 0
+    plain_reserved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +98,7 @@ class StepRecord:
         device: name of the device (type, and model where known).
         torch_version: of the trial run.
         exact: whether bytes were counted by the allocator.
+        memory: of the device, where its allocator reserves more than it gives out; None on a CPU.
     """
 
     graphs: tuple[Graph, ...]
@@ -64,6 +109,7 @@ class StepRecord:
     device: str
     torch_version: str
     exact: bool = True
+    memory: DeviceMemory | None = None
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, int], ...]:
@@ -83,6 +129,18 @@ class StepRecord:
         if start is not None:
             found.append((start, len(self.events)))
         return tuple(found)
+
+
+def with_plain_peaks(record: StepRecord, plain: PlainPeaks) -> StepRecord:
+    """The record with the measured peaks of the plain run."""
+    if record.memory is None:
+        return record
+    measured = replace(
+        record.memory,
+        plain_allocated_bytes=plain.allocated_bytes,
+        plain_reserved_bytes=plain.reserved_bytes,
+    )
+    return replace(record, memory=measured)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,20 +17,21 @@ from pathlib import Path
 from monetrun.core import codec
 from monetrun.core.budget import BYTES, Budget, parse, resolve
 from monetrun.core.errors import NeverTrained, UsageError
+from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, StepSchedules
-from monetrun.core.step import StepRecord
+from monetrun.core.step import StepRecord, with_plain_peaks
 from monetrun.launcher import keys, memory, report
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.plan_file import read_plan
 from monetrun.launcher.process import exit_on_sigterm, restored_environment
 from monetrun.launcher.progress import SolverProgress
 from monetrun.launcher.ranks import Ranks, find_ranks
-from monetrun.launcher.trial import allocator_variables, run_trial
+from monetrun.launcher.trial import allocator_variables, measure_plain_run, run_trial
 from monetrun.machine.store import Store, default_root
 from monetrun.planning import planner
 from monetrun.planning.explain import describes
 from monetrun.planning.frontier import Frontier, frontier, spread
-from monetrun.runtime.settings import PROBE, RUN, Settings
+from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, Settings
 from monetrun.solve import timing
 
 
@@ -57,6 +58,7 @@ class Job:
         ranks: the workers to start.
         modelled_bytes: memory of the device that ``--cost-model`` describes; 0 if costs are measured.
         console: for progress and reports.
+        plain: what the plain run takes of a CUDA device, once measured.
         record: the script's step, once known.
         plan: the step's plan, once known.
         from_cache: nothing had to be made.
@@ -71,6 +73,7 @@ class Job:
         self.ranks = find_ranks(options)
         self.modelled_bytes = memory.modelled_bytes(options.cost_model)
         self.console = report.stderr_console()
+        self.plain: PlainPeaks | None = None
         self.record: StepRecord | None = None
         self.plan: Plan | None = None
         self.from_cache = False
@@ -105,6 +108,9 @@ class Job:
             self.plan = read_plan(self.options.plan_file)
             self.record = _record_of(self.plan, self._store, self.options, self.ranks)
         elif self.options.probe:
+            self._find_plain()
+            if self.plain is not None and (budget_bytes := self._budget_that_fits(self.plain)):
+                return self._run_plainly(self.plain, budget_bytes)
             self._find_record()
             if self.record is not None:
                 self._find_plan(self.record)
@@ -126,6 +132,7 @@ class Job:
         Raises:
             NeverTrained, ScriptFailed: see ``run_trial``.
         """
+        self._find_plain()
         self._find_record()
         if self.record is None:
             raise NeverTrained(
@@ -152,7 +159,7 @@ class Job:
         """
         record = self.trial()
         base = planner.baseline(record)
-        plain = base.plain.peak_bytes
+        plain = planner.plain_bytes(record, base)
         wanted = [resolve(b, None, plain) for b in budgets] or spread(plain, base.frugal.peak_bytes, points)
         with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
             options = replace(self.options.solver_options(), on_progress=progress)
@@ -186,6 +193,34 @@ class Job:
             self.record = run_trial(self.options, self.ranks, settings, self._folder, self.console)
             if self.record is not None and self._store is not None:
                 self._store.put("probe", key, self.record)
+        if self.record is not None and self.plain is not None:
+            self.record = with_plain_peaks(self.record, self.plain)
+
+    def _find_plain(self) -> None:
+        """Set ``plain`` on a CUDA device, from the cache or by a trial run."""
+        if self.plain is not None or self.ranks.kind != "cuda" or self.options.cost_model != "measured":
+            return
+        key = keys.plain_key(self.options, self.ranks)
+        self.plain = self._store.get("plain", key, PlainPeaks) if self._store else None
+        if self.plain is None:
+            settings = replace(self._settings, mode=MEASURE, record_file=str(self._folder / "plain.json"))
+            self.plain = measure_plain_run(self.options, self.ranks, settings, self._folder, self.console)
+            if self.plain is not None and self._store is not None:
+                self._store.put("plain", key, self.plain)
+
+    def _budget_that_fits(self, plain: PlainPeaks) -> int | None:
+        """The budget in bytes, if the plain run fits it with room, so that there is nothing to plan."""
+        budget_bytes = self.budget_bytes()
+        if budget_bytes is None:
+            budget_bytes = resolve(self.budget, None, plain.reserved_bytes)
+        return budget_bytes if plain.fits(budget_bytes) else None
+
+    def _run_plainly(self, plain: PlainPeaks, budget_bytes: int) -> dict[str, str]:
+        """The variables of workers that run the script as it is, under the budget."""
+        if not self.options.quiet:
+            for line in report.plain_lines(plain, budget_bytes, Path(self.options.script).name):
+                self.console.print(line)
+        return replace(self._settings, mode=PLAIN, budget_bytes=budget_bytes).to_environment()
 
     def _find_plan(self, record: StepRecord) -> Plan:
         """Set ``plan``, from the cache or by the solver."""
@@ -206,7 +241,7 @@ class Job:
         smallest = self._store.get("plan", smallest_key, StepSchedules) if self._store else None
         base = planner.baseline(record, smallest.schedules_for(record.graphs) if smallest else None)
         if budget_bytes is None:
-            budget_bytes = resolve(self.budget, None, base.plain.peak_bytes)
+            budget_bytes = resolve(self.budget, None, planner.plain_bytes(record, base))
         try:
             with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
                 options = replace(self.options.solver_options(), on_progress=progress)

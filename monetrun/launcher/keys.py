@@ -34,7 +34,20 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
         ranks.kind,
         devices,
         os.environ.get("OMP_NUM_THREADS", ""),
+        allocator_settings(ranks),
     )
+
+
+def allocator_settings(ranks: Ranks) -> str:
+    """How the user has configured CUDA's allocator."""
+    if ranks.kind != "cuda":
+        return ""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
+def plain_key(options: LaunchOptions, ranks: Ranks) -> str:
+    """Key of what the plain run takes: that of the record."""
+    return key("plain", record_key(options, ranks))
 
 
 def plan_key(options: LaunchOptions, record_key: str, budget_bytes: int | None) -> str:

@@ -16,7 +16,8 @@ from monetrun.core import codec
 from monetrun.core.budget import format_bytes
 from monetrun.core.errors import BudgetExceeded
 from monetrun.core.graph import Graph
-from monetrun.core.plan import Plan
+from monetrun.core.plain import PlainPeaks
+from monetrun.core.plan import Plan, Pool
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 
 _PIPE_WIDTH = 200
@@ -62,9 +63,10 @@ def plan_lines(plan: Plan, title: str, graphs: Sequence[Graph] = ()) -> list[str
     """
     lines = [
         f"[bold]{title}[/bold]",
-        f"  plain peak {format_bytes(plan.plain_peak_bytes)} | budget {format_bytes(plan.budget_bytes)} | "
-        f"planned {format_bytes(plan.planned_peak_bytes)} ({share(plan.planned_peak_bytes, plan.plain_peak_bytes)}) | "
+        f"  plain peak {format_bytes(_plain(plan))} | budget {format_bytes(plan.budget_bytes)} | "
+        f"planned {format_bytes(_planned(plan))} ({share(_planned(plan), _plain(plan))}) | "
         f"overhead {plan.overhead:+.1%} (bound {plan.bound:.1%}, gap {plan.gap:.1%})",
+        *_allocated_lines(plan),
         "  " + " + ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in plan.ledger.items()),
     ]
     total = sum(len(g.schedule.forward) for g in plan.graphs)
@@ -81,6 +83,33 @@ def plan_lines(plan: Plan, title: str, graphs: Sequence[Graph] = ()) -> list[str
     if inexact := sum(not implementation.exact for implementation in chosen):
         lines.append(f"  {inexact} of these differ from eager by rounding; --implementations exact leaves them out")
     return lines
+
+
+def plain_lines(plain: PlainPeaks, budget_bytes: int, script: str) -> list[str]:
+    """What is printed where the plain run fits the budget."""
+    return [
+        f"[bold]monetrun  {script}[/bold]",
+        f"  plain peak {format_bytes(plain.reserved_bytes)} reserved, {format_bytes(plain.allocated_bytes)} allocated |"
+        f" budget {format_bytes(budget_bytes)} | fits: nothing to plan, the script runs as it is",
+    ]
+
+
+def _plain(plan: Plan) -> int:
+    """The plain step's peak, in the bytes that the budget bounds."""
+    return plan.plain_peak_bytes if plan.pool is None else plan.pool.plain_bytes
+
+
+def _planned(plan: Plan) -> int:
+    """The planned step's peak, in the bytes that the budget bounds."""
+    return plan.planned_peak_bytes if plan.pool is None else plan.pool.planned_bytes
+
+
+def _allocated_lines(plan: Plan) -> list[str]:
+    """On CUDA, where the peaks above are of reserved bytes: those of allocated ones."""
+    if plan.pool is None:
+        return []
+    plain, planned = format_bytes(plan.plain_peak_bytes), format_bytes(plan.planned_peak_bytes)
+    return [f"  reserved on the device; of it allocated: plain {plain}, planned {planned}"]
 
 
 def _recomputations(plan: Plan) -> int:
@@ -102,6 +131,8 @@ class Outcome:
     Attributes:
         plan: the plan they ran, if any.
         measured_peak_bytes: the most that any rank allocated in a training step; None if that was not counted.
+        measured_reserved_bytes: the most that any rank's CUDA allocator reserved; None on a CPU.
+        retries: how often an allocator gave cached memory back in settled steps; None on a CPU.
         measured_overhead: seconds of recomputation over all other seconds of the timed calls, the largest of all ranks;
             None if not measured.
         steps: training steps of rank 0.
@@ -111,6 +142,8 @@ class Outcome:
 
     plan: Plan | None
     measured_peak_bytes: int | None
+    measured_reserved_bytes: int | None
+    retries: int | None
     measured_overhead: float | None
     steps: int
     warnings: tuple[str, ...]
@@ -126,11 +159,14 @@ def read_outcome(folder: Path) -> Outcome:
     reports: list[Mapping[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
     plans = [codec.from_plain(Plan, r["plan"]) for r in reports if r.get("plan")]
     peaks = [int(r["measured_peak_bytes"]) for r in reports if r.get("exact") and r.get("measured_peak_bytes")]
+    reserved = [int(r["measured_reserved_bytes"]) for r in reports if r.get("measured_reserved_bytes")]
     overheads = [float(r["measured_overhead"]) for r in reports if r.get("measured_overhead") is not None]
     warnings = sorted({w for r in reports for w in r.get("warnings", ())})
     return Outcome(
         plan=plans[0] if plans else None,
         measured_peak_bytes=max(peaks) if peaks else None,
+        measured_reserved_bytes=max(reserved) if reserved else None,
+        retries=max(int(r.get("allocation_retries", 0)) for r in reports) if reserved else None,
         measured_overhead=max(overheads) if overheads else None,
         steps=max((int(r.get("steps", 0)) for r in reports), default=0),
         warnings=tuple(warnings),
@@ -156,7 +192,9 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     if exit_code != 0:
         return []
     if plan is None:
-        return ["[bold]monetrun[/bold]: nothing was planned"]
+        return [f"[bold]monetrun[/bold]: nothing was planned{_held(outcome)}"]
+    if plan.pool is not None:
+        return _cuda_lines(outcome, plan, plan.pool)
     measured = outcome.measured_peak_bytes
     peak = "not counted (see monetrun doctor)" if measured is None else format_bytes(measured)
     if measured is not None:
@@ -174,6 +212,37 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     ]
 
 
+def _held(outcome: Outcome) -> str:
+    """What the allocator held in a run without a plan."""
+    if outcome.measured_reserved_bytes is None or outcome.measured_peak_bytes is None:
+        return ""
+    reserved, allocated = format_bytes(outcome.measured_reserved_bytes), format_bytes(outcome.measured_peak_bytes)
+    return f"; {outcome.steps} training steps took {reserved} of the device ({allocated} allocated)"
+
+
+def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
+    """The report of a run on CUDA: reserved and allocated bytes."""
+    plain = pool.plain_bytes
+
+    def row(name: str, reserved: int | None, allocated: int | None) -> str:
+        if reserved is None or allocated is None:
+            return f"  {name:<15}not counted"
+        held = f"{format_bytes(reserved)} reserved ({share(reserved, plain)})"
+        return f"  {name:<15}{held}, {format_bytes(allocated)} allocated"
+
+    overhead = outcome.measured_overhead
+    retries = f"; {outcome.retries} allocation retries in settled steps" if outcome.retries else ""
+    return [
+        f"[bold]monetrun[/bold]  {outcome.steps} training steps",
+        row("plain peak", plain, plan.plain_peak_bytes),
+        f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved ({share(plan.budget_bytes, plain)})",
+        row("planned peak", pool.planned_bytes, plan.planned_peak_bytes),
+        row("measured peak", outcome.measured_reserved_bytes, outcome.measured_peak_bytes) + retries,
+        f"  {'overhead':<15}{plan.overhead:+.1%} planned; recomputation "
+        + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
+    ]
+
+
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
     """The same figures, for ``--json``."""
     plan = outcome.plan
@@ -182,6 +251,10 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "budget_bytes": plan and plan.budget_bytes,
         "planned_peak_bytes": plan and plan.planned_peak_bytes,
         "measured_peak_bytes": outcome.measured_peak_bytes,
+        "plain_reserved_bytes": plan and plan.pool and plan.pool.plain_bytes,
+        "planned_reserved_bytes": plan and plan.pool and plan.pool.planned_bytes,
+        "measured_reserved_bytes": outcome.measured_reserved_bytes,
+        "allocation_retries": outcome.retries,
         "planned_overhead": plan and plan.overhead,
         "measured_recomputation": outcome.measured_overhead,
         "steps": outcome.steps,

@@ -13,11 +13,12 @@ from rich.console import Console
 
 from monetrun.core import codec
 from monetrun.core.errors import MonetrunError, NeverTrained, ScriptFailed
+from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
-from monetrun.runtime.settings import PROBED, Settings
+from monetrun.runtime.settings import PREFIX, PROBED, Settings
 
 
 def run_trial(
@@ -41,18 +42,11 @@ def run_trial(
         ScriptFailed: the script failed; its stderr has been printed.
         MonetrunError: monetrun ended the trial run with this error.
     """
-    error_file = folder / "probe_error.json"
-    stderr_file = folder / "probe_stderr.txt"
+    error_file, stderr_file = folder / "probe_error.json", folder / "probe_stderr.txt"
     shown = not options.quiet
-    with stderr_file.open("wb") as stderr, status(console, "trial run up to the first optimizer step", shown=shown):
-        code = subprocess.run(
-            _command(options),
-            env=_environment(ranks, settings, error_file),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            check=False,
-        ).returncode
+    with status(console, "trial run up to the first optimizer step", shown=shown):
+        environment = {**_environment(ranks, settings, error_file), **allocator_variables(ranks.kind)}
+        code = _run(options, environment, stderr_file)
     if code == PROBED:
         record = codec.loads(StepRecord, Path(settings.record_file).read_text())
         return record if record.graphs else None
@@ -72,6 +66,43 @@ def run_trial(
         return None
     sys.stderr.write(output)
     raise ScriptFailed(f"{options.script} failed in its trial run", exit_code=code)
+
+
+def measure_plain_run(
+    options: LaunchOptions, ranks: Ranks, settings: Settings, folder: Path, console: Console
+) -> PlainPeaks | None:
+    """Run a few steps of the script as it is, as rank 0, and measure what they take of a CUDA device.
+
+    Args:
+        options: of the launch.
+        ranks: the workers that the launch will start.
+        settings: for the trial's process, which writes the peaks to ``settings.record_file``.
+        folder: for the process's stderr and error file.
+        console: where progress is shown.
+
+    Returns:
+        The peaks; None where the script ran out of memory, failed, or trained nothing on the device.
+    """
+    environment = _environment(ranks, settings, folder / "plain_error.json")
+    with status(console, "trial run of the plain step", shown=not options.quiet):
+        _run(options, environment, folder / "plain_stderr.txt")
+    try:
+        return codec.loads(PlainPeaks, Path(settings.record_file).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _run(options: LaunchOptions, environment: Mapping[str, str], stderr_file: Path) -> int:
+    """Run the script in a process of its own; gives its exit code."""
+    with stderr_file.open("wb") as stderr:
+        return subprocess.run(
+            _command(options),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            check=False,
+        ).returncode
 
 
 def _command(options: LaunchOptions) -> list[str]:
@@ -97,7 +128,6 @@ def _environment(ranks: Ranks, settings: Settings, error_file: Path) -> dict[str
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RUN_ID": "monetrun-probe",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
-        **allocator_variables(ranks.kind),
     }
     if ranks.local > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -111,7 +141,7 @@ def allocator_variables(kind: str) -> dict[str, str]:
     """
     if kind != "cuda" or "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
         return {}
-    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", PREFIX + "OWN_ALLOCATOR": "1"}
 
 
 def _read_own_error(path: Path) -> MonetrunError | None:

@@ -32,7 +32,7 @@ from monetrun.core.errors import UsageError
 T = TypeVar("T")
 
 SCHEMA = 2
-KINDS = ("plan", "probe", "costs", "measured")
+KINDS = ("plan", "probe", "plain", "costs", "measured")
 LOCK_SECONDS = 10.0
 
 _MAPPING = "mapping"
@@ -72,7 +72,7 @@ class Entry:
     """One file of the store, as ``monetrun cache list`` shows it.
 
     Attributes:
-        kind: ``"plan"``, ``"probe"``, ``"costs"`` or ``"measured"``.
+        kind: ``"plan"``, ``"probe"``, ``"plain"``, ``"costs"`` or ``"measured"``.
         key: its name.
         type: the dataclass that was stored, or ``"mapping"``; empty if the file is not readable.
         path: the file.

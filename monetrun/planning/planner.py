@@ -10,10 +10,13 @@ from monetrun.core.budget import format_budget, format_bytes
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
 from monetrun.core.graph import EXACT, FORWARD, KINDS, Costs, Graph, dominated, without
 from monetrun.core.options import Options
-from monetrun.core.plan import GraphPlan, Plan, Schedule, StepSchedules, plain_schedule
+from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, plain_schedule
+from monetrun.core.requests import Reserved, reserved
 from monetrun.core.round_graph import RoundGraph, join_round
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, StepTimeline, replay
+from monetrun.planning import device_budget
+from monetrun.planning.device_budget import Found
 from monetrun.planning.separate_graphs import SeparateRound
 from monetrun.solve import greedy
 from monetrun.solve.tidy import in_place_where_legal
@@ -56,14 +59,17 @@ class BudgetBelowSmallest(InfeasibleBudget):
     """
 
     def __init__(self, record: StepRecord, budget_bytes: int, base: Baseline) -> None:
-        smallest = base.frugal.peak_bytes
+        smallest, plain = base.frugal.peak_bytes, base.plain.peak_bytes
+        if record.memory is not None:
+            smallest = reserved(record, base.frugal_schedules, record.memory.settings).peak_bytes
+            plain = plain_reserved_bytes(record)
         super().__init__(
             f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}\n"
             f"  floor: {base.frugal.peak_name}",
-            f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(base.plain.peak_bytes)})",
+            f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(plain)})",
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
-            plain_bytes=base.plain.peak_bytes,
+            plain_bytes=plain,
             operator=base.frugal.peak_name,
         )
         self.smallest_schedules = StepSchedules.of(record.graphs, base.frugal_schedules)
@@ -139,7 +145,9 @@ def plan_step(
     known: Baseline | None = None,
     starts: Sequence[Sequence[Schedule]] = (),
 ) -> Plan:
-    """Find the cheapest schedules under which the step never allocates more than ``budget_bytes``.
+    """Find the cheapest schedules under which the step never takes more than ``budget_bytes``.
+
+    These are bytes allocated; where the record has the device's memory (CUDA), bytes that the allocator reserves.
 
     Args:
         record: from a trial run.
@@ -157,30 +165,89 @@ def plan_step(
     """
     options = options or Options()
     base = known or baseline(record)
+
+    def within(target_bytes: int, options: Options, starts: Sequence[Sequence[Schedule]]) -> Found:
+        return _found_within(record, target_bytes, algorithm, options, base, starts)
+
+    if record.memory is None:
+        return _plan(record, budget_bytes, algorithm, base, within(budget_bytes, options, starts))
+    try:
+        found, reserve = device_budget.found_within(record, record.memory, budget_bytes, options, within, starts)
+    except device_budget.OverBudget:
+        base = more_frugal(record, base, options)
+        smallest = reserved(record, base.frugal_schedules, record.memory.settings)
+        if smallest.peak_bytes > budget_bytes:
+            raise BudgetBelowSmallest(record, budget_bytes, base) from None
+        found, reserve = Found(base.frugal_schedules, base.plain.seconds, "feasible"), smallest
+    return _plan(record, budget_bytes, algorithm, base, found, reserve)
+
+
+def plain_bytes(record: StepRecord, base: Baseline) -> int:
+    """What the plain step takes, which ``0.6x`` is a share of: allocated bytes, on CUDA reserved ones."""
+    return base.plain.peak_bytes if record.memory is None else plain_reserved_bytes(record)
+
+
+def plain_reserved_bytes(record: StepRecord) -> int:
+    """What the plain run reserves: measured, else as the allocator's model has it under the user's own settings."""
+    assert record.memory is not None
+    if record.memory.plain_reserved_bytes:
+        return record.memory.plain_reserved_bytes
+    plain = [plain_schedule(g) for g in record.graphs]
+    return reserved(record, plain, record.memory.plain_settings).peak_bytes
+
+
+def _found_within(
+    record: StepRecord,
+    budget_bytes: int,
+    algorithm: str,
+    options: Options,
+    base: Baseline,
+    starts: Sequence[Sequence[Schedule]],
+) -> Found:
+    """The cheapest schedules under which the step never has more than ``budget_bytes`` allocated.
+
+    Raises:
+        BudgetBelowSmallest, NoPlanInTime: see ``plan_step``.
+    """
     if base.frugal.peak_bytes > budget_bytes:
         base = more_frugal(record, base, options)
     if base.frugal.peak_bytes > budget_bytes:
         raise BudgetBelowSmallest(record, budget_bytes, base)
 
-    def solved(options: Options) -> _Solved:
+    def solved(options: Options) -> Found:
         return _solve_rounds(record, budget_bytes, algorithm, options, base, starts)
 
     inexact = any(_offers_inexact(g, options) for g in base.searched.graphs)
     found = _exact_where_nearly_as_fast(record, budget_bytes, options, solved) if inexact else solved(options)
-    timeline = replay(record, found.schedules)
-    if timeline.peak_bytes > budget_bytes or not _allowed(record, found.schedules, options):
+    if replay(record, found.schedules).peak_bytes > budget_bytes or not _allowed(record, found.schedules, options):
         raise NoPlanInTime(
             f"{algorithm} has no plan within {format_bytes(budget_bytes)} after {options.seconds:g} s"
             f"{'' if options.recompute else ', without recomputation'}"
             f"{'' if options.implementations is None else ', with part of the implementations'}",
             "give it more time (--solver-seconds), more memory, or --algorithm hierarchical",
         )
+    return found
+
+
+def _plan(
+    record: StepRecord,
+    budget_bytes: int,
+    algorithm: str,
+    base: Baseline,
+    found: Found,
+    reserve: Reserved | None = None,
+) -> Plan:
+    timeline = replay(record, found.schedules)
     plain_seconds = base.plain.seconds
     overhead = timeline.seconds / plain_seconds - 1.0 if plain_seconds else 0.0
+    rows, pool = ledger(record, timeline.peak_bytes), None
+    if reserve is not None:
+        pool = Pool(plain_reserved_bytes(record), reserve.small_bytes, reserve.large_bytes)
+        rows["fragmentation"] = pool.planned_bytes - timeline.peak_bytes
     return Plan(
         graphs=tuple(GraphPlan.of(g, s) for g, s in zip(record.graphs, found.schedules, strict=True)),
         budget_bytes=budget_bytes,
-        plain_peak_bytes=base.plain.peak_bytes,
+        plain_peak_bytes=_plain_peak_bytes(record, base),
         planned_peak_bytes=timeline.peak_bytes,
         overhead=overhead,
         bound=min(overhead, found.bound_seconds / plain_seconds - 1.0) if plain_seconds else 0.0,
@@ -188,8 +255,15 @@ def plan_step(
         solver=algorithm,
         device=record.device,
         torch_version=record.torch_version,
-        ledger=ledger(record, timeline.peak_bytes),
+        ledger=rows,
+        pool=pool,
     )
+
+
+def _plain_peak_bytes(record: StepRecord, base: Baseline) -> int:
+    """Allocated at most in the plain step: measured, else as ``replay`` has it."""
+    measured = record.memory.plain_allocated_bytes if record.memory is not None else 0
+    return measured or base.plain.peak_bytes
 
 
 def ledger(record: StepRecord, peak_bytes: int) -> dict[str, int]:
@@ -217,16 +291,9 @@ def _allowed(record: StepRecord, schedules: Sequence[Schedule], options: Options
     return True
 
 
-@dataclass(frozen=True)
-class _Solved:
-    schedules: tuple[Schedule, ...]
-    bound_seconds: float
-    status: str
-
-
 def _exact_where_nearly_as_fast(
-    record: StepRecord, budget_bytes: int, options: Options, solved: Callable[[Options], _Solved]
-) -> _Solved:
+    record: StepRecord, budget_bytes: int, options: Options, solved: Callable[[Options], Found]
+) -> Found:
     """Solve twice, the second time with exact implementations only; the others have to save ``INEXACT_MUST_SAVE``."""
     kinds = KINDS if options.implementations is None else options.implementations
     half = replace(options, seconds=options.seconds / 2)
@@ -251,7 +318,7 @@ def _solve_rounds(
     options: Options,
     base: Baseline,
     starts: Sequence[Sequence[Schedule]],
-) -> _Solved:
+) -> Found:
     """Solve the rounds in which the plain step exceeds the budget, one after the other."""
     solver = solve.solver(algorithm)
     known: list[Sequence[Schedule]] = []
@@ -291,7 +358,7 @@ def _solve_rounds(
         status = solution.status if status == "optimal" else status
     if replay(record, schedules).peak_bytes > budget_bytes:
         schedules, status = base.frugal_schedules, "feasible"
-    return _Solved(schedules, base.plain.seconds + _disjoint_sum(added), status)
+    return Found(schedules, base.plain.seconds + _disjoint_sum(added), status)
 
 
 def _disjoint_sum(added: dict[tuple[int, ...], float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -51,7 +52,12 @@ def unplannable(module: nn.Module) -> str | None:
 
 def device_of(module: nn.Module) -> torch.device:
     """The device of the module's parameters: the first that is not the CPU, or the CPU."""
-    for parameter in module.parameters():
+    return device_of_parameters(module.parameters())
+
+
+def device_of_parameters(parameters: Iterable[torch.Tensor]) -> torch.device:
+    """The first device that is not the CPU, or the CPU."""
+    for parameter in parameters:
         if parameter.device.type != "cpu":
             return parameter.device
     return torch.device("cpu")

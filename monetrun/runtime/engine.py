@@ -15,10 +15,11 @@ from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import meter_for
 from monetrun.core import codec
-from monetrun.core.budget import parse, resolve
+from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.budget import CUDA_RESERVE_BYTES, parse, resolve
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
-from monetrun.machine.device import default_kind, query, smallest
+from monetrun.machine.device import MemoryInfo, query
 from monetrun.machine.store import Store
 from monetrun.ops import kernels
 from monetrun.planning import planner
@@ -82,7 +83,9 @@ class Engine:
         if plan is None and settings.plan_file:
             plan = codec.loads(Plan, Path(settings.plan_file).read_text())
         if plan is None:
-            self.recorder = Recorder(self.meter, device, self.known, roofline.parse(settings.cost_model))
+            model = roofline.parse(settings.cost_model)
+            plain = AllocatorSettings() if settings.own_allocator else None
+            self.recorder = Recorder(self.meter, device, self.known, model, plain)
             return
         record = codec.loads(StepRecord, Path(settings.record_file).read_text()) if settings.record_file else None
         self._run(plan, record)
@@ -124,8 +127,12 @@ class Engine:
         budget = parse(self.settings.budget)
         free = None
         if budget.kind in ("auto", "share_of_free"):
-            free = smallest(query(default_kind())).free_bytes + self.meter.current_bytes()
-        budget_bytes = self.settings.budget_bytes or resolve(budget, free, base.plain.peak_bytes)
+            free = own_memory(self.device).free_bytes + max(
+                self.meter.current_bytes(), self.meter.reserved_peak_bytes()
+            )
+        reserve = CUDA_RESERVE_BYTES if self.device.type == "cuda" else 0
+        plain = planner.plain_bytes(record, base)
+        budget_bytes = self.settings.budget_bytes or resolve(budget, free, plain, reserve)
         options = self.settings.solver_options()
         return planner.plan_step(record, budget_bytes, self.settings.algorithm, options, base)
 
@@ -220,9 +227,19 @@ class Engine:
         """What was planned and measured in this process, for the launcher."""
         return {
             "measured_peak_bytes": self.peak_bytes,
+            "measured_reserved_bytes": self.meters.steps.reserved_bytes,
+            "allocation_retries": self.meters.steps.retries,
             "measured_overhead": self.meters.timing.overhead(),
             "steps": self.meters.steps.steps,
             "exact": self.meter.exact,
             "plan": None if self.plan is None else codec.to_plain(self.plan),
             "intervals": [] if self.running is None else codec.to_plain(self.running.intervals()),
         }
+
+
+def own_memory(device: torch.device) -> MemoryInfo:
+    """The memory of this process's device."""
+    if device.type != "cuda":
+        return query("cpu")[0]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return query("cuda", index + 1)[index]

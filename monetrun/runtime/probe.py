@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from monetrun.core import codec
+from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.runtime.settings import PROBED
 
@@ -48,11 +49,16 @@ def _future(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def leave(record: StepRecord, path: str) -> NoReturn:
-    """Write the record and end the process at once: no ``atexit``, no ``finally``, no further line of the script."""
+def write(record: StepRecord | PlainPeaks, path: str) -> None:
+    """Write what a trial run found; the file is there as a whole or not at all."""
     part = Path(f"{path}.{os.getpid()}")
     part.write_text(codec.dumps(record))
     part.replace(path)
+
+
+def leave(record: StepRecord | PlainPeaks, path: str) -> NoReturn:
+    """Write the record and end the process at once: no ``atexit``, no ``finally``, no further line of the script."""
+    write(record, path)
     for child in multiprocessing.active_children():
         child.terminate()
     sys.stdout.flush()

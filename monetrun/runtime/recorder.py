@@ -8,22 +8,31 @@ from typing import Any
 
 import torch
 
-from monetrun.capture import cost, cost_store, roofline
+from monetrun.capture import allocator_history, cost, cost_store, roofline
+from monetrun.capture.allocator_history import AllocatorHistory
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lifetimes import Lifetimes
-from monetrun.capture.meter import Meter
+from monetrun.capture.meter import CudaMeter, Meter
+from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, without
 from monetrun.core.plan import Schedule
-from monetrun.core.step import OUTSIDE, Event, StepRecord, call_footprint
+from monetrun.core.step import (
+    LAST_GRADIENTS,
+    LAST_OUTPUTS,
+    LIBRARIES,
+    OUTSIDE,
+    DeviceMemory,
+    Event,
+    Segment,
+    StepRecord,
+    call_footprint,
+)
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime.ruled_out import usable_now
 from monetrun.runtime.stretches import StretchMeter
 from monetrun.solve import greedy
-
-_GRADIENTS = "last step's gradients"
-_OUTPUTS = "last step's outputs"
 
 _log = logging.getLogger("monetrun")
 
@@ -36,6 +45,7 @@ class Recorder:
         device: that device.
         known: costs measured before, by signature.
         model: of the device to plan for, where it is not this one and nothing can be measured.
+        plain_settings: of CUDA's allocator in the plain run; None: the present ones.
 
     Attributes:
         joints: the captured graphs, in the order of their first calls.
@@ -49,6 +59,7 @@ class Recorder:
         device: torch.device,
         known: Mapping[str, OperatorCost],
         model: roofline.Device | None = None,
+        plain_settings: AllocatorSettings | None = None,
     ) -> None:
         self.meter = meter
         self.device = device
@@ -66,6 +77,10 @@ class Recorder:
         # parameters whose gradients of the last step would be zeroed in a stretch (None: zeroed, but not freed)
         self._zeroed: list[tuple[int | None, list[torch.Tensor]]] = []
         self._zeroed_ids: set[int] = set()
+        self._history = AllocatorHistory(device) if isinstance(meter, CudaMeter) else None
+        self._requests: list[tuple[int, ...]] = []  # of each stretch; empty for calls of graphs
+        self._base: tuple[Segment, ...] = ()
+        self._plain_settings = plain_settings
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number, and the schedule of the least peak that is known for it."""
@@ -85,12 +100,23 @@ class Recorder:
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins, and what the script did since the last one has ended."""
         if not self._stretches:
-            self._stretch_meter.begin()
+            self._begin()
         self._end_stretch(OUTSIDE)
         if phase == FORWARD:
             self._lifetimes.forward_begins(self.joints[graph], arguments)
         else:
             self._lifetimes.backward_begins(self.joints[graph], len(self._stretches), arguments)
+
+    def _begin(self) -> None:
+        """The step begins: from now on only the step itself allocates."""
+        if self._history is not None:
+            targets = {op.target for joint in self.joints for op in joint.graph.operators}
+            if allocator_history.use_library_workspaces(targets):
+                allocator_history.warm_up_libraries(self.device)
+            torch.cuda.empty_cache()
+            self._base = allocator_history.segments(self.device)
+            self._history.start()
+        self._stretch_meter.begin()
 
     def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """A graph's call has ended."""
@@ -136,6 +162,9 @@ class Recorder:
         self.meter.synchronize()
         self._stretch_meter.end(kind, graph, name)
         self._lifetimes.look(len(self._stretches) - 1)
+        if self._history is not None:
+            piece = self._history.piece() if kind == OUTSIDE else self._history.skip()
+            self._requests.append(piece)
 
     # ---- the record
 
@@ -154,12 +183,13 @@ class Recorder:
         events = self._events(costs, gradients)
         outputs = max(0, end - first - self._state_bytes - self._all_gradients_bytes)
         if outputs:  # the last step's are held until this step's forward has given new ones
-            events.insert(0, Event(OUTSIDE, -1, outputs, outputs, _OUTPUTS))
+            events.insert(0, Event(OUTSIDE, -1, outputs, outputs, LAST_OUTPUTS))
             backward = next((i for i, e in enumerate(events) if e.kind == BACKWARD), len(events))
-            events.insert(backward, Event(OUTSIDE, -1, -outputs, 0, _OUTPUTS))
+            events.insert(backward, Event(OUTSIDE, -1, -outputs, 0, LAST_OUTPUTS))
         if waiting := sum(gradients.values()):
-            events.insert(0, Event(OUTSIDE, -1, waiting, waiting, _GRADIENTS))
+            events.insert(0, Event(OUTSIDE, -1, waiting, waiting, LAST_GRADIENTS))
         weights = _bytes_of(self._parameters)
+        libraries = self._library_bytes()
         return StepRecord(
             graphs=tuple(usable_now(j, cost.as_tried(j, self.known)) for j in self.joints),
             costs=tuple(costs),
@@ -169,11 +199,32 @@ class Recorder:
                 "parameters": weights,
                 "gradients": self._all_gradients_bytes,
                 "optimizer state": self._state_bytes,
-                "script (batch, buffers, ...)": max(0, first - weights),
+                **({LIBRARIES: libraries} if libraries else {}),
+                "script (batch, buffers, ...)": max(0, first - weights - libraries),
             },
             device=costs[0].device if costs else cost_store.device_name(self.device),
             torch_version=torch.__version__,
             exact=self.meter.exact,
+            memory=self._device_memory(libraries),
+        )
+
+    def _library_bytes(self) -> int:
+        """The workspaces that cuBLAS keeps, which are freed; nothing is recorded from now on."""
+        if self._history is None:
+            return 0
+        self._history.stop()
+        return allocator_history.clear_library_workspaces(self.device)
+
+    def _device_memory(self, library_bytes: int) -> DeviceMemory | None:
+        if self._history is None:
+            return None
+        settings = allocator_history.settings_from_environment()
+        return DeviceMemory(
+            settings=settings,
+            plain_settings=settings if self._plain_settings is None else self._plain_settings,
+            device_bytes=torch.cuda.get_device_properties(self.device).total_memory,
+            base=self._base,
+            library_bytes=library_bytes,
         )
 
     def _events(self, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
@@ -182,12 +233,13 @@ class Recorder:
         now = self._stretches[0].end_bytes if self._stretches else 0  # as ``replay`` will have it
         for i, stretch in enumerate(self._stretches[1:], 1):
             if i - 1 in gradients:
-                events.append(Event(OUTSIDE, -1, -gradients[i - 1], 0, _GRADIENTS))
+                events.append(Event(OUTSIDE, -1, -gradients[i - 1], 0, LAST_GRADIENTS))
             if stretch.kind == OUTSIDE:
                 absent = self._lifetimes.absent_bytes(i)
                 delta, peak = stretch.end_bytes + absent - now, max(0, stretch.peak_bytes + absent - now)
                 grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
-                events.append(Event(OUTSIDE, -1, delta - grown, max(0, peak - grown), stretch.name))
+                requests = self._requests[i] if self._requests else ()
+                events.append(Event(OUTSIDE, -1, delta - grown, max(0, peak - grown), stretch.name, requests=requests))
                 now = stretch.end_bytes + absent
                 continue
             joint, schedule = self.joints[stretch.graph], self.schedules[stretch.graph]

@@ -10,10 +10,10 @@ from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
 from monetrun.core.errors import PlanMismatch
 from monetrun.core.plan import Plan, Schedule
-from monetrun.core.step import StepRecord
+from monetrun.core.step import LIBRARIES, StepRecord
 from monetrun.planning import planner
 from monetrun.planning.intervals import Interval, intervals, optimizer_steps
-from monetrun.runtime import adaptation, agreement
+from monetrun.runtime import adaptation, agreement, pool
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.ruled_out import RuledOut
 from monetrun.runtime.settings import Settings
@@ -68,6 +68,9 @@ class RunningPlan:
             )
         self.plan = plan
         self.schedules: dict[str, Schedule] = {g.fingerprint: g.schedule for g in plan.graphs}
+        if plan.pool is not None and self.device.type == "cuda":
+            set_limit(self.device, None)
+            pool.hold(self.device, plan.pool, bool(plan.ledger.get(LIBRARIES)))
         set_limit(self.device, plan.budget_bytes)
         self.steps.measure_a_settled_step(0 if self.record is None else optimizer_steps(self.record))
 

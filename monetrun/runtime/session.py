@@ -21,7 +21,7 @@ from monetrun.core.errors import CaptureFailed
 from monetrun.runtime import candidates, hooks, planned_calls
 from monetrun.runtime.planned_calls import Nesting, PlannedCall, Trigger
 from monetrun.runtime.reporter import Reporter
-from monetrun.runtime.settings import PROBE, RUN, Settings
+from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, Settings
 from monetrun.solve import timing
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
@@ -40,6 +40,11 @@ def start(environ: Mapping[str, str]) -> None:
     from monetrun.runtime.traceback_file import install_excepthook
 
     install_excepthook()
+    if settings.mode in (MEASURE, PLAIN):
+        from monetrun.runtime.plain_run import PlainRun
+
+        PlainRun(settings).watch_process()
+        return
     _session = Session(settings)
     _session.watch_process()
 

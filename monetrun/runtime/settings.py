@@ -13,6 +13,8 @@ from monetrun.core.options import Options, parse_kinds
 
 PROBE = "probe"
 RUN = "run"
+MEASURE = "measure"
+PLAIN = "plain"
 
 # The exit code of a trial run that left its record: one that scripts do not use.
 PROBED = 96
@@ -24,7 +26,8 @@ class Settings:
     """The settings of one worker process.
 
     Attributes:
-        mode: ``"probe"`` (a trial run up to the first optimizer step) or ``"run"``.
+        mode: ``"run"``, ``"probe"`` (a trial run up to the first optimizer step), ``"measure"`` (a trial run without
+            a plan, of a few steps) or ``"plain"`` (a run that needs no plan).
         budget: in ``--budget``'s grammar.
         budget_bytes: the budget in bytes, 0 where that is not known yet.
         plan_file: the plan to run, or empty: plan in this process after the first step.
@@ -41,6 +44,7 @@ class Settings:
         implementations: as ``options.parse_kinds`` reads it.
         strict: raise an error where something cannot be planned, instead of a warning.
         quiet: no warnings.
+        own_allocator: CUDA's allocator is configured by the launcher, not by the user.
         rank: of this process.
         world_size: of the whole run.
     """
@@ -61,6 +65,7 @@ class Settings:
     implementations: str = "all"
     strict: bool = False
     quiet: bool = False
+    own_allocator: bool = False
     rank: int = 0
     world_size: int = 1
 

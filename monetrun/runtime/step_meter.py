@@ -22,6 +22,8 @@ class StepMeter:
     Attributes:
         steps: completed so far.
         peak_bytes: the most allocated in any of them.
+        reserved_bytes: the most that CUDA's allocator reserved in any of them.
+        retries: how often it gave cached memory back to serve a request, in settled steps.
         stretches: of the step that was measured in detail, empty until it has ended.
     """
 
@@ -29,6 +31,9 @@ class StepMeter:
         self.meter = meter
         self.steps = 0
         self.peak_bytes = 0
+        self.reserved_bytes = 0
+        self.retries = 0
+        self._retries_before = 0  # settled steps
         self.stretches: Sequence[Stretch] = ()
         self._within_step = False
         self._optimizer_steps = 0  # since ``measure_a_settled_step``
@@ -51,6 +56,8 @@ class StepMeter:
         if self._within_step:
             return
         self._within_step = True
+        if self._optimizer_steps < max(1, self._optimizers) * _SETTLING_STEPS or not self.steps:
+            self._retries_before = self.meter.retries()
         if self._detail is not None:
             return  # a training step with several optimizers
         self.meter.reset_peak()
@@ -76,7 +83,8 @@ class StepMeter:
 
     def optimizer_ended(self, name: str) -> None:
         """It has ended."""
-        self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes())
+        self._look()
+        self.retries = self.meter.retries() - self._retries_before
         self.steps += self._within_step
         self._within_step = False
         self._optimizer_steps += 1
@@ -87,10 +95,15 @@ class StepMeter:
 
     def interrupt(self) -> None:
         """Operators are about to be measured within the step: keep its peak so far. Another step is for the detail."""
-        self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes())
+        self._look()
         self._detail = None
+
+    def _look(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes())
+        self.reserved_bytes = max(self.reserved_bytes, self.meter.reserved_peak_bytes())
 
     def _end_stretch(self, kind: str, graph: int = -1, name: str = "") -> None:
         assert self._detail is not None
+        self.reserved_bytes = max(self.reserved_bytes, self.meter.reserved_peak_bytes())
         self._detail.end(kind, graph, name)
         self.peak_bytes = max(self.peak_bytes, self._detail.stretches[-1].peak_bytes)

@@ -1,0 +1,114 @@
+"""What torch's CUDA caching allocator was asked for between two moments, and what lies in its segments.
+
+Uses the history that ``torch.cuda.memory._record_memory_history`` keeps, without stack traces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from monetrun.core.allocator_settings import AllocatorSettings, parse_settings
+from monetrun.core.step import Segment
+
+_ALLOC, _FREE = "alloc", "free_completed"
+_MAIN_STREAM = 0
+# parts of the names of operators that call cuBLAS
+_BLAS = ("mm", "linear", "matmul", "dot", "conv", "attention", "addmv", "aten.mv")
+
+
+def settings_from_environment() -> AllocatorSettings:
+    """The allocator's settings, as torch reads them from the environment."""
+    return parse_settings(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+
+
+def segments(device: torch.device) -> tuple[Segment, ...]:
+    """All blocks on the default stream, by address."""
+    result = []
+    for segment in sorted(_snapshot(device)["segments"], key=lambda s: int(s["address"])):
+        if segment["stream"] != _MAIN_STREAM or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            continue
+        small = segment["segment_type"] == "small"
+        sizes = [b["size"] if b["state"] == "active_allocated" else -b["size"] for b in segment["blocks"]]
+        result.append(Segment(small, tuple(sizes)))
+    return tuple(s for s in result if any(n > 0 for n in s.blocks))
+
+
+def _snapshot(device: torch.device) -> dict[str, Any]:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    snapshot = torch.cuda.memory._snapshot(device)
+    ours = [s for s in snapshot["segments"] if s["device"] == index]
+    return {"segments": ours, "trace": snapshot["device_traces"][index]}
+
+
+class AllocatorHistory:
+    """Cuts the requests on a device's default stream into pieces, and numbers them.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._numbers: dict[int, int] = {}  # of requests that were not freed yet, by address
+        self._count = 0
+
+    def start(self) -> None:
+        """Begin to record."""
+        self._clear()
+
+    def stop(self) -> None:
+        """Record no more."""
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def skip(self) -> tuple[int, ...]:
+        """Leave out what was requested since the last piece ended; gives an empty piece."""
+        for entry in self._entries():
+            if entry["action"] == _FREE:
+                self._numbers.pop(entry["addr"], None)
+        self._clear()
+        return ()
+
+    def piece(self) -> tuple[int, ...]:
+        """The requests since the last piece ended, as ``Event.requests``."""
+        found = []
+        for entry in self._entries():
+            address = entry["addr"]
+            if entry["action"] == _ALLOC:
+                self._count += 1
+                self._numbers[address] = self._count
+                found.append(int(entry["size"]))
+            elif entry["action"] == _FREE and address in self._numbers:
+                found.append(-self._numbers.pop(address))
+        self._clear()
+        return tuple(found)
+
+    def _entries(self) -> Iterable[dict[str, Any]]:
+        return [e for e in _snapshot(self.device)["trace"] if e["stream"] == _MAIN_STREAM]
+
+    def _clear(self) -> None:
+        torch.cuda.memory._record_memory_history(
+            enabled="all", context=None, stacks="python", max_entries=1 << 40, clear_history=True
+        )
+
+
+def use_library_workspaces(targets: Iterable[str]) -> bool:
+    """Whether operators with these targets multiply matrices, or may (convolutions without cuDNN do)."""
+    return any(word in target for target in targets for word in _BLAS)
+
+
+def warm_up_libraries(device: torch.device) -> None:
+    """Have cuBLAS take the workspaces that it keeps for the present thread and for autograd's, before anything else."""
+    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        small = torch.zeros(16, 16, device=device, requires_grad=True)
+        torch.autograd.grad((small @ small).sum(), small)
+
+
+def clear_library_workspaces(device: torch.device) -> int:
+    """Free the workspaces that cuBLAS keeps for each thread and stream; gives their bytes."""
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated(device)

@@ -1,0 +1,29 @@
+"""What a plain run takes of a CUDA device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A plain run that leaves this share of the budget free needs no plan.
+_ROOM = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPeaks:
+    """Measured in a process that runs the script as it is.
+
+    Attributes:
+        allocated_bytes: the most in tensors.
+        reserved_bytes: the most that the allocator held.
+        retries: how often it gave cached memory back to serve a request.
+        steps: how many training steps were measured.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    retries: int
+    steps: int
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether the plain run stays within a budget, with room for what it does later."""
+        return self.reserved_bytes <= (1.0 - _ROOM) * budget_bytes

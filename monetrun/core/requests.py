@@ -1,0 +1,264 @@
+"""A training step as the caching allocator sees it: request by request, so that its *reserved* peak is known.
+
+``step.replay`` adds up the bytes of tensors. What the allocator reserves for them depends on the order of requests and
+on what lies where, so the step is run through ``CachingAllocator``: twice to settle, as the optimizer's state and the
+last step's gradients come to lie among the activations, and once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.graph import BACKWARD, FORWARD, Graph
+from monetrun.core.plan import Schedule
+from monetrun.core.simulate import last_reads
+from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, Event, StepRecord
+
+_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What the allocator holds for training steps.
+
+    Attributes:
+        allocated_peak_bytes: the most in blocks that are in use, rounding included.
+        small_bytes: the most reserved for requests of up to 1 MiB.
+        large_bytes: the most reserved for larger ones.
+    """
+
+    allocated_peak_bytes: int
+    small_bytes: int
+    large_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that is reserved: what is free is not given back."""
+        return self.small_bytes + self.large_bytes
+
+
+def reserved(record: StepRecord, schedules: Sequence[Schedule], settings: AllocatorSettings) -> Reserved:
+    """What is reserved for steps under ``schedules``, where nothing but what they need is.
+
+    Raises:
+        ValueError: the record has no ``memory``.
+        ScheduleError: a schedule is not valid for its graph.
+    """
+    if record.memory is None:
+        raise ValueError("the record does not have the device's memory")
+    allocator = CachingAllocator(settings, record.memory.device_bytes)
+    for segment in record.memory.base:
+        allocator.load(segment.small, segment.blocks)
+    allocator.empty_cache()
+    allocator.reset_peaks()
+    replay = _Replay(record, schedules, allocator)
+    for number in range(_STEPS):
+        replay.step(first=number == 0)
+    return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, allocator.large_bytes)
+
+
+@dataclass(slots=True)
+class _Block:
+    address: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Call:
+    """A forward whose backward has not come yet.
+
+    Attributes:
+        last: for each step of the schedule and each of its outputs, the last step that reads it.
+        addresses: of tensors that are alive.
+        until: the step after which each of them is freed, but for kept ones.
+    """
+
+    last: list[tuple[int, ...]]
+    addresses: dict[int, int] = field(default_factory=dict)
+    until: dict[int, int] = field(default_factory=dict)
+
+
+class _Replay:
+    """Training steps, one after the other.
+
+    Attributes:
+        gradients: what backward passes of the present step have left.
+        outputs: what its forward passes, and the script, have left.
+    """
+
+    def __init__(self, record: StepRecord, schedules: Sequence[Schedule], allocator: CachingAllocator) -> None:
+        self.record = record
+        self.schedules = schedules
+        self.allocator = allocator
+        self.gradients: list[_Block] = []
+        self.outputs: list[_Block] = []
+        self._calls: dict[int, list[_Call]] = {}
+        self._script: dict[int, _Block] = {}  # by the number of the request
+        self._last = {
+            k: last_reads(g, s.forward + s.backward)
+            for k, (g, s) in enumerate(zip(record.graphs, schedules, strict=True))
+        }
+
+    def step(self, *, first: bool) -> None:
+        """One step; in the first one nothing of an earlier step is held, and the optimizer allocates its state."""
+        last_gradients, self.gradients = self.gradients, []
+        last_outputs, self.outputs = self.outputs, []
+        requests = 0
+        held_over = {event.name for event in self.record.events if event.delta_bytes > 0}
+        for event in self.record.events:
+            if event.kind == FORWARD:
+                self._forward(event.graph)
+            elif event.kind == BACKWARD:
+                self._backward(event)
+            elif event.name == LAST_GRADIENTS:
+                self._free_some(last_gradients, -event.delta_bytes)
+            elif event.name == LAST_OUTPUTS:
+                if event.delta_bytes < 0:
+                    self._free_all(last_outputs)
+            else:
+                self._outside(event, requests, first)
+                requests += sum(n > 0 for n in event.requests)
+        self._free_all(last_gradients)
+        self._free_all(last_outputs)
+        self.outputs += self._script.values()
+        self._script.clear()
+        if LAST_GRADIENTS not in held_over:
+            self._free_all(self.gradients)
+        if LAST_OUTPUTS not in held_over:
+            self._free_all(self.outputs)
+
+    # ---- the script
+
+    def _outside(self, event: Event, requests: int, first: bool) -> None:
+        """The script's own requests; where they were not recorded, what it allocates is one block."""
+        before = self._held_bytes()
+        state = event.name.endswith(".step")
+        freed_here = {-n for n in event.requests if n < 0}
+        for n in event.requests:
+            if n < 0:
+                block = self._script.pop(-n, None)
+                if block is not None:
+                    self.allocator.free(block.address)
+                continue
+            requests += 1
+            if not state or requests in freed_here:
+                self._script[requests] = self._new(n)
+            elif first:
+                self._new(n)  # the optimizer's state
+        if not event.requests:
+            temporary = self._new(max(0, event.peak_bytes - max(0, event.delta_bytes)))
+            if event.delta_bytes > 0:
+                self.outputs.append(self._new(event.delta_bytes))
+            self.allocator.free(temporary.address)
+        # what it frees beside its own requests: gradients that were added to others, then outputs
+        surplus = self._held_bytes() - before - event.delta_bytes
+        for blocks in (self.gradients, self.outputs):
+            surplus -= self._free_some(blocks, surplus)
+
+    def _held_bytes(self) -> int:
+        return sum(b.nbytes for blocks in (self.gradients, self.outputs, self._script.values()) for b in blocks)
+
+    def _new(self, nbytes: int) -> _Block:
+        return _Block(self.allocator.allocate(nbytes), nbytes)
+
+    def _free_all(self, blocks: list[_Block]) -> None:
+        while blocks:
+            self.allocator.free(blocks.pop().address)
+
+    def _free_some(self, blocks: list[_Block], nbytes: int) -> int:
+        """Free blocks, the latest first, of ``nbytes`` together at most; gives their bytes."""
+        freed = 0
+        for i in reversed(range(len(blocks))):
+            if freed + blocks[i].nbytes <= nbytes:
+                freed += blocks[i].nbytes
+                self.allocator.free(blocks.pop(i).address)
+        return freed
+
+    # ---- calls of graphs
+
+    def _forward(self, k: int) -> None:
+        call = _Call(self._last[k])
+        for i in range(len(self.schedules[k].forward)):
+            self._run(k, call, i)
+        self._calls.setdefault(k, []).append(call)
+
+    def _backward(self, event: Event) -> None:
+        k = event.graph
+        graph, schedule = self.record.graphs[k], self.schedules[k]
+        pending = self._calls.get(k)
+        if not pending:
+            return  # recorded without its forward
+        call = pending.pop()
+        cut, end = len(schedule.forward), len(schedule.forward) + len(schedule.backward)
+        leaving = self._leaving(event, graph, schedule)
+        for t in leaving.get(cut - 1, ()):
+            self._release(call, graph, t)
+        for i in range(cut, end):
+            self._run(k, call, i)
+            for t in leaving.get(i, ()):
+                self._release(call, graph, t)
+        for t, address in call.addresses.items():
+            of = self.gradients if graph.operators[graph.writer[t]].phase == BACKWARD else self.outputs
+            of.append(_Block(address, graph.tensors[t].nbytes))
+
+    def _leaving(self, event: Event, graph: Graph, schedule: Schedule) -> dict[int, list[int]]:
+        """The tensors that are released after each step: after the last that reads them."""
+        cut = len(schedule.forward)
+        leaving: dict[int, list[int]] = {}
+        after = dict.fromkeys(event.released, cut - 1)
+        for i, step in enumerate(schedule.backward, cut):
+            for t in graph.operators[step.operator].implementations[step.implementation].inputs:
+                if t in after:
+                    after[t] = i
+        for t, i in after.items():
+            leaving.setdefault(i, []).append(t)
+        return leaving
+
+    def _release(self, call: _Call, graph: Graph, t: int) -> None:
+        """Free an output of this graph; of an external tensor (a tangent) the latest block of its size."""
+        if t in call.addresses:
+            self.allocator.free(call.addresses.pop(t))
+            return
+        nbytes = graph.tensors[t].nbytes
+        for blocks in (self.gradients, self.outputs):
+            for i in reversed(range(len(blocks))):
+                if blocks[i].nbytes == nbytes:
+                    self.allocator.free(blocks.pop(i).address)
+                    return
+        for number in reversed(self._script):
+            if self._script[number].nbytes == nbytes:
+                self.allocator.free(self._script.pop(number).address)
+                return
+
+    def _run(self, k: int, call: _Call, i: int) -> None:
+        """One step of a schedule: it writes its outputs, then takes its workspace, then frees what is read no more."""
+        graph, schedule = self.record.graphs[k], self.schedules[k]
+        cut = len(schedule.forward)
+        step = schedule.forward[i] if i < cut else schedule.backward[i - cut]
+        op = graph.operators[step.operator]
+        implementation = op.implementations[step.implementation]
+        again: list[int] = []
+        for t, until in zip(op.outputs, call.last[i], strict=True):
+            if implementation.in_place_of is not None and t == op.outputs[0]:
+                address = call.addresses.pop(implementation.in_place_of)
+                call.until.pop(implementation.in_place_of, None)
+            else:
+                address = self.allocator.allocate(graph.tensors[t].nbytes)
+            if graph.tensors[t].kept:
+                if t in call.addresses:
+                    again.append(address)
+                    continue
+            else:
+                call.until[t] = until
+            call.addresses[t] = address
+        workspace = self.record.costs[k].workspace_bytes[step.operator][step.implementation]
+        self.allocator.free(self.allocator.allocate(workspace))
+        for address in again:
+            self.allocator.free(address)
+        for t in dict.fromkeys((*implementation.inputs, *op.outputs)):
+            if call.until.get(t) == i:
+                del call.until[t]
+                self.allocator.free(call.addresses.pop(t))

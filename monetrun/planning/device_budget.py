@@ -1,0 +1,94 @@
+"""Schedules within a budget of *reserved* bytes, which solvers do not know: they count allocated ones.
+
+The solver gets less than the budget: what rounding and fragmentation took of it before. What its schedules reserve is
+replayed; where it is too much, or much less than the budget, the solver gets another target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, plain_schedule
+from monetrun.core.requests import Reserved, reserved
+from monetrun.core.step import DeviceMemory, StepRecord, replay
+
+# The first target gets half of the solver's time, the others share the rest.
+_TARGETS = 5
+# A plan that leaves this share of the budget unused is tried again with a higher target.
+_UNUSED = 0.02
+
+
+@dataclass(frozen=True)
+class Found:
+    """The schedules of all graphs, a lower bound on the step's seconds, and the solver's status."""
+
+    schedules: tuple[Schedule, ...]
+    bound_seconds: float
+    status: str
+
+
+class OverBudget(Exception):
+    """No target gave schedules that reserve no more than the budget."""
+
+
+Within = Callable[[int, Options, Sequence[Sequence[Schedule]]], Found]
+
+
+def found_within(
+    record: StepRecord,
+    memory: DeviceMemory,
+    budget_bytes: int,
+    options: Options,
+    within: Within,
+    starts: Sequence[Sequence[Schedule]] = (),
+) -> tuple[Found, Reserved]:
+    """The fastest schedules found that reserve at most ``budget_bytes``, and what they reserve.
+
+    Args:
+        record: of the step.
+        memory: of its device.
+        budget_bytes: of reserved memory.
+        options: for the solver; all targets together get its ``seconds``.
+        within: solves for so many *allocated* bytes.
+        starts: schedules to begin with.
+
+    Raises:
+        OverBudget: nothing found reserves so little.
+        NoPlanInTime: the solver found nothing for any target.
+    """
+    plain = [plain_schedule(g) for g in record.graphs]
+    first = reserved(record, plain, memory.settings)
+    waste = max(0, first.peak_bytes - replay(record, plain).peak_bytes)
+    target = budget_bytes - min(waste, budget_bytes // 10)
+    best: tuple[float, Found, Reserved] | None = None
+    failure: NoPlanInTime | None = None
+    tried: list[Sequence[Schedule]] = list(starts)
+    seconds = options.seconds / 2
+    for _ in range(_TARGETS):
+        try:
+            found = within(target, replace(options, seconds=seconds), tried)
+        except InfeasibleBudget:
+            break
+        except NoPlanInTime as error:
+            failure = error
+            break
+        seconds = options.seconds / 2 / (_TARGETS - 1)
+        tried.append(found.schedules)
+        timeline, taken = replay(record, found.schedules), reserved(record, found.schedules, memory.settings)
+        if taken.peak_bytes > budget_bytes:
+            target = min(target, timeline.peak_bytes) - (taken.peak_bytes - budget_bytes)
+            continue
+        if best is None or timeline.seconds < best[0]:
+            best = (timeline.seconds, found, taken)
+        unused = budget_bytes - taken.peak_bytes
+        if unused <= _UNUSED * budget_bytes or timeline.peak_bytes < target - unused:
+            break
+        target = timeline.peak_bytes + unused
+    if best is not None:
+        return best[1], best[2]
+    if failure is not None:
+        raise failure
+    raise OverBudget

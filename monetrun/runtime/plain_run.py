@@ -1,0 +1,101 @@
+"""A process whose model runs as it is: it measures what the plain run takes of a CUDA device.
+
+In a trial the process ends after a few steps; in a launch that needs no plan it goes on under the budget, as a cap.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from monetrun.core.plain import PlainPeaks
+from monetrun.runtime import candidates, hooks, probe
+from monetrun.runtime.allocation_limit import set_limit
+from monetrun.runtime.reporter import Reporter
+from monetrun.runtime.settings import MEASURE, Settings
+
+# Reserved memory still grows in the second and third step, around the optimizer's state.
+_STEPS = 3
+
+
+class PlainRun:
+    """Watches the script's optimizers (``hooks.TrainingObserver``).
+
+    Args:
+        settings: of the process; ``record_file`` gets the peaks of a trial.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.device: torch.device | None = None
+        self._steps: Counter[int] = Counter()  # of each optimizer, by its number
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._undo = contextlib.ExitStack()
+        self._reporter = Reporter(settings)
+
+    def watch_process(self) -> None:
+        """Patch torch to notice optimizers and their steps."""
+        hooks.install(self, self._undo)
+        if self.settings.mode == MEASURE:
+            probe.stand_in_for_the_other_ranks(self.settings.world_size)
+        atexit.register(self._at_exit)
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """The first one tells the device, whose memory is bounded from now on."""
+        if self.device is None and optimizer.param_groups:
+            device = candidates.device_of_parameters(p for g in optimizer.param_groups for p in g["params"])
+            if device.type == "cuda":
+                self.device = device
+                if self.settings.mode != MEASURE:
+                    set_limit(device, self.settings.budget_bytes or None)
+
+    def parameters_added(self, optimizer: Optimizer) -> None:
+        """As ``optimizer_made``."""
+        self.optimizer_made(optimizer)
+
+    def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
+        """Nothing to do."""
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """A trial ends where an optimizer begins one step more than are measured."""
+        self.optimizer_made(optimizer)  # its parameters may have been moved after it was made
+        number = self._numbers.setdefault(optimizer, len(self._numbers))
+        if self.settings.mode == MEASURE and self._steps[number] >= _STEPS and self.device is not None:
+            probe.leave(self._peaks(), self.settings.record_file)
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Count it."""
+        self._steps[self._numbers[optimizer]] += 1
+
+    def _peaks(self) -> PlainPeaks:
+        assert self.device is not None
+        stats = torch.cuda.memory_stats(self.device)
+        return PlainPeaks(
+            allocated_bytes=int(stats["allocated_bytes.all.peak"]),
+            reserved_bytes=int(stats["reserved_bytes.all.peak"]),
+            retries=int(stats["num_alloc_retries"]),
+            steps=max(self._steps.values(), default=0),
+        )
+
+    def _at_exit(self) -> None:
+        if self.device is None or not self._steps:
+            return
+        peaks = self._peaks()
+        if self.settings.mode == MEASURE:
+            probe.write(peaks, self.settings.record_file)
+            return
+        self._reporter.write(
+            {
+                "exact": True,
+                "steps": peaks.steps,
+                "measured_peak_bytes": peaks.allocated_bytes,
+                "measured_reserved_bytes": peaks.reserved_bytes,
+                "allocation_retries": peaks.retries,
+            }
+        )

@@ -1,0 +1,35 @@
+"""Has CUDA's caching allocator hold the memory of a planned step before that begins."""
+
+from __future__ import annotations
+
+import torch
+
+from monetrun.capture.allocator_history import warm_up_libraries
+from monetrun.core.plan import Pool
+
+_MIB = 1 << 20
+
+
+def hold(device: torch.device, pool: Pool, libraries: bool) -> None:
+    """Reserve what ``pool`` says, so that a settled step needs nothing more from the driver.
+
+    Args:
+        device: a CUDA device.
+        pool: of the plan.
+        libraries: cuBLAS keeps workspaces; they are taken first, so that they lie beside the weights.
+    """
+    if libraries:
+        warm_up_libraries(device)
+    torch.cuda.empty_cache()
+    held = []
+    try:
+        while (missing := pool.large_bytes - _reserved(device, "large_pool")) > 0:
+            held.append(torch.empty(max(missing, 2 * _MIB), dtype=torch.uint8, device=device))
+        while pool.small_bytes > _reserved(device, "small_pool"):
+            held.append(torch.empty(_MIB, dtype=torch.uint8, device=device))
+    except torch.OutOfMemoryError:
+        pass  # what is missing may still be reserved when it is needed, after others have given memory back
+
+
+def _reserved(device: torch.device, name: str) -> int:
+    return int(torch.cuda.memory_stats(device)[f"reserved_bytes.{name}.current"])
