@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 
-from monetrun.core.native import source_folder
-from monetrun.ops import definition, kernels, registry
+from monetrun.core.native import included, source_folder
+from monetrun.ops import cuda, definition, kernels, registry
 from monetrun.ops.families import cross_entropy
-from support.kernel_cases import DEVICE, INF, NAN, assert_same, dtypes, laid_out, layouts, numbers, shapes
+from support.kernel_cases import DEVICE, INF, NAN, assert_same, dtypes, laid_out, layouts, numbers, operators, shapes
 
 aten, monet = torch.ops.aten, torch.ops.monet
 pytestmark = pytest.mark.usefixtures("on_the_device")
@@ -31,6 +31,13 @@ CHECKED_ELSEWHERE = {
     "cudnn_convolution",
     "cudnn_convolution_weight_backward",
 }
+
+
+@pytest.fixture(scope="module", params=["native", "reference", "cuda on the CPU"])
+def kernel(request):
+    """As in the other files, and with CUDA's kernels run on the CPU."""
+    with operators(request.param) as found:
+        yield found
 
 
 # --- masks
@@ -265,27 +272,25 @@ def test_opcheck(name):
     torch.library.opcheck(getattr(monet, name).default, samples()[name], test_utils=checks)
 
 
-@pytest.mark.parametrize(
-    ("device", "source", "suffix"), [("cpu", "ops_cpu.cpp", "_cpu.hpp"), ("cuda", "ops_cuda.cu", ".cuh")]
-)
-def test_every_kernel_file_is_compiled(device, source, suffix):
+@pytest.mark.parametrize(("source", "suffix"), [("ops_cpu.cpp", "_cpu.hpp"), ("ops_cuda.cu", ".cuh")])
+def test_every_kernel_file_is_compiled(source, suffix):
     """A file that nothing includes would leave its operators to their references, silently."""
-    files = {path.name for path in source_folder().glob(f"*{suffix}")}
-    included, waiting = set(), [source]
-    while waiting:
-        found = set(re.findall(r'^#include "(.*)"', (source_folder() / waiting.pop()).read_text(), re.MULTILINE))
-        waiting += found - included
-        included |= found
-    assert files - included == set()
-    names = {name for file in included for name in registered_kernels(file)}
+    files = set(source_folder().glob(f"*{suffix}"))
+    assert files - set(included(source_folder() / source)) == set()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_kernel_is_registered(device):
+    cpu = {name for file in included(source_folder() / "ops_cpu.cpp") for name in registered_kernels(file)}
+    names = cpu if device == "cpu" else cuda.FUNCTIONS.keys()
     assert {"range_mask", "hardswish_output_backward"} < names <= definition.REFERENCES.keys()
     if device == DEVICE and kernels.load(device):
         key = device.upper()
         assert [n for n in names if not torch._C._dispatch_has_kernel_for_dispatch_key(f"monet::{n}", key)] == []
 
 
-def registered_kernels(file):
-    return re.findall(r"^MONET_KERNEL\((\w+)\);", (source_folder() / file).read_text(), re.MULTILINE)
+def registered_kernels(path):
+    return re.findall(r"^MONET_KERNEL\((\w+)\);", path.read_text(), re.MULTILINE)
 
 
 def test_without_a_compiler_the_references_run_and_the_reason_is_given(tmp_path):
