@@ -6,7 +6,7 @@
 
 namespace monet {
 
-constexpr int kWarp = 32;
+constexpr int kWarp = 32, kFewRows = 8;
 
 // The sum over the lanes of a warp, in each of them.
 __device__ inline A sum_of_warp(A value) {
@@ -48,10 +48,15 @@ extern "C" __global__ void sums_of_parts(const T* grad, const T* result, A* sums
     const int64_t first = unit * rows, last = first + rows * (part + 1) / parts;
     const A b = bias[column];
     A product = 0, plain = 0;
-    for (int64_t row = first + rows * part / parts; row < last; ++row) {
-      const A gradient = static_cast<A>(grad[row * length + column]);
-      product += gradient * (static_cast<A>(result[row * length + column]) - b);
-      plain += gradient;
+    for (int64_t row = first + rows * part / parts; row < last;) {
+      A few_products = 0, few = 0;  // sums of sums: long ones of float lose digits
+      for (int i = 0; i < kFewRows && row < last; ++i, ++row) {
+        const A gradient = static_cast<A>(grad[row * length + column]);
+        few_products += gradient * (static_cast<A>(result[row * length + column]) - b);
+        few += gradient;
+      }
+      product += few_products;
+      plain += few;
     }
     sums[2 * place * length + column] = product;
     sums[(2 * place + 1) * length + column] = plain;

@@ -1,9 +1,10 @@
-// What a CUDA kernel finds on a device, on a CPU: threads are run one after the other, in fibers that change places where
-// the lanes of a warp exchange values. Kernels with a barrier of a whole block are not provided for.
+// What a CUDA kernel finds on a device, on a CPU. Threads run one after the other; the lanes of a warp that exchange
+// values run in fibers, which change places at each exchange. There is no barrier of a whole block.
 
 #pragma once
 
 #include <torch/headeronly/util/Half.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -25,8 +26,7 @@ namespace on_cpu {
 constexpr int kLanes = 32, kStackBytes = 64 << 10;
 
 struct Warp {
-  ucontext_t scheduler, lanes[kLanes];
-  std::vector<char> stacks = std::vector<char>(kLanes * kStackBytes);
+  jmp_buf scheduler, lanes[kLanes];
   bool done[kLanes];
   int current = 0;
   unsigned first = 0;  // its first thread in the block
@@ -37,10 +37,32 @@ static Warp warp;
 static void (*body)(void*);
 static void* arguments;
 
+// swapcontext would ask the kernel for the signal mask each time: it only starts fibers.
+inline void to_scheduler() {
+  if (_setjmp(warp.lanes[warp.current]) == 0) _longjmp(warp.scheduler, 1);
+}
+
 inline void lane_main() {
-  body(arguments);
-  warp.done[warp.current] = true;
-  swapcontext(&warp.lanes[warp.current], &warp.scheduler);
+  for (;;) {
+    to_scheduler();
+    body(arguments);
+    warp.done[warp.current] = true;
+  }
+}
+
+inline void start_fibers() {
+  static std::vector<char> stacks;
+  if (!stacks.empty()) return;
+  stacks.resize(kLanes * kStackBytes);
+  static ucontext_t contexts[kLanes], here;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    warp.current = lane;
+    getcontext(&contexts[lane]);
+    contexts[lane].uc_stack.ss_sp = &stacks[lane * kStackBytes];
+    contexts[lane].uc_stack.ss_size = kStackBytes;
+    makecontext(&contexts[lane], lane_main, 0);
+    if (_setjmp(warp.scheduler) == 0) swapcontext(&here, &contexts[lane]);
+  }
 }
 
 // All lanes up to their next exchange, or to their end.
@@ -51,7 +73,8 @@ inline bool round() {
     any = true;
     warp.current = lane;
     threadIdx.x = warp.first + lane;
-    swapcontext(&warp.scheduler, &warp.lanes[lane]);
+    if (_setjmp(warp.scheduler) == 0) _longjmp(warp.lanes[lane], 1);
+    lane = warp.current;
   }
   return any;
 }
@@ -60,24 +83,23 @@ inline const double* exchange(double value) {
   const int lane = warp.current, row = warp.turn[lane];
   warp.turn[lane] = 1 - row;
   warp.given[row][lane] = value;
-  swapcontext(&warp.lanes[lane], &warp.scheduler);
+  to_scheduler();
   return warp.given[row];
 }
 
-inline void run(unsigned blocks, unsigned threads, void (*kernel)(void*), void* values) {
+inline void run(unsigned blocks, unsigned threads, bool exchanges, void (*kernel)(void*), void* values) {
   body = kernel;
   arguments = values;
   gridDim.x = blocks;
   blockDim.x = threads;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    if (!exchanges) {
+      for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) kernel(values);
+      continue;
+    }
+    start_fibers();
     for (warp.first = 0; warp.first < threads; warp.first += kLanes) {
       for (int lane = 0; lane < kLanes; ++lane) {
-        ucontext_t& context = warp.lanes[lane];
-        getcontext(&context);
-        context.uc_stack.ss_sp = &warp.stacks[lane * kStackBytes];
-        context.uc_stack.ss_size = kStackBytes;
-        context.uc_link = nullptr;
-        makecontext(&context, lane_main, 0);
         warp.done[lane] = false;
         warp.turn[lane] = 0;
       }

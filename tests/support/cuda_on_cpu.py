@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,23 @@ _TYPES = {"O": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "d": c
 _NAMES = {"O": "void*", "l": "int64_t", "f": "float", "d": "double"}
 
 
-def _runner(name: str, letters: str) -> str:
+def _runner(name: str, letters: str, exchanges: bool) -> str:
     """C++ that runs a kernel with the arguments given, as the driver would: by their places."""
     parameters = ", ".join(f"{_NAMES[letter]} p{i}" for i, letter in enumerate(letters))
     passed = ", ".join(f"Any{{p{i}}}" if letter == "O" else f"p{i}" for i, letter in enumerate(letters))
     return (
         f'extern "C" void run_{name}(unsigned blocks, unsigned threads, {parameters}) {{\n'
         f"  auto kernel = [=] {{ monet::{name}({passed}); }};\n"
-        "  on_cpu::run(blocks, threads, [](void* all) { (*static_cast<decltype(kernel)*>(all))(); }, &kernel);\n}\n"
+        "  auto call = [](void* all) { (*static_cast<decltype(kernel)*>(all))(); };\n"
+        f"  on_cpu::run(blocks, threads, {'true' if exchanges else 'false'}, call, &kernel);\n}}\n"
     )
+
+
+def _exchanging() -> set[str]:
+    """The kernels in which the lanes of a warp exchange values."""
+    text = "".join(path.read_text() for path in native.included(native.source_folder() / launch.SOURCE))
+    bodies = re.findall(r'^extern "C" __global__ void (\w+)\((.*?)^}', text, re.MULTILINE | re.DOTALL)
+    return {name for name, body in bodies if re.search(r"sum_of_warp|_sync\(", body)}
 
 
 @functools.cache
@@ -42,7 +51,9 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
     text += (
         "struct Any {\n  void* at;\n  template <class E>\n  operator E*() const { return static_cast<E*>(at); }\n};\n"
     )
-    text += "".join(_runner(name, letters.replace("A", number)) for name, letters in kernels.items())
+    exchanging = _exchanging()
+    for name, letters in kernels.items():
+        text += _runner(name, letters.replace("A", number), name in exchanging)
     here = Path(__file__).parent
     # products and sums are fused, as on a device
     flags = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=fast", "-w", "-fPIC", "-shared"]
