@@ -193,7 +193,7 @@ def _kernels() -> Check:
         if not torch.cuda.is_available():
             return Check(name, OK, "not used: torch sees no CUDA device")
         return Check(name, WARNING, f"{error.message}: {WITHOUT_KERNELS}", error.hint)
-    built = any(native.cache_folder().glob("ops_cuda-*"))
+    built = any(path.suffix in (".cubin", ".ptx") for path in native.cache_folder().glob("ops_cuda-*"))
     where = f"built in {native.cache_folder()}" if built else "built by the first run on a CUDA device"
     return Check(name, OK, f"for CUDA by {compiler}, {where}")
 

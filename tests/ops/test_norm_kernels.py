@@ -17,7 +17,7 @@ aten, monet = torch.ops.aten, torch.ops.monet
 pytestmark = pytest.mark.usefixtures("on_the_device")
 
 
-@pytest.fixture(scope="module", params=["native", "reference", pytest.param("cuda on the CPU", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["native", "reference", "cuda on the CPU"])
 def kernel(request):
     """As in the other files, and with CUDA's kernels run on the CPU."""
     with operators(request.param) as found:

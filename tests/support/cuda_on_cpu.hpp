@@ -38,11 +38,11 @@ static void (*body)(void*);
 static void* arguments;
 
 // swapcontext would ask the kernel for the signal mask each time: it only starts fibers.
-inline void to_scheduler() {
+static void to_scheduler() {
   if (_setjmp(warp.lanes[warp.current]) == 0) _longjmp(warp.scheduler, 1);
 }
 
-inline void lane_main() {
+static void lane_main() {
   for (;;) {
     to_scheduler();
     body(arguments);
@@ -50,11 +50,13 @@ inline void lane_main() {
   }
 }
 
-inline void start_fibers() {
-  static std::vector<char> stacks;
+// Of this library alone: a static variable of an inline function would be shared with the other dtypes' libraries.
+static std::vector<char> stacks;
+static ucontext_t contexts[kLanes], here;
+
+static void start_fibers() {
   if (!stacks.empty()) return;
   stacks.resize(kLanes * kStackBytes);
-  static ucontext_t contexts[kLanes], here;
   for (int lane = 0; lane < kLanes; ++lane) {
     warp.current = lane;
     getcontext(&contexts[lane]);
@@ -66,7 +68,7 @@ inline void start_fibers() {
 }
 
 // All lanes up to their next exchange, or to their end.
-inline bool round() {
+static bool round() {
   bool any = false;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (warp.done[lane]) continue;
@@ -79,7 +81,7 @@ inline bool round() {
   return any;
 }
 
-inline const double* exchange(double value) {
+static const double* exchange(double value) {
   const int lane = warp.current, row = warp.turn[lane];
   warp.turn[lane] = 1 - row;
   warp.given[row][lane] = value;
@@ -87,7 +89,7 @@ inline const double* exchange(double value) {
   return warp.given[row];
 }
 
-inline void run(unsigned blocks, unsigned threads, bool exchanges, void (*kernel)(void*), void* values) {
+static void run(unsigned blocks, unsigned threads, bool exchanges, void (*kernel)(void*), void* values) {
   body = kernel;
   arguments = values;
   gridDim.x = blocks;
@@ -112,11 +114,11 @@ inline void run(unsigned blocks, unsigned threads, bool exchanges, void (*kernel
 }  // namespace on_cpu
 
 template <class E>
-inline E __shfl_xor_sync(unsigned, E value, int mask) {
+static E __shfl_xor_sync(unsigned, E value, int mask) {
   const int lane = on_cpu::warp.current;
   return static_cast<E>(on_cpu::exchange(static_cast<double>(value))[lane ^ mask]);
 }
-inline int __all_sync(unsigned, int holds) {
+static int __all_sync(unsigned, int holds) {
   const double* given = on_cpu::exchange(holds);
   for (int lane = 0; lane < on_cpu::kLanes; ++lane)
     if (given[lane] == 0) return 0;
