@@ -51,7 +51,7 @@ class Launcher:
     """What torch would be asked to load and launch, on devices 0 and 1 of capability 9.0."""
 
     def __init__(self):
-        self.loaded, self.launched, self.current = [], [], 0
+        self.loaded, self.launched, self.current, self.used = [], [], 0, {1}
 
     def _load_kernel(self, path, name, shared, device):
         self.loaded.append((path, name, device, self.current))
@@ -72,7 +72,9 @@ def launcher(monkeypatch):
     made = Launcher()
     monkeypatch.setattr(torch._C, "_StaticCudaLauncher", made, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 500 + device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda device: device in made.used, raising=False)
     monkeypatch.setattr(torch.cuda, "device", made.device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made.current)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "code", lambda dtype, architecture: f"{dtype} {architecture}")
@@ -110,6 +112,15 @@ def test_a_launch_covers_its_indices_with_at_most_65536_blocks_and_nothing_is_la
 def test_an_element_type_without_kernels_is_refused(launcher):
     with pytest.raises(RuntimeError, match=r"expected float32, .* got torch.int32"):
         launch._start("nonzero_mask", torch.int32, 0, 1, ())
+
+
+def test_loading_is_tried_on_a_device_in_use_and_makes_no_other_context(launcher):
+    launch.check_loading()
+    assert launcher.loaded == [("torch.float32 sm_90", "range_mask", 1, 1)]
+    launcher.used.clear()
+    launch._loaded.cache_clear()
+    launch.check_loading()
+    assert len(launcher.loaded) == 1
 
 
 def test_a_driver_that_refuses_the_code_is_a_reason(launcher, monkeypatch):

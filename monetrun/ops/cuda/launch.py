@@ -7,6 +7,7 @@ No second CUDA runtime comes into the process, and a launch costs a few microsec
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,17 @@ def _loaded(name: str, dtype: torch.dtype, device: int) -> tuple[int, str]:
 
 
 def check_loading() -> None:
-    """Load a kernel on the current device.
+    """Load a kernel on a device that this process uses already: elsewhere a new context would take memory.
 
     Raises:
         NativeBuildFailed: it cannot be compiled, or this torch or the driver cannot load it.
     """
     if not hasattr(torch._C, "_StaticCudaLauncher"):
         raise native.NativeBuildFailed(f"torch {torch.__version__} has no launcher for CUDA kernels")
+    used = (i for i in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(i))
     try:
-        _loaded("range_mask", torch.float32, torch.cuda.current_device())
+        for device in itertools.islice(used, 1):
+            _loaded("range_mask", torch.float32, device)
     except RuntimeError as error:
         raise native.NativeBuildFailed(str(error)) from error
 
