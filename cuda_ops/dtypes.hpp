@@ -1,6 +1,6 @@
-// From a tensor's dtype to a kernel's type, for the CPU and for CUDA.
+// From a tensor's dtype to a kernel's type, on the CPU.
 //
-// To be included where monet::BFloat16 and monet::Half are defined: each side has its own.
+// To be included where monet::BFloat16 and monet::Half are defined.
 
 #pragma once
 

@@ -1,27 +1,68 @@
-// What the CUDA kernels share: types, launches, and eight elements at a time.
+// What the CUDA kernels share: the type of their elements, the indices of a thread, and eight elements at a time.
+//
+// All kernels are compiled once for each dtype, MONET_T. They include nothing of CUDA's or torch's: NVRTC needs no
+// folder of headers. `monetrun/ops/cuda` checks the operands, makes the results and launches: in a kernel's list of
+// parameters every integer is int64_t, every other number A, and everything else a pointer.
 
 #pragma once
 
 #include "both.hpp"
 
-#include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 namespace monet {
 
-using BFloat16 = torch::headeronly::BFloat16;
-using Half = torch::headeronly::Half;
+#if !defined(__CUDACC__)  // compiled for the CPU by the tests, which define these
+float half_to_float(uint16_t bits);
+uint16_t half_from_float(float value);
+#endif
 
-}  // namespace monet
+struct Half {
+  uint16_t bits;
 
-#include "dtypes.hpp"  // after BFloat16 and Half
+  Half() = default;
+  __device__ explicit Half(float value) {
+#if defined(__CUDACC__)
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+    bits = half_from_float(value);
+#endif
+  }
+  __device__ operator float() const {
+#if defined(__CUDACC__)
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#else
+    return half_to_float(bits);
+#endif
+  }
+};
 
-namespace monet {
+union FloatBits {
+  float value;
+  uint32_t bits;
+};
 
-template <class T>
+struct BFloat16 {
+  uint16_t bits;
+
+  BFloat16() = default;
+  __device__ explicit BFloat16(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+    FloatBits all;
+    all.value = value;
+    bits = value != value ? 0x7fc0 : static_cast<uint16_t>((all.bits + 0x7fff + ((all.bits >> 16) & 1)) >> 16);
+#endif
+  }
+  __device__ operator float() const {
+    FloatBits all;
+    all.bits = static_cast<uint32_t>(bits) << 16;
+    return all.value;
+  }
+};
+
+template <class E>
 struct ArithmeticOf {
   using type = float;
 };
@@ -29,48 +70,33 @@ template <>
 struct ArithmeticOf<double> {
   using type = double;
 };
-template <class T>
-using Arithmetic = typename ArithmeticOf<T>::type;
 
-constexpr int kThreads = 256;
+// Elements, and numbers in which is computed with them.
+using T = MONET_T;
+using A = ArithmeticOf<T>::type;
+
+// A thread takes the indices first_index(), first_index() + index_step(), ...
+__device__ inline int64_t first_index() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ inline int64_t index_step() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
+
+// Eight elements, in as few loads as possible where the address is aligned (`whole`).
 constexpr int kPack = 8;
-
-// A kernel of body(i) for i below `count`, on the current stream of `like`'s device.
-template <class Body>
-__global__ void each(int64_t count, Body body) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) body(i);
-}
-
-template <class Body>
-void launch(const Tensor& like, int64_t count, Body body) {
-  if (count == 0) return;
-  const auto device = like.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  // enough blocks to fill any device several times over; the loop does the rest
-  const int64_t blocks = std::min<int64_t>((count + kThreads - 1) / kThreads, 1 << 16);
-  each<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(count, body);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-// Eight elements, in as few loads as possible where the address is aligned.
-template <class T>
 struct alignas(16) Pack {
   T values[kPack];
 };
+struct alignas(16) Words {
+  uint32_t words[4];
+};
 
-inline bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+__device__ inline int64_t packs(int64_t count) { return (count + kPack - 1) / kPack; }
 
-template <class T>
-__device__ inline Pack<T> load(const T* from, int64_t pack, int64_t count, bool whole) {
-  Pack<T> result;
+__device__ inline Pack load(const T* from, int64_t pack, int64_t count, bool whole) {
+  Pack result;
   if (whole && (pack + 1) * kPack <= count) {
-    const uint4* words = reinterpret_cast<const uint4*>(from + pack * kPack);
+    const Words* words = reinterpret_cast<const Words*>(from + pack * kPack);
 #pragma unroll
-    for (int w = 0; w < static_cast<int>(sizeof(Pack<T>) / sizeof(uint4)); ++w)
-      reinterpret_cast<uint4*>(&result)[w] = words[w];
+    for (int w = 0; w < static_cast<int>(sizeof(Pack) / sizeof(Words)); ++w)
+      reinterpret_cast<Words*>(&result)[w] = words[w];
   } else {
     for (int i = 0; i < kPack; ++i) {
       const int64_t at = pack * kPack + i;
@@ -80,18 +106,15 @@ __device__ inline Pack<T> load(const T* from, int64_t pack, int64_t count, bool 
   return result;
 }
 
-template <class T>
-__device__ inline void store(const Pack<T>& values, T* to, int64_t pack, int64_t count, bool whole) {
+__device__ inline void store(const Pack& values, T* to, int64_t pack, int64_t count, bool whole) {
   if (whole && (pack + 1) * kPack <= count) {
-    uint4* words = reinterpret_cast<uint4*>(to + pack * kPack);
+    Words* words = reinterpret_cast<Words*>(to + pack * kPack);
 #pragma unroll
-    for (int w = 0; w < static_cast<int>(sizeof(Pack<T>) / sizeof(uint4)); ++w)
-      words[w] = reinterpret_cast<const uint4*>(&values)[w];
+    for (int w = 0; w < static_cast<int>(sizeof(Pack) / sizeof(Words)); ++w)
+      words[w] = reinterpret_cast<const Words*>(&values)[w];
   } else {
     for (int i = 0; i < kPack && pack * kPack + i < count; ++i) to[pack * kPack + i] = values.values[i];
   }
 }
-
-inline int64_t packs(int64_t count) { return (count + kPack - 1) / kPack; }
 
 }  // namespace monet

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "dispatch_cpu.hpp"
-#include "hardswish.hpp"
 
 namespace monet {
 
@@ -37,5 +36,15 @@ inline Tensor hardswish_output_backward_into(const Tensor& grad, const Tensor& r
   });
   return out;
 }
+
+inline Tensor hardswish_output_backward(const Tensor& grad, const Tensor& result, const Tensor& mask) {
+  return hardswish_output_backward_into(grad, result, mask, torch::stable::empty_like(grad));
+}
+inline Tensor hardswish_output_backward_(const Tensor& grad, const Tensor& result, const Tensor& mask) {
+  return hardswish_output_backward_into(grad, result, mask, grad);
+}
+
+MONET_KERNEL(hardswish_output_backward);
+MONET_KERNEL(hardswish_output_backward_);
 
 }  // namespace monet

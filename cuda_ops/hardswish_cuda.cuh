@@ -3,23 +3,15 @@
 #pragma once
 
 #include "elements_cuda.cuh"
-#include "hardswish.hpp"
 
 namespace monet {
 
-template <class T>
-struct HardswishByOutput {
-  const T *grad, *result;
-  const uint8_t* bytes;
-  T* to;
-  int64_t count;
-  bool whole;
-
-  __device__ void operator()(int64_t p) const {
-    using A = Arithmetic<T>;
-    Pack<T> values = load(grad, p, count, whole);
-    const Pack<T> results = load(result, p, count, whole);
-    const unsigned bits = bytes[p];
+extern "C" __global__ void hardswish_output_backward(const T* grad, const T* result, const uint8_t* mask, T* to,
+                                                     int64_t count, int64_t whole) {
+  for (int64_t p = first_index(); p < packs(count); p += index_step()) {
+    Pack values = load(grad, p, count, whole);
+    const Pack results = load(result, p, count, whole);
+    const unsigned bits = mask[p];
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
       const A g = static_cast<A>(values.values[i]), y = static_cast<A>(results.values[i]);
@@ -30,22 +22,6 @@ struct HardswishByOutput {
     }
     store(values, to, p, count, whole);
   }
-};
-
-inline Tensor hardswish_output_backward_into(const Tensor& grad, const Tensor& result, const Tensor& mask,
-                                             const Tensor& out) {
-  check_dense(grad, "grad");
-  check_same_layout(grad, result, "grad and result");
-  check_mask(mask, grad.numel());
-  for_dtype(grad, [&](auto typed) {
-    using T = typename decltype(typed)::type;
-    const T *from = read<T>(grad), *results = read<T>(result);
-    T* to = write<T>(out);
-    const bool whole = aligned(from) && aligned(results) && aligned(to);
-    const uint8_t* bytes = read<uint8_t>(mask);
-    launch(grad, packs(grad.numel()), HardswishByOutput<T>{from, results, bytes, to, grad.numel(), whole});
-  });
-  return out;
 }
 
 }  // namespace monet

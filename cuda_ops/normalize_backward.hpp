@@ -1,4 +1,4 @@
-// What a normalization's backward from its output has in common on the CPU and on CUDA.
+// Operands and results of a normalization's backward from its output.
 
 #pragma once
 

@@ -2,36 +2,25 @@
 
 #pragma once
 
-#include "normalize_backward.hpp"
 #include "normalize_cuda.cuh"
-
-#include <limits>
 
 namespace monet {
 
-constexpr int kWarp = 32;
-// Rows are summed up in at most kRowParts parts of at least kRowsPerPart rows: runs are identical, on any
-// device.
-constexpr int64_t kRowParts = 128, kRowsPerPart = 64;
+constexpr int kWarp = 32, kFewRows = 8;
 
 // The sum over the lanes of a warp, in each of them.
-template <class A>
 __device__ inline A sum_of_warp(A value) {
 #pragma unroll
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
   return value;
 }
 
-// The gradient of a row of the input: a warp takes a row.
-template <class T>
-struct OfInput {
-  using A = Arithmetic<T>;
-  const T *grad, *result;
-  T* to;
-  Parameters<T> weight, bias, rstd;
-  int64_t length;
-
-  __device__ void operator()(int64_t thread) const {
+// The gradient of the input: a warp takes a row.
+extern "C" __global__ void layer_norm_input(const T* grad, const T* result, T* to, const void* weight_data,
+                                            int64_t weight_wide, const void* bias_data, int64_t bias_wide,
+                                            const void* rstd_data, int64_t rstd_wide, int64_t rows, int64_t length) {
+  const Parameters weight(weight_data, weight_wide, 1), bias(bias_data, bias_wide, 0), rstd(rstd_data, rstd_wide, 1);
+  for (int64_t thread = first_index(); thread < rows * kWarp; thread += index_step()) {
     const int64_t row = thread / kWarp, lane = thread % kWarp;
     const T *g = grad + row * length, *y = result + row * length;
     A sum = 0, product = 0;
@@ -46,43 +35,39 @@ struct OfInput {
       to[row * length + i] = T((static_cast<A>(g[i]) * w - mean - normal * slope) * scale);
     }
   }
-};
+}
 
 // Sums over the rows of a part, of grad * (y - bias) and then of grad: a thread takes a column. Units of so many rows,
 // of which a layer norm is one, have so many parts each.
-template <class T>
-struct SumsOfPart {
-  using A = Arithmetic<T>;
-  const T *grad, *result;
-  A* sums;
-  Parameters<T> bias;
-  int64_t rows, length, parts;
-
-  __device__ void operator()(int64_t i) const {
+extern "C" __global__ void sums_of_parts(const T* grad, const T* result, A* sums, const void* bias_data,
+                                         int64_t bias_wide, int64_t units, int64_t rows, int64_t length,
+                                         int64_t parts) {
+  const Parameters bias(bias_data, bias_wide, 0);
+  for (int64_t i = first_index(); i < units * parts * length; i += index_step()) {
     const int64_t place = i / length, column = i % length, unit = place / parts, part = place % parts;
     const int64_t first = unit * rows, last = first + rows * (part + 1) / parts;
     const A b = bias[column];
     A product = 0, plain = 0;
-    for (int64_t row = first + rows * part / parts; row < last; ++row) {
-      const A gradient = static_cast<A>(grad[row * length + column]);
-      product += gradient * (static_cast<A>(result[row * length + column]) - b);
-      plain += gradient;
+    for (int64_t row = first + rows * part / parts; row < last;) {
+      A few_products = 0, few = 0;  // sums of sums: long ones of float lose digits
+      for (int i = 0; i < kFewRows && row < last; ++i, ++row) {
+        const A gradient = static_cast<A>(grad[row * length + column]);
+        few_products += gradient * (static_cast<A>(result[row * length + column]) - b);
+        few += gradient;
+      }
+      product += few_products;
+      plain += few;
     }
     sums[2 * place * length + column] = product;
     sums[(2 * place + 1) * length + column] = plain;
   }
-};
+}
 
 // The gradients of a weight and a bias, those that are not null, from the sums of all parts: a warp takes a column.
-template <class T>
-struct OfParameters {
-  using A = Arithmetic<T>;
-  const A* sums;
-  T *to_weight, *to_bias;
-  Parameters<T> weight;
-  int64_t length, parts;
-
-  __device__ void operator()(int64_t thread) const {
+extern "C" __global__ void parameters_from_sums(const A* sums, T* to_weight, T* to_bias, const void* weight_data,
+                                                int64_t weight_wide, int64_t length, int64_t parts) {
+  const Parameters weight(weight_data, weight_wide, 1);
+  for (int64_t thread = first_index(); thread < length * kWarp; thread += index_step()) {
     const int64_t column = thread / kWarp, lane = thread % kWarp;
     A product = 0, plain = 0;
     for (int64_t part = lane; part < parts; part += kWarp) {
@@ -91,75 +76,25 @@ struct OfParameters {
     }
     product = sum_of_warp(product);
     plain = sum_of_warp(plain);
-    if (lane) return;
+    if (lane) continue;
     if (to_weight) to_weight[column] = T(product / weight[column]);
     if (to_bias) to_bias[column] = T(plain);
   }
-};
-
-inline std::tuple<Tensor, Tensor, Tensor> layer_norm_output_backward(
-    const Tensor& grad, const Tensor& result, std::vector<int64_t> normalized_shape, const Tensor& rstd,
-    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, std::vector<bool> output_mask) {
-  const LayerNormGradients out(grad, result, normalized_shape, output_mask);
-  const int64_t rows = out.rows, length = out.length;
-  for_dtype(result, [&](auto typed) {
-    using T = typename decltype(typed)::type;
-    using A = Arithmetic<T>;
-    const T *g = read<T>(grad), *y = read<T>(result);
-    const Parameters<T> weights(weight, result, length, 1, "weight"), biases(bias, result, length, 0, "bias");
-    if (output_mask[0])
-      launch(result, rows * kWarp,
-             OfInput<T>{g, y, write<T>(out.of_input), weights, biases, {rstd, result, rows, 1, "rstd"}, length});
-    if (!output_mask[1] && !output_mask[2]) return;
-    const int64_t parts = std::clamp<int64_t>(rows / kRowsPerPart, 1, kRowParts);
-    const auto kind = sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float;
-    Tensor sums = torch::stable::new_empty(result, std::vector<int64_t>{2 * parts * length}, kind);
-    launch(result, parts * length, SumsOfPart<T>{g, y, write<A>(sums), biases, rows, length, parts});
-    launch(result, length * kWarp,
-           OfParameters<T>{read<A>(sums), output_mask[1] ? write<T>(out.of_weight) : nullptr,
-                           output_mask[2] ? write<T>(out.of_bias) : nullptr, weights, length, parts});
-  });
-  return out.all();
 }
 
 // Whether every weight can be divided by, and no bias exceeds `limit` times its weight: for one warp.
-template <class T>
-struct IsInvertible {
-  using A = Arithmetic<T>;
-  Parameters<T> weight, bias;
-  A least, limit;
-  int64_t count;
-  bool* to;
-
-  __device__ void operator()(int64_t lane) const {
-    bool holds = true;
-    for (int64_t i = lane; i < count; i += kWarp) {
-      const A w = weight[i], b = bias[i], size = w < 0 ? -w : w;
-      holds = holds && size >= least && size <= 1 / least && (b < 0 ? -b : b) <= limit * size;
-    }
-    const bool all = __all_sync(0xffffffffu, holds);
-    if (lane == 0) *to = all;
+extern "C" __global__ void affine_invertible(const void* weight_data, int64_t weight_wide, const void* bias_data,
+                                             int64_t bias_wide, A least, A limit, int64_t count, bool* to) {
+  const Parameters weight(weight_data, weight_wide, 1), bias(bias_data, bias_wide, 0);
+  const int64_t lane = first_index();
+  if (lane >= kWarp) return;
+  bool holds = true;
+  for (int64_t i = lane; i < count; i += kWarp) {
+    const A w = weight[i], b = bias[i], size = w < 0 ? -w : w;
+    holds = holds && size >= least && size <= 1 / least && (b < 0 ? -b : b) <= limit * size;
   }
-};
-
-inline Tensor affine_invertible(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double limit) {
-  STD_TORCH_CHECK(weight || bias, "there is neither weight nor bias");
-  const Tensor& given = weight ? *weight : *bias;
-  Tensor out = torch::stable::new_empty(given, std::vector<int64_t>{}, ScalarType::Bool);
-  for_dtype(given, [&](auto typed) {
-    using T = typename decltype(typed)::type;
-    using A = Arithmetic<T>;
-    // far enough from underflow and overflow that products with it keep all their digits
-    const A least = std::numeric_limits<A>::min() / std::numeric_limits<A>::epsilon();
-    const int64_t count = given.numel();
-    launch(given, kWarp,
-           IsInvertible<T>{{weight, given, count, 1, "weight"}, {bias, given, count, 0, "bias"}, least,
-                           static_cast<A>(limit), count, static_cast<bool*>(out.mutable_data_ptr())});
-  });
-  return out;
+  const bool all = __all_sync(0xffffffffu, holds);
+  if (lane == 0) *to = all;
 }
-
-MONET_KERNEL(layer_norm_output_backward);
-MONET_KERNEL(affine_invertible);
 
 }  // namespace monet

@@ -6,46 +6,31 @@
 
 namespace monet {
 
-// A vector of parameters, of the input's type or of the type of its arithmetic.
-template <class T>
+// A vector of parameters, of T or (`wide`) of A; null: each is `otherwise`.
 struct Parameters {
-  using A = Arithmetic<T>;
-  const T* kept = nullptr;
-  const A* wide = nullptr;
-  A otherwise = 0;
+  const void* values;
+  bool wide;
+  A otherwise;
 
-  Parameters(const std::optional<Tensor>& t, const Tensor& x, int64_t count, double absent, const char* name)
-      : otherwise(static_cast<A>(absent)) {
-    if (!t) return;
-    STD_TORCH_CHECK(t->numel() == count && t->is_contiguous(), name, " must be ", count, " contiguous elements");
-    if (t->scalar_type() == x.scalar_type()) {
-      kept = read<T>(*t);
-    } else {
-      const auto expected = sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float;
-      STD_TORCH_CHECK(t->scalar_type() == expected, name, " must be of the dtype of x, or of float32");
-      wide = read<A>(*t);
-    }
-  }
-
-  __device__ A operator[](int64_t c) const {
-    return kept ? static_cast<A>(kept[c]) : wide ? wide[c] : otherwise;
+  __device__ Parameters(const void* values, int64_t wide, A otherwise)
+      : values(values), wide(wide), otherwise(otherwise) {}
+  __device__ A operator[](int64_t i) const {
+    if (!values) return otherwise;
+    return wide ? static_cast<const A*>(values)[i] : static_cast<A>(static_cast<const T*>(values)[i]);
   }
 };
 
-template <class T>
-struct BatchNormAct {
-  using A = Arithmetic<T>;
-  const T *x, *residual;
-  T* out;
-  Parameters<T> weight, bias, mean, invstd;
-  A low, high;
-  // channel of element i: i / inner % channels
-  int64_t count, inner, channels;
-  bool whole;
-
-  __device__ void operator()(int64_t p) const {
-    Pack<T> values = load(x, p, count, whole);
-    Pack<T> more;
+// The channel of element i is i / inner % channels.
+extern "C" __global__ void batch_norm_act(const T* x, const T* residual, T* to, const void* weight_data,
+                                          int64_t weight_wide, const void* bias_data, int64_t bias_wide,
+                                          const void* mean_data, int64_t mean_wide, const void* invstd_data,
+                                          int64_t invstd_wide, A low, A high, int64_t count, int64_t inner,
+                                          int64_t channels, int64_t whole) {
+  const Parameters weight(weight_data, weight_wide, 1), bias(bias_data, bias_wide, 0);
+  const Parameters mean(mean_data, mean_wide, 0), invstd(invstd_data, invstd_wide, 1);
+  for (int64_t p = first_index(); p < packs(count); p += index_step()) {
+    Pack values = load(x, p, count, whole);
+    Pack more;
     if (residual) more = load(residual, p, count, whole);
     int64_t channel = p * kPack / inner % channels, left = inner - p * kPack % inner;
     A scale = invstd[channel] * weight[channel], shift = bias[channel] - mean[channel] * scale;
@@ -63,34 +48,8 @@ struct BatchNormAct {
         shift = bias[channel] - mean[channel] * scale;
       }
     }
-    store(values, out, p, count, whole);
+    store(values, to, p, count, whole);
   }
-};
-
-inline Tensor batch_norm_act(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                             const Tensor& mean, const Tensor& invstd, const std::optional<Tensor>& residual,
-                             double low, double high) {
-  STD_TORCH_CHECK(x.dim() >= 2, "expected [N, C, ...], got ", x.dim(), " dimensions");
-  STD_TORCH_CHECK(x.is_contiguous() || is_channels_last(x), "x is neither contiguous nor channels-last");
-  if (residual) check_same_layout(x, *residual, "x and residual");
-  Tensor out = torch::stable::empty_like(x);
-  if (x.numel() == 0) return out;
-  const int64_t inner = x.is_contiguous() ? x.numel() / (x.size(0) * x.size(1)) : 1;
-  for_dtype(x, [&](auto typed) {
-    using T = typename decltype(typed)::type;
-    using A = Arithmetic<T>;
-    const T* more = residual ? read<T>(*residual) : nullptr;
-    const bool whole = aligned(read<T>(x)) && aligned(write<T>(out)) && aligned(more);
-    const int64_t channels = x.size(1);
-    launch(x, packs(x.numel()),
-           BatchNormAct<T>{read<T>(x), more, write<T>(out), {weight, x, channels, 1, "weight"},
-                           {bias, x, channels, 0, "bias"}, {mean, x, channels, 0, "mean"},
-                           {invstd, x, channels, 1, "invstd"}, static_cast<A>(low), static_cast<A>(high), x.numel(),
-                           inner, channels, whole});
-  });
-  return out;
 }
-
-MONET_KERNEL(batch_norm_act);
 
 }  // namespace monet

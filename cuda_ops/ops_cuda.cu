@@ -1,5 +1,4 @@
-// The kernels of torch.ops.monet on CUDA: each file registers its own (MONET_KERNEL). The operators are defined in
-// monetrun/ops/families.
+// The kernels of torch.ops.monet on CUDA, for elements of the type MONET_T. `monetrun/ops/cuda` launches them.
 
 #include "channel_norm_backward_cuda.cuh"
 #include "hardswish_cuda.cuh"

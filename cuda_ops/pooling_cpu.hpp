@@ -7,7 +7,7 @@
 #pragma once
 
 #include "dispatch_cpu.hpp"
-#include "window.hpp"
+#include "images_cpu.hpp"
 
 namespace monet {
 
@@ -130,7 +130,7 @@ struct Units {
 
 inline Tensor max_pool2d_index(const Tensor& x, std::vector<int64_t> kernel_size, std::vector<int64_t> stride,
                                std::vector<int64_t> padding, std::vector<int64_t> dilation, bool ceil_mode) {
-  const Window w(kernel_size, stride, padding, dilation);
+  const Window w = window_of(kernel_size, stride, padding, dilation);
   const Images in(x, "x");
   const int64_t rows = w.outputs(in.height, 0, ceil_mode), columns = w.outputs(in.width, 1, ceil_mode);
   STD_TORCH_CHECK(rows > 0 && columns > 0, "the input of ", in.height, " x ", in.width, " is smaller than the window");
@@ -189,7 +189,7 @@ void scatter(const T* grad, T* to, const Images& in, const Window& w, int64_t ro
 inline Tensor max_pool2d_index_backward(const Tensor& grad, const Tensor& index, std::vector<int64_t> input_size,
                                         std::vector<int64_t> kernel_size, std::vector<int64_t> stride,
                                         std::vector<int64_t> padding, std::vector<int64_t> dilation) {
-  const Window w(kernel_size, stride, padding, dilation);
+  const Window w = window_of(kernel_size, stride, padding, dilation);
   const Images out(grad, "grad");
   check_index(grad, index, out, input_size);
   Tensor result = new_images(grad, input_size, grad.scalar_type(), out.channels_last);
@@ -207,7 +207,7 @@ inline Tensor max_pool2d_index_backward(const Tensor& grad, const Tensor& index,
 inline Tensor max_pool2d_input_backward(const Tensor& grad, const Tensor& x, std::vector<int64_t> kernel_size,
                                         std::vector<int64_t> stride, std::vector<int64_t> padding,
                                         std::vector<int64_t> dilation, bool ceil_mode) {
-  const Window w(kernel_size, stride, padding, dilation);
+  const Window w = window_of(kernel_size, stride, padding, dilation);
   const Images in(x, "x"), out(grad, "grad");
   check_pooled(grad, x, in, out, w, ceil_mode);
   Tensor result = torch::stable::empty_like(x);

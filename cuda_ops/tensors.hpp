@@ -1,4 +1,4 @@
-// What every kernel uses of torch: types, checks, and its registration.
+// What every kernel of the CPU uses of torch: types, checks, and its registration.
 //
 // Only torch's stable ABI, so that one build serves every torch from 2.11 on.
 
@@ -19,17 +19,11 @@
 #include <utility>
 #include <vector>
 
-#if defined(__CUDACC__)
-#define MONET_DEVICE CUDA
-#else
-#define MONET_DEVICE CPU
-#endif
-
-// Registers monet::name, defined above it, as the kernel of torch.ops.monet.name on the device that is compiled for.
-#define MONET_KERNEL(name)                                  \
-  STABLE_TORCH_LIBRARY_IMPL(monet, MONET_DEVICE, library) { \
-    library.impl(#name, TORCH_BOX(&monet::name));           \
-  }                                                         \
+// Registers monet::name, defined above it, as the kernel of torch.ops.monet.name on the CPU.
+#define MONET_KERNEL(name)                         \
+  STABLE_TORCH_LIBRARY_IMPL(monet, CPU, library) { \
+    library.impl(#name, TORCH_BOX(&monet::name));  \
+  }                                                \
   static_assert(true)
 
 namespace monet {

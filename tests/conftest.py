@@ -85,14 +85,7 @@ def on_the_device():
 @pytest.fixture(scope="module", params=["native", "reference"])
 def kernel(request):
     """Name of an operator to what is tested: the operator with its native kernel, or its reference."""
-    import torch
+    from support.kernel_cases import operators
 
-    from monetrun.ops import definition, kernels, registry
-    from support.kernel_cases import DEVICE
-
-    registry.load()
-    if request.param == "reference":
-        return definition.REFERENCES.__getitem__
-    if not kernels.load(DEVICE):
-        pytest.skip(kernels.unavailable_reason(DEVICE))
-    return lambda name: getattr(torch.ops.monet, name).default
+    with operators(request.param) as found:
+        yield found

@@ -23,6 +23,12 @@ OK = "ok"
 WARNING = "warning"
 MISSING = "missing"
 
+# counted on the references: calls of ATen's kernels, and bytes beside operands and results
+WITHOUT_KERNELS = (
+    "on CUDA each mask, pooling and normalization is 7 to 23 calls of ATen's instead of 1 to 4, with 3 to 24 bytes of"
+    " workspace an element, so that plans seldom use them"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -55,6 +61,7 @@ def run_checks() -> Iterator[Check]:
     yield _compiler()
     yield _allocator()
     yield _nvml()
+    yield _kernels()
     yield _cudnn()
     yield _memory()
     yield _cache()
@@ -168,6 +175,27 @@ def _nvml() -> Check:
         return Check("nvml", WARNING, str(error), "run nvidia-smi for details")
     finally:
         pynvml.nvmlShutdown()
+
+
+def _kernels() -> Check:
+    """What compiles the CUDA kernels of ``torch.ops.monet``, at the first run on a device."""
+    name = "kernels"
+    try:
+        import torch
+
+        cubin = importlib.import_module("monetrun.core.cubin")
+        native = importlib.import_module("monetrun.core.native")
+    except (ImportError, OSError, RuntimeError) as error:
+        return Check(name, WARNING, f"not available: {error}")
+    try:
+        compiler = cubin.compiler().name
+    except MonetrunError as error:
+        if not torch.cuda.is_available():
+            return Check(name, OK, "not used: torch sees no CUDA device")
+        return Check(name, WARNING, f"{error.message}: {WITHOUT_KERNELS}", error.hint)
+    built = any(path.suffix in (".cubin", ".ptx") for path in native.cache_folder().glob("ops_cuda-*"))
+    where = f"built in {native.cache_folder()}" if built else "built by the first run on a CUDA device"
+    return Check(name, OK, f"for CUDA by {compiler}, {where}")
 
 
 def _cudnn() -> Check:

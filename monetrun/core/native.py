@@ -1,7 +1,8 @@
-"""Builds the C++ and CUDA sources of ``cuda_ops/`` at first use, caches the libraries per user, and loads them.
+"""Builds the C++ sources of ``cuda_ops/`` at first use, caches the libraries per user, and loads them.
 
 A library's name has the hash of its sources, flags and compiler, so a change of any of them builds it anew. Processes
-that start together build it once: under a file lock, and the finished file is moved into place.
+that start together build it once: under a file lock, and the finished file is moved into place. CUDA's kernels are
+kept in the same way (``core.cubin``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import monetrun
@@ -70,20 +71,6 @@ def compiler() -> str:
     raise NativeBuildFailed("there is no C++ compiler (g++, c++ or clang++)", "install g++, or set CXX")
 
 
-def cuda_compiler() -> str:
-    """The CUDA compiler: that of ``$CUDA_HOME``, else nvcc on the path.
-
-    Raises:
-        NativeBuildFailed: there is none.
-    """
-    home = os.environ.get("CUDA_HOME")
-    if found := shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc"):
-        return found
-    raise NativeBuildFailed(
-        f"there is no nvcc {f'in CUDA_HOME, {home}' if home else 'on the path'}", "install the CUDA toolkit"
-    )
-
-
 def build(
     source: str,
     flags: Sequence[str] = DEFAULT_FLAGS,
@@ -96,7 +83,7 @@ def build(
     """Compile ``source`` (a file name in ``source_folder()``) into a shared library, unless that was done before.
 
     Args:
-        source: file name, .cpp or .cu (for nvcc); files of the same folder that it includes with quotes are hashed too.
+        source: file name; files of the same folder that it includes with quotes are hashed too.
         flags: compiler flags.
         includes: folders for ``-I``.
         library_folders: folders for ``-L`` and for the run path.
@@ -110,35 +97,47 @@ def build(
         NativeBuildFailed: with the reason, and the last lines of the compiler's output where that failed.
     """
     path = source_folder() / source
-    cuda = path.suffix == ".cu"
-    cxx = cuda_compiler() if cuda else compiler()
-    shared = ("-Xcompiler=-fPIC", "-shared") if cuda else ("-fPIC", "-shared")
-    arguments = [*flags, *shared, *(f"-I{folder}" for folder in includes)]
+    cxx = compiler()
+    arguments = [*flags, "-fPIC", "-shared", *(f"-I{folder}" for folder in includes)]
     links = [f"-L{folder}" for folder in library_folders]
-    links += [f"{'-Xlinker=' if cuda else '-Wl,'}-rpath,{folder}" for folder in library_folders]
+    links += [f"-Wl,-rpath,{folder}" for folder in library_folders]
     links += [f"-l{name}" for name in libraries]
+    parts = [identity(cxx), *arguments, *links, key]
+    if "-march=native" in flags:
+        parts.append(_processor())
+    return cached(path, ".so", parts, lambda out: compile_by([cxx, *arguments, str(path), *links, "-o", str(out)]))
+
+
+def cached(source: Path, suffix: str, parts: Iterable[str], make: Callable[[Path], None]) -> Path:
+    """A file that is made from ``source`` once, and kept in ``cache_folder()``.
+
+    Args:
+        source: the source; its text and that of the files it includes are hashed into the file's name.
+        suffix: of the file's name.
+        parts: what the file depends on beside its source: flags, the compiler, ...
+        make: writes the file to the path it is given.
+
+    Raises:
+        NativeBuildFailed: what ``make`` raises; or there is no source, or no folder to keep the file in.
+    """
     digest = hashlib.sha256()
-    texts = (_identity(cxx), *arguments, *links, key)
-    for part in (*_sources(path), *(text.encode() for text in texts)):
+    for part in (*(path.read_bytes() for path in included(source)), *(text.encode() for text in parts)):
         digest.update(part)
         digest.update(b"\0")
-    if "-march=native" in flags:
-        digest.update(_processor().encode())
-    name = f"{path.stem}-{digest.hexdigest()[:24]}.so"
     folder = cache_folder()
-    library = folder / name
-    if library.exists():
-        return library
+    kept = folder / f"{source.stem}-{digest.hexdigest()[:24]}{suffix}"
+    if kept.exists():
+        return kept
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{path.stem}.lock"):
-            if not library.exists():
-                _compile([cxx, *arguments, str(path), *links], library)
+        with _locked(folder / f"{source.stem}.lock"):
+            if not kept.exists():
+                _make(kept, make)
     except OSError as error:
         raise NativeBuildFailed(
             f"{folder} cannot be written: {error.strerror or error}", "set XDG_CACHE_HOME to a writable folder"
         ) from error
-    return library
+    return kept
 
 
 def load(
@@ -178,25 +177,30 @@ def _load(
         return None, f"the library built from {source} cannot be loaded: {error}"
 
 
-def _sources(path: Path) -> list[bytes]:
-    """The text of ``path`` and of the files beside it that it includes, each once."""
-    texts: dict[Path, bytes] = {}
+def included(path: Path) -> list[Path]:
+    """``path`` and the files beside it that it includes with quotes, themselves or through others.
+
+    Raises:
+        NativeBuildFailed: one cannot be read.
+    """
+    found: set[Path] = set()
     waiting = [path]
     while waiting:
         current = waiting.pop()
-        if current in texts:
+        if current in found:
             continue
         try:
             text = current.read_bytes()
         except OSError as error:
             raise NativeBuildFailed(f"{current} cannot be read: {error.strerror}", "install monetrun again") from error
-        texts[current] = text
+        found.add(current)
         names = re.findall(rb'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE)
         waiting += [p for name in names if (p := current.parent / name.decode()).is_file()]
-    return [texts[p] for p in sorted(texts)]
+    return sorted(found)
 
 
-def _identity(cxx: str) -> str:
+def identity(cxx: str) -> str:
+    """A compiler's path, size and date: it changes when the compiler does."""
     # not its version: that would take a process of its own at every start
     file = os.path.realpath(cxx)
     status = os.stat(file)
@@ -220,19 +224,28 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(command: list[str], library: Path) -> None:
-    handle, temporary = tempfile.mkstemp(dir=library.parent, prefix=".build-", suffix=".so")
+def _make(kept: Path, make: Callable[[Path], None]) -> None:
+    handle, name = tempfile.mkstemp(dir=kept.parent, prefix=".build-", suffix=kept.suffix)
     os.close(handle)
-    command = [*command, "-o", temporary]
+    temporary = Path(name)
+    try:
+        make(temporary)
+        temporary.chmod(0o755)
+        temporary.replace(kept)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def compile_by(command: list[str]) -> None:
+    """Run a compiler.
+
+    Raises:
+        NativeBuildFailed: with the last lines of its output; or it took too long.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_SECONDS, check=False)
-        if done.returncode != 0:
-            tail = "\n".join(done.stderr.strip().splitlines()[-12:])
-            raise NativeBuildFailed(f"building {library.stem} failed:\n{tail}", f"try: {shlex.join(command)}")
-        os.chmod(temporary, 0o755)
-        os.replace(temporary, library)
     except subprocess.TimeoutExpired as error:
-        raise NativeBuildFailed(f"building {library.stem} took over {_BUILD_TIMEOUT_SECONDS:.0f} s") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        raise NativeBuildFailed(f"{command[0]} took over {_BUILD_TIMEOUT_SECONDS:.0f} s") from error
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.strip().splitlines()[-12:])
+        raise NativeBuildFailed(f"compiling failed:\n{tail}", f"try: {shlex.join(command)}")

@@ -1,7 +1,8 @@
 """The native kernels of ``torch.ops.monet``: C++ for the CPU and CUDA, in ``cuda_ops/``.
 
-``load()`` builds them at first use, against torch's stable ABI. The operators are defined, by references in plain ATen,
-in ``monetrun.ops.families``.
+``load()`` builds them at first use: the CPU's into a library, against torch's stable ABI, CUDA's into device code
+(``monetrun.ops.cuda`` launches it). The operators are defined, by references in plain ATen, in
+``monetrun.ops.families``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 import torch
 
 from monetrun.core import native
-from monetrun.ops import registry
+from monetrun.ops import cuda, definition, registry
+from monetrun.ops.cuda import launch
 
 
 def _compile(source: str, flags: Sequence[str], libraries: Sequence[str]) -> Path:
@@ -28,29 +30,34 @@ def _compile(source: str, flags: Sequence[str], libraries: Sequence[str]) -> Pat
     )
 
 
-def compile_cuda(architectures: Sequence[str]) -> Path:
+def compile_cuda(architectures: Sequence[str]) -> list[Path]:
     """Compile the CUDA kernels for devices such as "sm_80", unless that was done before. None need be present.
 
     Returns:
-        The library's path.
+        The paths of the device code, one for each architecture and dtype.
 
     Raises:
-        NativeBuildFailed: there is no nvcc, or compiling failed.
+        NativeBuildFailed: there is no compiler, or compiling failed.
     """
-    targets = [f"-gencode=arch={a.replace('sm_', 'compute_')},code={a}" for a in architectures]
-    return _compile("ops_cuda.cu", ("-DUSE_CUDA", *targets), ("torch_cpu", "torch_cuda"))
+    return [launch.code(dtype, architecture) for architecture in architectures for dtype in launch.DTYPES]
 
 
-def _build(device_type: str) -> Path:
+def _architectures() -> list[str]:
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        raise native.NativeBuildFailed("torch sees no CUDA device")
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return [f"sm_{major}{minor}" for major, minor in sorted(found)]
+
+
+def _build(device_type: str) -> Path | None:
     if device_type == "cpu":
         # the cache's key has the processor, so that a library never runs on one without its instructions
         flags = ("-march=native", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast")
         return _compile("ops_cpu.cpp", flags, ("torch_cpu",))
     if device_type == "cuda":
-        if not torch.cuda.is_available():
-            raise native.NativeBuildFailed("torch sees no CUDA device")
-        found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        return compile_cuda([f"sm_{major}{minor}" for major, minor in sorted(found)])
+        for architecture in _architectures():  # other dtypes are compiled at their first use
+            launch.code(torch.float32, architecture)
+        return None
     raise native.NativeBuildFailed(f"there are no native kernels for {device_type}")
 
 
@@ -65,11 +72,16 @@ def _built(device_type: str) -> tuple[Path | None, str]:
 @functools.cache
 def _loaded(device_type: str) -> str:
     path, reason = _built(device_type)
-    if path is None:
+    if reason:
         return reason
     try:
-        torch.ops.load_library(path)
-    except OSError as error:
+        if path is not None:
+            torch.ops.load_library(path)
+        else:
+            launch.check_loading()
+            for name, function in cuda.FUNCTIONS.items():
+                definition.kernel(name, "CUDA")(function)
+    except (OSError, native.NativeBuildFailed) as error:
         return f"the kernels for {device_type} cannot be loaded: {error}"
     return ""
 
@@ -90,9 +102,16 @@ def unavailable_reason(device_type: str = "cpu") -> str | None:
 
 
 def prebuild(device_type: str = "cpu") -> str | None:
-    """Build the native kernels if that was not done before, without loading them.
+    """Build the native kernels, for every dtype, if that was not done before, without loading them.
 
     Returns:
         None, or why they cannot be built.
     """
-    return _built(device_type)[1] or None
+    if reason := _built(device_type)[1]:
+        return reason
+    if device_type == "cuda":
+        try:
+            compile_cuda(_architectures())
+        except native.NativeBuildFailed as error:
+            return str(error)
+    return None

@@ -11,10 +11,18 @@ import torch
 from monetrun.capture import cpu_allocator
 from monetrun.ops import definition, kernels
 from monetrun.ops.families import normalization, normalization_output
-from support.kernel_cases import DEVICE, DTYPES, INF, NAN, assert_same, dtypes, laid_out, numbers
+from support.kernel_cases import DEVICE, DTYPES, INF, NAN, assert_same, dtypes, laid_out, numbers, operators
 
 aten, monet = torch.ops.aten, torch.ops.monet
 pytestmark = pytest.mark.usefixtures("on_the_device")
+
+
+@pytest.fixture(scope="module", params=["native", "reference", "cuda on the CPU"])
+def kernel(request):
+    """As in the other files, and with CUDA's kernels run on the CPU."""
+    with operators(request.param) as found:
+        yield found
+
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

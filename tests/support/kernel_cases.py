@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from monetrun.ops import cuda, definition, kernels, registry
+from support import cuda_on_cpu
 
 NAN, INF = math.nan, math.inf
 DEVICE = os.environ.get("MONETRUN_TEST_DEVICE", "cpu")  # recipes/gpu_check.py sets it
@@ -46,3 +52,20 @@ def assert_same(got, expected):
         got, expected = got.nan_to_num(7, INF, -INF), expected.nan_to_num(7, INF, -INF)
         assert torch.equal(got.signbit(), expected.signbit())
     assert torch.equal(got, expected)
+
+
+@contextlib.contextmanager
+def operators(kind: str) -> Iterator[Callable[[str], Any]]:
+    """Name of an operator to a function: its native kernel, its reference, or its CUDA kernel, run on the CPU."""
+    registry.load()
+    if kind == "reference":
+        yield definition.REFERENCES.__getitem__
+    elif kind == "cuda on the CPU":
+        if DEVICE != "cpu":
+            pytest.skip("the tests run on another device")
+        with cuda_on_cpu.running():
+            yield lambda name: cuda.FUNCTIONS.get(name) or definition.REFERENCES[name]
+    else:
+        if not kernels.load(DEVICE):
+            pytest.skip(kernels.unavailable_reason(DEVICE))
+        yield lambda name: getattr(torch.ops.monet, name).default

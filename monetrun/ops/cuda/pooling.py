@@ -1,0 +1,123 @@
+"""Max pooling that keeps one byte for each window, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from monetrun.ops.cuda.launch import launch
+from monetrun.ops.cuda.operands import is_channels_last
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    size: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if any(len(pair) != 2 for pair in (self.size, self.stride, self.padding, self.dilation)):
+            raise RuntimeError("kernel_size, stride, padding and dilation must be of two numbers")
+        if min(*self.size, *self.stride, *self.dilation) <= 0 or min(self.padding) < 0:
+            raise RuntimeError("kernel_size, stride and dilation must be positive and padding not negative")
+        if self.size[0] * self.size[1] > 255:
+            size = f"{self.size[0]} x {self.size[1]}"
+            raise RuntimeError(f"a window of {size} has more places than one byte can name (255)")
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (*self.size, *self.stride, *self.padding, *self.dilation)
+
+    def outputs(self, length: int, d: int, ceil_mode: bool) -> int:
+        stride, padding = self.stride[d], self.padding[d]
+        span = length + 2 * padding - self.dilation[d] * (self.size[d] - 1) - 1
+        count = (span + (stride - 1 if ceil_mode else 0)) // stride + 1
+        # torch drops a window that would start in the padding behind the input
+        return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
+
+
+def _last(images: Tensor, name: str) -> bool:
+    """Whether [N, C, H, W] or [C, H, W] is channels-last; a RuntimeError unless it is that or contiguous."""
+    if images.dim() not in (3, 4):
+        raise RuntimeError(f"{name} must be [N, C, H, W] or [C, H, W], got {images.dim()} dimensions")
+    if images.is_contiguous():
+        return False
+    if images.dim() == 3 or not is_channels_last(images):
+        raise RuntimeError(f"{name} is neither contiguous nor channels-last")
+    return True
+
+
+def _new(like: Tensor, size: Sequence[int], dtype: torch.dtype, last: bool) -> Tensor:
+    form = torch.channels_last if last else torch.contiguous_format
+    return torch.empty(size, dtype=dtype, device=like.device, memory_format=form)
+
+
+def max_pool2d_index(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Tensor:
+    """As ``families.pooling.max_pool2d_index``."""
+    window = _Window(kernel_size, stride or kernel_size, padding, dilation)
+    last = _last(x, "x")
+    channels, height, width = x.shape[-3:]
+    rows, columns = window.outputs(height, 0, ceil_mode), window.outputs(width, 1, ceil_mode)
+    if rows <= 0 or columns <= 0:
+        raise RuntimeError(f"the input of {height} x {width} is smaller than the window")
+    index = _new(x, (*x.shape[:-2], rows, columns), torch.uint8, last)
+    sizes = (index.numel(), channels, height, width, last, rows, columns)
+    launch("max_pool2d_index", x, index.numel(), x, index, *sizes, *window.numbers)
+    return index
+
+
+def max_pool2d_index_backward(
+    grad: Tensor,
+    index: Tensor,
+    input_size: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """As ``families.pooling.max_pool2d_index_backward``."""
+    window = _Window(kernel_size, stride or kernel_size, padding, dilation)
+    last = _last(grad, "grad")
+    laid_out = is_channels_last(index) if last else index.is_contiguous()
+    if index.shape != grad.shape or index.dtype != torch.uint8 or not laid_out:
+        raise RuntimeError("index is not of grad's shape and layout, in bytes")
+    if len(input_size) != grad.dim():
+        raise RuntimeError("input_size and grad differ in dimensions")
+    to = _new(grad, input_size, grad.dtype, last)
+    sizes = (to.numel(), *input_size[-3:], last, *grad.shape[-2:])
+    launch("max_pool2d_index_backward", grad, to.numel(), grad, index, to, *sizes, *window.numbers)
+    return to
+
+
+def max_pool2d_input_backward(
+    grad: Tensor,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Tensor:
+    """As ``families.pooling.max_pool2d_input_backward``."""
+    window = _Window(kernel_size, stride or kernel_size, padding, dilation)
+    last = _last(x, "x")
+    pooled = (window.outputs(x.shape[-2], 0, ceil_mode), window.outputs(x.shape[-1], 1, ceil_mode))
+    if grad.dtype != x.dtype or grad.shape != (*x.shape[:-2], *pooled):
+        raise RuntimeError("grad is not of the output's shape and the input's dtype")
+    if not (is_channels_last(grad) if last else grad.is_contiguous()):
+        raise RuntimeError("grad and x differ in layout")
+    to = torch.empty_like(x)
+    sizes = (to.numel(), *x.shape[-3:], last, *pooled)
+    launch("max_pool2d_input_backward", x, to.numel(), grad, x, to, *sizes, *window.numbers)
+    return to

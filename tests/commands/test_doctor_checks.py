@@ -1,0 +1,37 @@
+"""What ``monetrun doctor`` says of the kernels for CUDA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from monetrun.commands import doctor_checks
+from monetrun.core import cubin, native
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    def refuse():
+        raise native.NativeBuildFailed("there is no NVRTC, and no nvcc", "pip install it")
+
+    monkeypatch.setattr(cubin, "compiler", refuse)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_for_cuda_doctor_says_what_that_costs_on_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check = doctor_checks._kernels()
+    assert (check.state, check.mend) == ("warning", "pip install it")
+    assert check.found == f"there is no NVRTC, and no nvcc: {doctor_checks.WITHOUT_KERNELS}"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check = doctor_checks._kernels()
+    assert (check.state, check.found) == ("ok", "not used: torch sees no CUDA device")
+
+
+def test_doctor_names_the_compiler_for_cuda_and_whether_it_has_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cubin, "compiler", lambda: cubin.CudaCompiler("NVRTC 13.2"))
+    assert doctor_checks._kernels().found == "for CUDA by NVRTC 13.2, built by the first run on a CUDA device"
+    native.cache_folder().mkdir(parents=True)
+    (native.cache_folder() / "ops_cuda-0.cubin").touch()
+    assert doctor_checks._kernels().found == f"for CUDA by NVRTC 13.2, built in {native.cache_folder()}"
