@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
 
-_MIB = 1 << 20
 # where segments begin: each after the one before, as the driver gives them out
 _FIRST_ADDRESS = 1 << 40
-_ALIGNMENT = 32 * _MIB
+_ALIGNMENT = 32 << 20
 
 
 @dataclass(eq=False, slots=True)

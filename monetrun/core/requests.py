@@ -8,7 +8,7 @@ last step's gradients come to lie among the activations, and once more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
@@ -40,8 +40,21 @@ class Reserved:
         return self.small_bytes + self.large_bytes
 
 
-def reserved(record: StepRecord, schedules: Sequence[Schedule], settings: AllocatorSettings) -> Reserved:
-    """What is reserved for steps under ``schedules``, where nothing but what they need is.
+def reserved(record: StepRecord, schedules: Sequence[Schedule]) -> Reserved:
+    """What is reserved for planned steps under ``schedules``: what they need, and what was seen to be needed beside.
+
+    Raises:
+        ValueError: the record has no ``memory``.
+        ScheduleError: a schedule is not valid for its graph.
+    """
+    if record.memory is None:
+        raise ValueError("the record does not have the device's memory")
+    needed = reserved_under(record, schedules, record.memory.settings)
+    return replace(needed, large_bytes=needed.large_bytes + record.memory.excess_bytes)
+
+
+def reserved_under(record: StepRecord, schedules: Sequence[Schedule], settings: AllocatorSettings) -> Reserved:
+    """What is reserved for steps under ``schedules`` with other settings of the allocator.
 
     Raises:
         ValueError: the record has no ``memory``.

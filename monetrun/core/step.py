@@ -74,6 +74,7 @@ class DeviceMemory:
         library_bytes: part of ``base``: workspaces that cuBLAS keeps once it has been used, for each thread and stream.
         plain_allocated_bytes: peak of the plain run, measured; 0 where it was not.
         plain_reserved_bytes: the same of reserved bytes.
+        excess_bytes: what planned steps were seen to reserve beyond what ``core.requests`` derives.
     """
 
     settings: AllocatorSettings
@@ -83,6 +84,7 @@ class DeviceMemory:
     library_bytes: int = 0
     plain_allocated_bytes: int = 0
     plain_reserved_bytes: int = 0
+    excess_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, plain_schedule
 from monetrun.core.requests import Reserved, reserved
-from monetrun.core.step import DeviceMemory, StepRecord, replay
+from monetrun.core.step import StepRecord, replay
 
 # The first target gets half of the solver's time, the others share the rest.
 _TARGETS = 5
@@ -39,7 +39,6 @@ Within = Callable[[int, Options, Sequence[Sequence[Schedule]]], Found]
 
 def found_within(
     record: StepRecord,
-    memory: DeviceMemory,
     budget_bytes: int,
     options: Options,
     within: Within,
@@ -49,7 +48,6 @@ def found_within(
 
     Args:
         record: of the step.
-        memory: of its device.
         budget_bytes: of reserved memory.
         options: for the solver; all targets together get its ``seconds``.
         within: solves for so many *allocated* bytes.
@@ -60,7 +58,7 @@ def found_within(
         NoPlanInTime: the solver found nothing for any target.
     """
     plain = [plain_schedule(g) for g in record.graphs]
-    first = reserved(record, plain, memory.settings)
+    first = reserved(record, plain)
     waste = max(0, first.peak_bytes - replay(record, plain).peak_bytes)
     target = budget_bytes - min(waste, budget_bytes // 10)
     best: tuple[float, Found, Reserved] | None = None
@@ -77,7 +75,7 @@ def found_within(
             break
         seconds = options.seconds / 2 / (_TARGETS - 1)
         tried.append(found.schedules)
-        timeline, taken = replay(record, found.schedules), reserved(record, found.schedules, memory.settings)
+        timeline, taken = replay(record, found.schedules), reserved(record, found.schedules)
         if taken.peak_bytes > budget_bytes:
             target = min(target, timeline.peak_bytes) - (taken.peak_bytes - budget_bytes)
             continue

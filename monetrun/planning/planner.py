@@ -11,7 +11,7 @@ from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
 from monetrun.core.graph import EXACT, FORWARD, KINDS, Costs, Graph, dominated, without
 from monetrun.core.options import Options
 from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, plain_schedule
-from monetrun.core.requests import Reserved, reserved
+from monetrun.core.requests import Reserved, reserved, reserved_under
 from monetrun.core.round_graph import RoundGraph, join_round
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, StepTimeline, replay
@@ -61,7 +61,7 @@ class BudgetBelowSmallest(InfeasibleBudget):
     def __init__(self, record: StepRecord, budget_bytes: int, base: Baseline) -> None:
         smallest, plain = base.frugal.peak_bytes, base.plain.peak_bytes
         if record.memory is not None:
-            smallest = reserved(record, base.frugal_schedules, record.memory.settings).peak_bytes
+            smallest = reserved(record, base.frugal_schedules).peak_bytes
             plain = plain_reserved_bytes(record)
         super().__init__(
             f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}\n"
@@ -172,10 +172,10 @@ def plan_step(
     if record.memory is None:
         return _plan(record, budget_bytes, algorithm, base, within(budget_bytes, options, starts))
     try:
-        found, reserve = device_budget.found_within(record, record.memory, budget_bytes, options, within, starts)
+        found, reserve = device_budget.found_within(record, budget_bytes, options, within, starts)
     except device_budget.OverBudget:
         base = more_frugal(record, base, options)
-        smallest = reserved(record, base.frugal_schedules, record.memory.settings)
+        smallest = reserved(record, base.frugal_schedules)
         if smallest.peak_bytes > budget_bytes:
             raise BudgetBelowSmallest(record, budget_bytes, base) from None
         found, reserve = Found(base.frugal_schedules, base.plain.seconds, "feasible"), smallest
@@ -193,7 +193,7 @@ def plain_reserved_bytes(record: StepRecord) -> int:
     if record.memory.plain_reserved_bytes:
         return record.memory.plain_reserved_bytes
     plain = [plain_schedule(g) for g in record.graphs]
-    return reserved(record, plain, record.memory.plain_settings).peak_bytes
+    return reserved_under(record, plain, record.memory.plain_settings).peak_bytes
 
 
 def _found_within(

@@ -12,16 +12,16 @@ from monetrun.core.errors import MonetrunError, PlanMismatch
 from monetrun.core.plan import Plan
 
 
-def check_same_plan(plan: Plan) -> None:
-    """Compare this rank's plan with rank 0's; nothing to do in a process of its own.
+def check_same_plan(plan: Plan, device: torch.device) -> None:
+    """Compare this rank's plan with rank 0's, over ``device``, this rank's; nothing to do in a process of its own.
 
     Raises:
         PlanMismatch: they differ.
     """
-    if not _several_ranks():
+    if not several_ranks():
         return
     digests = [plan.digest]
-    torch.distributed.broadcast_object_list(digests, src=0)
+    torch.distributed.broadcast_object_list(digests, src=0, device=device)
     if digests[0] != plan.digest:
         raise PlanMismatch(
             f"rank {torch.distributed.get_rank()} has plan {plan.digest}, rank 0 has {digests[0]}",
@@ -29,14 +29,14 @@ def check_same_plan(plan: Plan) -> None:
         )
 
 
-def plan_in_rank_0(make: Callable[[], Plan]) -> Plan:
-    """Call ``make`` in rank 0, and give its plan in all ranks.
+def plan_in_rank_0(make: Callable[[], Plan], device: torch.device) -> Plan:
+    """Call ``make`` in rank 0, and give its plan in all ranks; ``device``: this rank's, which NCCL needs.
 
     Raises:
         MonetrunError: in rank 0, what ``make`` raised.
         PlanMismatch: in the others, rank 0 has no plan.
     """
-    if not _several_ranks():
+    if not several_ranks():
         return make()
     plans: list[Any] = [None]
     error: MonetrunError | None = None
@@ -45,7 +45,7 @@ def plan_in_rank_0(make: Callable[[], Plan]) -> Plan:
             plans = [codec.dumps(make())]
         except MonetrunError as failure:
             error = failure
-    torch.distributed.broadcast_object_list(plans, src=0)
+    torch.distributed.broadcast_object_list(plans, src=0, device=device)
     if error is not None:
         raise error
     if plans[0] is None:
@@ -53,6 +53,7 @@ def plan_in_rank_0(make: Callable[[], Plan]) -> Plan:
     return codec.loads(Plan, plans[0])
 
 
-def _several_ranks() -> bool:
+def several_ranks() -> bool:
+    """Whether this process trains together with others."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

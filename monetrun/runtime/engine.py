@@ -17,6 +17,7 @@ from monetrun.capture.meter import meter_for
 from monetrun.core import codec
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.budget import CUDA_RESERVE_BYTES, parse, resolve
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
 from monetrun.machine.device import MemoryInfo, query
@@ -79,6 +80,7 @@ class Engine:
         self.recorder: Recorder | None = None
         self.running: RunningPlan | None = None
         self._step_recorded = False
+        self._looked = False
         self._compiled = False  # a graph, since traces were dropped last
         if plan is None and settings.plan_file:
             plan = codec.loads(Plan, Path(settings.plan_file).read_text())
@@ -89,7 +91,7 @@ class Engine:
             return
         record = codec.loads(StepRecord, Path(settings.record_file).read_text()) if settings.record_file else None
         self._run(plan, record)
-        agreement.check_same_plan(plan)
+        agreement.check_same_plan(plan, self.device)
 
     def close(self) -> None:
         """Lift the allocation limit, and drop what refers to parameters: torch keeps its last backend, and so this."""
@@ -117,7 +119,7 @@ class Engine:
         self._drop_traces()
         record = self.recorder.record(self.recorder.measure(self.store))
         self.known.update(self.recorder.known)
-        plan = agreement.plan_in_rank_0(lambda: self._planned(record))
+        plan = agreement.plan_in_rank_0(lambda: self._planned(record), self.device)
         self._run(plan, record)
         self.recorder = None
         self.generation += 1
@@ -209,11 +211,24 @@ class Engine:
         if self.recorder is None:
             self.meters.steps.optimizer_ended(name)
             self._drop_traces()
+            if self.meters.steps.settled and not self._looked:
+                self._looked = True
+                self._look()
             return
         self.recorder.optimizer_ended(name, self.trained_parameters())
         self._step_recorded |= all_stepped and self.recorder.complete
         if all_stepped and self.settings.mode == PROBE:
             self._end_trial()
+
+    def _look(self) -> None:
+        """Compare the first planned steps with the plan; where it reserves too little, plan again once."""
+        assert self.running is not None
+        try:
+            if self.running.correct():
+                self.warn("the first planned steps reserved more than was planned: planned again with what was seen")
+                self.generation += 1
+        except (InfeasibleBudget, NoPlanInTime) as failure:
+            self.warn(f"the first planned steps reserved more than was planned, and no other plan was found: {failure}")
 
     def _end_trial(self) -> None:
         """Write the record and end the process."""
@@ -228,6 +243,7 @@ class Engine:
         return {
             "measured_peak_bytes": self.peak_bytes,
             "measured_reserved_bytes": self.meters.steps.reserved_bytes,
+            "excess_bytes": 0 if self.running is None else self.running.excess_bytes,
             "allocation_retries": self.meters.steps.retries,
             "measured_overhead": self.meters.timing.overhead(),
             "steps": self.meters.steps.steps,

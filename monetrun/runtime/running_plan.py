@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from monetrun.capture import cost
@@ -36,6 +38,7 @@ class RunningPlan:
 
     Attributes:
         schedules: by the graphs' fingerprints: the plan's, and those for other shapes.
+        excess_bytes: what planned steps reserved beyond the plan, once seen.
 
     Raises:
         PlanMismatch: the plan was made with another torch.
@@ -55,6 +58,7 @@ class RunningPlan:
         self.steps = steps
         self.known = known
         self.record = record
+        self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
         self._ruled_out = RuledOut()
         if record is not None:
             self._ruled_out.add_recorded(record)
@@ -92,7 +96,34 @@ class RunningPlan:
         self.record = record
         budget_bytes, algorithm = self.plan.budget_bytes, self.settings.algorithm
         options = self.settings.solver_options()
-        self._follow(agreement.plan_in_rank_0(lambda: planner.plan_step(record, budget_bytes, algorithm, options)))
+        made = agreement.plan_in_rank_0(
+            lambda: planner.plan_step(record, budget_bytes, algorithm, options), self.device
+        )
+        self._follow(made)
+
+    def correct(self) -> bool:
+        """Plan again where the first planned steps reserved more than the plan says; gives whether that was done.
+
+        Only in a process of its own, since ranks may see different excesses; the launcher keeps what was seen, so
+        that the next launch plans with it.
+        """
+        memory = None if self.record is None else self.record.memory
+        if self.record is None or memory is None or self.plan.pool is None:
+            return False
+        excess = self.steps.reserved_bytes - self.plan.pool.planned_bytes
+        if self.steps.retries:  # what was free in pieces was given back to the driver, so that it was not reserved
+            excess = max(excess, memory.settings.large_segment_bytes)
+        if excess <= 0:
+            return False
+        self.excess_bytes = memory.excess_bytes + excess
+        if agreement.several_ranks():
+            return False
+        record = replace(self.record, memory=replace(memory, excess_bytes=self.excess_bytes))
+        budget_bytes, options = self.plan.budget_bytes, self.settings.solver_options()
+        plan = planner.plan_step(record, budget_bytes, self.settings.algorithm, options)
+        self.record = record
+        self._follow(plan)
+        return True
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's index in the record (-1: none), and its schedule: the plan's, or one for the graph's shapes.

@@ -51,6 +51,11 @@ class StepMeter:
         self._detail = None
         self.stretches = ()
 
+    @property
+    def settled(self) -> bool:
+        """Whether optimizer state and gradients lie where they will lie in all further steps."""
+        return self.steps > _SETTLING_STEPS
+
     def forward_begins(self) -> None:
         """A planned model is called in training."""
         if self._within_step:
