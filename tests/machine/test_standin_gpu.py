@@ -40,7 +40,7 @@ def test_two_unlike_devices_are_counted_apart_and_the_driver_agrees_with_nvml(ex
     script = """
 from monetrun.machine import device
 a, b = take(100, "cuda:0"), take(300, "cuda:1")
-show([torch.cuda.mem_get_info(i) for i in range(2)], counters().held_bytes)
+show([torch.cuda.mem_get_info(i)[::-1] for i in range(2)], counters().held_bytes)
 show([(info.total_bytes, info.free_bytes) for info in device.query("cuda", 2)])
 del b
 torch.cuda.empty_cache()
