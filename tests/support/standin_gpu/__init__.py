@@ -18,6 +18,7 @@ from .build import Unavailable, build
 __all__ = [
     "Counters",
     "Unavailable",
+    "build",
     "counters",
     "environment",
     "parse_counters",
@@ -79,6 +80,8 @@ def environment(
     variables = {
         "LD_PRELOAD": _before(str(folder / "libstandin_runtime.so"), "LD_PRELOAD"),
         "LD_LIBRARY_PATH": _before(str(folder), "LD_LIBRARY_PATH"),
+        # a library with CUDA's runtime linked into it would look for a real driver
+        "NVCC_APPEND_FLAGS": f"{os.environ.get('NVCC_APPEND_FLAGS', '')} -cudart shared".strip(),
         "STANDIN_GPU_GIB": ",".join(map(str, sizes)),
         "STANDIN_GPUS": str(len(sizes) if devices is None else devices),
         "STANDIN_GPU_OTHERS_MIB": ",".join(map(str, _row(others_mib))),

@@ -8,13 +8,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from support.standin_gpu import Unavailable, environment
+from support.standin_gpu import Unavailable, build, environment
 
 if len(sys.argv) < 2:
     sys.exit(__doc__)
 try:
-    # commands that one user starts share one machine, as they would a real one
-    variables = environment(state=Path(f"/tmp/standin-gpu-{os.getuid()}.state"))
+    # commands that share a cache folder share one machine, as they would a real one
+    variables = environment(state=build().parent / "machine.state")
 except Unavailable as failure:
     sys.exit(f"the stand-in GPU cannot be built: {failure}")
 given = {name: value for name, value in os.environ.items() if name.startswith("STANDIN_GPU")}

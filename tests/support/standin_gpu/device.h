@@ -42,7 +42,8 @@ int standin_take(int device, size_t nbytes); /* 1 if the board had room */
 void standin_give(int device, size_t nbytes);
 void standin_fill(void *to, int value, size_t nbytes);
 
-/* Streams and events. The device's clock: each launch keeps its stream busy for STANDIN_GPU_KERNEL_US. */
+/* Streams and events. The device's clock: each launch, copy and fill keeps its stream busy for STANDIN_GPU_KERNEL_US. */
+int standin_enqueue(CUstream stream);
 int standin_stream_new(CUstream *stream, int priority);
 int standin_stream_delete(CUstream stream);
 int standin_stream_priority(CUstream stream, int *priority);

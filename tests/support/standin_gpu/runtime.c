@@ -108,40 +108,38 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *about, const 
     about->hostPointer = range.kind == KIND_HOST ? (void *)pointer : NULL;
     return cudaSuccess;
 }
-static cudaError_t copy(void *to, const void *from, size_t nbytes) {
+static cudaError_t copy(void *to, const void *from, size_t nbytes, cudaStream_t stream) {
     if (standin_failed()) return told(FAULT);
-    standin_touch(standin_current());
     COUNT(memcpys);
     memmove(to, from, nbytes);
-    return cudaSuccess;
+    return told(standin_enqueue(stream));
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    (void)kind, (void)stream;
-    return copy(to, from, n);
+    (void)kind;
+    return copy(to, from, n, stream);
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind) {
     (void)kind;
-    cudaError_t code = told(standin_stream_wait(0));
-    return code ? code : copy(to, from, n);
+    cudaError_t code = copy(to, from, n, 0);
+    return code ? code : told(standin_stream_wait(0));
 }
 cudaError_t cudaMemcpyPeerAsync(void *to, int d, const void *from, int s, size_t n, cudaStream_t stream) {
-    (void)d, (void)s, (void)stream;
-    return copy(to, from, n);
+    (void)d, (void)s;
+    return copy(to, from, n, stream);
 }
 cudaError_t cudaMemcpy2DAsync(void *to, size_t pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                               enum cudaMemcpyKind kind, cudaStream_t stream) {
-    (void)kind, (void)stream;
+    (void)kind;
     if (standin_failed()) return told(FAULT);
     COUNT(memcpys);
     for (size_t row = 0; row < height; row++) memmove((char *)to + row * pitch, (const char *)from + row * from_pitch, width);
-    return cudaSuccess;
+    return told(standin_enqueue(stream));
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t n, cudaStream_t stream) {
-    (void)stream;
     if (standin_failed()) return told(FAULT);
     COUNT(memsets);
     standin_fill(to, value, n);
-    return cudaSuccess;
+    return told(standin_enqueue(stream));
 }
 cudaError_t cudaMemset(void *to, int value, size_t n) { return cudaMemsetAsync(to, value, n, 0); }
 cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t n, size_t at, enum cudaMemcpyKind kind) {
@@ -227,15 +225,13 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatu
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t s, enum cudaStreamCaptureStatus *status) { return cudaStreamIsCapturing(s, status); }
 cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t s, enum cudaStreamCaptureStatus *status) { return cudaStreamIsCapturing(s, status); }
 cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *data) {
-    cudaError_t code = told(standin_stream_wait(s));
-    if (!code) f(data);
-    return code;
+    f(data); /* all that was enqueued before it is done */
+    return told(standin_enqueue(s));
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void *data, unsigned flags) {
     (void)flags;
-    cudaError_t code = told(standin_stream_wait(s));
-    f(s, code, data);
-    return code;
+    f(s, (cudaError_t)standin_failed(), data);
+    return told(standin_enqueue(s));
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags) { return told(standin_event_new(e, flags)); }
 cudaError_t cudaEventCreate(cudaEvent_t *e) { return told(standin_event_new(e, 0)); }

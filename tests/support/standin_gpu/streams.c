@@ -1,6 +1,6 @@
 /* Streams and events of the stand-in: order and time as host code sees them.
  *
- * Work is done when it is enqueued; only its time lies in the future. Each launch keeps its stream busy for
+ * Work is done when it is enqueued; only its time lies in the future. Each launch, copy and fill keeps its stream busy for
  * STANDIN_GPU_KERNEL_US microseconds (0 unless set), so events, queries and waits behave as with a device that lags. */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -61,7 +61,7 @@ int standin_failed(void) {
     unsigned long long at = fault_at();
     return at && __atomic_load_n(&standin_counts[COUNT_kernel_launches], __ATOMIC_RELAXED) >= at ? FAULT : 0;
 }
-static int enqueue(CUstream handle) {
+int standin_enqueue(CUstream handle) {
     struct stream *stream = of(handle);
     if (!stream) return INVALID_HANDLE;
     standin_touch(stream->device);
@@ -76,11 +76,11 @@ static int enqueue(CUstream handle) {
 int standin_launch(CUstream stream) {
     int failed = standin_failed(); /* as on a device, the launch that breaks it succeeds */
     COUNT(kernel_launches);
-    return failed ? failed : enqueue(stream);
+    return failed ? failed : standin_enqueue(stream);
 }
 void standin_library_launch(CUstream stream) {
     COUNT(library_calls);
-    enqueue(stream);
+    standin_enqueue(stream);
 }
 
 /* ---- streams */
