@@ -15,7 +15,7 @@ from functools import cached_property
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.core.plain import PlainPeaks
-from monetrun.core.plan import Schedule
+from monetrun.core.plan import Schedule, plain_schedule
 from monetrun.core.simulate import simulate
 
 OUTSIDE = "outside"
@@ -134,7 +134,11 @@ class StepRecord:
 
 
 def with_plain_peaks(record: StepRecord, plain: PlainPeaks) -> StepRecord:
-    """The record with the measured peaks of the plain run."""
+    """The record with the measured peaks of the plain run.
+
+    They also tell when the script drops the last step's outputs, which one recorded step does not: as soon as it has
+    new ones, or not before the backward begins.
+    """
     if record.memory is None:
         return record
     measured = replace(
@@ -142,7 +146,25 @@ def with_plain_peaks(record: StepRecord, plain: PlainPeaks) -> StepRecord:
         plain_allocated_bytes=plain.allocated_bytes,
         plain_reserved_bytes=plain.reserved_bytes,
     )
-    return replace(record, memory=measured)
+    late = replace(record, memory=measured)
+    early = replace(late, events=_dropping_outputs_early(record.events))
+
+    def error(candidate: StepRecord) -> int:
+        peak = replay(candidate, [plain_schedule(g) for g in candidate.graphs]).peak_bytes
+        return abs(peak - plain.allocated_bytes)
+
+    return min(late, early, key=error)
+
+
+def _dropping_outputs_early(events: Sequence[Event]) -> tuple[Event, ...]:
+    """The events with the last step's outputs freed right after the first forward."""
+    drops = [e for e in events if e.name == LAST_OUTPUTS and e.delta_bytes < 0]
+    forward = next((i for i, e in enumerate(events) if e.kind == FORWARD), None)
+    if not drops or forward is None:
+        return tuple(events)
+    rest = [e for e in events if e not in drops]
+    forward = rest.index(events[forward])
+    return (*rest[: forward + 1], *drops, *rest[forward + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

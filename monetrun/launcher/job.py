@@ -226,7 +226,7 @@ class Job:
         """Set ``plan``, from the cache or by the solver."""
         record_key = keys.record_key(self.options, self.ranks)
         budget_bytes = self.budget_bytes()
-        plan_key = keys.plan_key(self.options, record_key, budget_bytes)
+        plan_key = keys.plan_key(self.options, record_key, budget_bytes, record)
         self.plan = self._store.get("plan", plan_key, Plan) if self._store else None
         if self.plan is None:
             self.from_cache = False
@@ -251,6 +251,14 @@ class Job:
                 self._store.put("plan", smallest_key, refused.smallest_schedules)
             raise
 
+    def _keep_excess(self, excess_bytes: int) -> None:
+        """Keep what planned steps reserved beyond the plan with the record: the next launch plans with it."""
+        memory = None if self.record is None else self.record.memory
+        if self.record is None or memory is None or self._store is None or excess_bytes <= memory.excess_bytes:
+            return
+        seen = replace(self.record, memory=replace(memory, excess_bytes=excess_bytes))
+        self._store.put("probe", keys.record_key(self.options, self.ranks), seen)
+
     def _given_bytes(self) -> int:
         """The budget if it was given in bytes, else 0."""
         return int(self.budget.value) if self.budget.kind == BYTES else 0
@@ -266,6 +274,7 @@ class Job:
         outcome = report.read_outcome(self._reports)
         if self._store is not None and outcome.plan is not None and outcome.measured_step is not None:
             self._store.put("measured", keys.measured_key(outcome.plan), outcome.measured_step)
+        self._keep_excess(outcome.excess_bytes)
         if self.options.json:
             print(json.dumps(report.outcome_json(outcome)))
         if not self.options.quiet:

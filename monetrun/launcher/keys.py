@@ -50,13 +50,14 @@ def plain_key(options: LaunchOptions, ranks: Ranks) -> str:
     return key("plain", record_key(options, ranks))
 
 
-def plan_key(options: LaunchOptions, record_key: str, budget_bytes: int | None) -> str:
+def plan_key(options: LaunchOptions, record_key: str, budget_bytes: int | None, record: StepRecord) -> str:
     """Key of the plan: the record, the budget, and the options of the solver.
 
     Args:
         options: of the launch.
         record_key: from ``record_key``.
         budget_bytes: None if the budget is a share of the plain peak.
+        record: what runs of it have shown may change its plan.
     """
     return key(
         "plan",
@@ -68,6 +69,7 @@ def plan_key(options: LaunchOptions, record_key: str, budget_bytes: int | None) 
         options.solver_seconds,
         not options.recompute,
         options.implementations,
+        *(() if record.memory is None else (record.memory.plain_reserved_bytes, record.memory.excess_bytes)),
     )
 
 

@@ -133,6 +133,7 @@ class Outcome:
         measured_peak_bytes: the most that any rank allocated in a training step; None if that was not counted.
         measured_reserved_bytes: the most that any rank's CUDA allocator reserved; None on a CPU.
         retries: how often an allocator gave cached memory back in settled steps; None on a CPU.
+        excess_bytes: what planned steps reserved beyond what is derived from their schedules.
         measured_overhead: seconds of recomputation over all other seconds of the timed calls, the largest of all ranks;
             None if not measured.
         steps: training steps of rank 0.
@@ -144,6 +145,7 @@ class Outcome:
     measured_peak_bytes: int | None
     measured_reserved_bytes: int | None
     retries: int | None
+    excess_bytes: int
     measured_overhead: float | None
     steps: int
     warnings: tuple[str, ...]
@@ -167,6 +169,7 @@ def read_outcome(folder: Path) -> Outcome:
         measured_peak_bytes=max(peaks) if peaks else None,
         measured_reserved_bytes=max(reserved) if reserved else None,
         retries=max(int(r.get("allocation_retries", 0)) for r in reports) if reserved else None,
+        excess_bytes=max((int(r.get("excess_bytes", 0)) for r in reports), default=0),
         measured_overhead=max(overheads) if overheads else None,
         steps=max((int(r.get("steps", 0)) for r in reports), default=0),
         warnings=tuple(warnings),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, plain_schedule
-from monetrun.core.requests import Reserved, reserved
+from monetrun.core.requests import Reserved, reserved, reserved_under
 from monetrun.core.step import StepRecord, replay
 
 # The first target gets half of the solver's time, the others share the rest.
@@ -35,6 +35,15 @@ class OverBudget(Exception):
 
 
 Within = Callable[[int, Options, Sequence[Sequence[Schedule]]], Found]
+
+
+def plain_reserved_bytes(record: StepRecord) -> int:
+    """What the plain run reserves: measured, else as the allocator's model has it under the user's own settings."""
+    assert record.memory is not None
+    if record.memory.plain_reserved_bytes:
+        return record.memory.plain_reserved_bytes
+    plain = [plain_schedule(g) for g in record.graphs]
+    return reserved_under(record, plain, record.memory.plain_settings).peak_bytes
 
 
 def found_within(

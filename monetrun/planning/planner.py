@@ -11,12 +11,12 @@ from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
 from monetrun.core.graph import EXACT, FORWARD, KINDS, Costs, Graph, dominated, without
 from monetrun.core.options import Options
 from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, plain_schedule
-from monetrun.core.requests import Reserved, reserved, reserved_under
+from monetrun.core.requests import Reserved, reserved
 from monetrun.core.round_graph import RoundGraph, join_round
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, StepTimeline, replay
 from monetrun.planning import device_budget
-from monetrun.planning.device_budget import Found
+from monetrun.planning.device_budget import Found, plain_reserved_bytes
 from monetrun.planning.separate_graphs import SeparateRound
 from monetrun.solve import greedy
 from monetrun.solve.tidy import in_place_where_legal
@@ -187,15 +187,6 @@ def plain_bytes(record: StepRecord, base: Baseline) -> int:
     return base.plain.peak_bytes if record.memory is None else plain_reserved_bytes(record)
 
 
-def plain_reserved_bytes(record: StepRecord) -> int:
-    """What the plain run reserves: measured, else as the allocator's model has it under the user's own settings."""
-    assert record.memory is not None
-    if record.memory.plain_reserved_bytes:
-        return record.memory.plain_reserved_bytes
-    plain = [plain_schedule(g) for g in record.graphs]
-    return reserved_under(record, plain, record.memory.plain_settings).peak_bytes
-
-
 def _found_within(
     record: StepRecord,
     budget_bytes: int,
@@ -247,7 +238,7 @@ def _plan(
     return Plan(
         graphs=tuple(GraphPlan.of(g, s) for g, s in zip(record.graphs, found.schedules, strict=True)),
         budget_bytes=budget_bytes,
-        plain_peak_bytes=_plain_peak_bytes(record, base),
+        plain_peak_bytes=(record.memory and record.memory.plain_allocated_bytes) or base.plain.peak_bytes,
         planned_peak_bytes=timeline.peak_bytes,
         overhead=overhead,
         bound=min(overhead, found.bound_seconds / plain_seconds - 1.0) if plain_seconds else 0.0,
@@ -258,12 +249,6 @@ def _plan(
         ledger=rows,
         pool=pool,
     )
-
-
-def _plain_peak_bytes(record: StepRecord, base: Baseline) -> int:
-    """Allocated at most in the plain step: measured, else as ``replay`` has it."""
-    measured = record.memory.plain_allocated_bytes if record.memory is not None else 0
-    return measured or base.plain.peak_bytes
 
 
 def ledger(record: StepRecord, peak_bytes: int) -> dict[str, int]:
