@@ -43,6 +43,27 @@ void pack_bits(const Tensor& x, const Tensor& mask, Keep keep) {
   launch(x, packs(x.numel()), PackBits<T, Keep>{from, write<uint8_t>(mask), x.numel(), aligned(from), keep});
 }
 
+// A mask of one byte for each element, as ATen's dropout gives it; a thread takes eight.
+struct PackBytes {
+  const uint8_t* from;
+  uint8_t* bytes;
+  int64_t count;
+  bool whole;
+
+  __device__ void operator()(int64_t p) const {
+    uint64_t values = 0;
+    if (whole && (p + 1) * kPack <= count) {
+      values = reinterpret_cast<const uint64_t*>(from)[p];
+    } else {
+      for (int i = 0; i < kPack && p * kPack + i < count; ++i)
+        values |= static_cast<uint64_t>(from[p * kPack + i]) << (8 * i);
+    }
+    unsigned bits = 0;
+    for (int i = 0; i < kPack; ++i) bits |= static_cast<unsigned>((values >> (8 * i) & 0xff) != 0) << i;
+    bytes[p] = static_cast<uint8_t>(bits);
+  }
+};
+
 inline Tensor range_mask(const Tensor& x, double low, double high) {
   check_dense(x, "x");
   Tensor mask = new_bytes(x, mask_bytes(x.numel()));
@@ -57,6 +78,11 @@ inline Tensor range_mask(const Tensor& x, double low, double high) {
 inline Tensor nonzero_mask(const Tensor& x) {
   check_dense(x, "x");
   Tensor mask = new_bytes(x, mask_bytes(x.numel()));
+  if (x.scalar_type() == ScalarType::Bool) {
+    const uint8_t* from = read<uint8_t>(x);
+    launch(x, packs(x.numel()), PackBytes{from, write<uint8_t>(mask), x.numel(), aligned(from)});
+    return mask;
+  }
   for_dtype(x, [&](auto typed) {
     using T = typename decltype(typed)::type;
     pack_bits<T>(x, mask, NotZero<Arithmetic<T>>{});
@@ -122,16 +148,31 @@ inline Tensor mask_backward_into(const Tensor& grad, const Tensor& mask, double 
   return out;
 }
 
-inline Tensor mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
+// `rounded`: whether the factor is rounded to the dtype, as a tensor of noise would be.
+inline Tensor scale_by_bits(const Tensor& x, const Tensor& mask, double scale, bool rounded, const Tensor& out) {
   check_dense(x, "x");
   check_mask(mask, x.numel());
   for_dtype(x, [&](auto typed) {
     using T = typename decltype(typed)::type;
     using A = Arithmetic<T>;
-    // rounded to T, as a tensor of noise would be
-    change_by_bits<T>(x, mask, out, TimesFactorOrZero<T>{static_cast<A>(T(static_cast<A>(scale)))});
+    const A factor = rounded ? static_cast<A>(T(static_cast<A>(scale))) : static_cast<A>(scale);
+    change_by_bits<T>(x, mask, out, TimesFactorOrZero<T>{factor});
   });
   return out;
 }
+
+inline Tensor mask_scale_into(const Tensor& x, const Tensor& mask, double scale, const Tensor& out) {
+  return scale_by_bits(x, mask, scale, true, out);
+}
+
+inline Tensor dropout_backward(const Tensor& grad, const Tensor& mask, double scale) {
+  return scale_by_bits(grad, mask, scale, false, torch::stable::empty_like(grad));
+}
+inline Tensor dropout_backward_(const Tensor& grad, const Tensor& mask, double scale) {
+  return scale_by_bits(grad, mask, scale, false, grad);
+}
+
+MONET_KERNEL(dropout_backward);
+MONET_KERNEL(dropout_backward_);
 
 }  // namespace monet
