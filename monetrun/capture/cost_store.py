@@ -36,6 +36,8 @@ def measure(
     new: dict[str, OperatorCost] = {}
     for joint in joints:
         new.update(cost.measure(joint, {**known, **new}, meter, device))
+    if new and device.type == "cuda":
+        torch.cuda.empty_cache()  # what the measurement took beyond what training takes
     found = {**known, **new}
     return found if store is None else {**found, **store.update(_KIND, _key(device), new, OperatorCost)}
 

@@ -18,6 +18,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from monetrun.capture.clock import Clock
 from monetrun.capture.joint import JointGraph
+from monetrun.capture.lowering import lower
 from monetrun.core.errors import ScheduleError
 from monetrun.core.graph import FORWARD
 from monetrun.core.plan import Schedule, Step
@@ -91,6 +92,7 @@ class _Builder:
         return self._module(into.graph), self._module(self._with_inputs())
 
     def _module(self, graph: fx.Graph) -> fx.GraphModule:
+        lower(graph)
         graph.lint()
         return fx.GraphModule(self.joint.module, graph)
 

@@ -16,8 +16,21 @@ from torch import fx
 from monetrun.ops.registry import Call
 
 
+def empty_like(value: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the shape, strides, dtype and device of ``value``."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+New = Callable[[torch.Tensor], torch.Tensor]
+
+
 def make(
-    call: Call, *, made: dict[fx.Node, Any] | None = None, random: bool = False, spread_indices: bool = False
+    call: Call,
+    *,
+    made: dict[fx.Node, Any] | None = None,
+    random: bool = False,
+    spread_indices: bool = False,
+    new: New = empty_like,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``call``, with a made-up tensor for each node.
 
@@ -29,46 +42,92 @@ def make(
         random: floating-point and complex numbers are normally distributed, booleans true or false alike, and what an
             optional operator gives is computed from its operands: for comparing two calls.
         spread_indices: operands that are indices are spread over their range (see ``index_bounds``).
+        new: gives a tensor of a fake one's form.
     """
-    made = {} if made is None else made
     bounds = index_bounds(call) if spread_indices else {}
+    maker = _Maker({} if made is None else made, bounds, random, new)
+    return fx.map_arg((call.args, call.kwargs), maker.operand)  # type: ignore[return-value]
 
-    def operand(node: fx.Node) -> Any:
-        if node not in made:
-            made[node] = computed(node) if random and "monetrun_optional" in node.meta else made_up(node)
-        return made[node]
 
-    def computed(node: fx.Node) -> Any:
-        arguments, keywords = fx.map_arg((node.args, node.kwargs), operand)
-        return node.target(*arguments, **keywords)  # type: ignore[operator]
+class _Maker:
+    """Makes the operands of one call.
 
-    def made_up(node: fx.Node) -> Any:
+    Not a function with functions in it: they would refer to each other, and so keep the tensors after the call.
+    """
+
+    def __init__(self, made: dict[fx.Node, Any], bounds: dict[fx.Node, int], random: bool, new: New) -> None:
+        self.made = made
+        self.bounds = bounds
+        self.random = random
+        self.new = new
+
+    def operand(self, node: fx.Node) -> Any:
+        if node not in self.made:
+            self.made[node] = self._value(node)
+        return self.made[node]
+
+    def _value(self, node: fx.Node) -> Any:
+        if self.random and "monetrun_optional" in node.meta:
+            arguments, keywords = fx.map_arg((node.args, node.kwargs), self.operand)
+            return node.target(*arguments, **keywords)  # type: ignore[operator]
         value = node.meta.get("val")
         if isinstance(value, (tuple, list)):
-            return type(value)(_tensor(v, random) if isinstance(v, torch.Tensor) else v for v in value)
+            return type(value)(self._tensor(v) if isinstance(v, torch.Tensor) else v for v in value)
         if not isinstance(value, torch.Tensor):
             return value
-        tensor = _tensor(value, random)
-        if node in bounds:
-            spread(tensor, bounds[node])
+        tensor = self._tensor(value)
+        if node in self.bounds:
+            spread(tensor, self.bounds[node])
         return tensor
 
-    return fx.map_arg((call.args, call.kwargs), operand)  # type: ignore[return-value]
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        tensor = self.new(value)
+        whole = tensor.as_strided((span(value),), (1,)) if tensor.numel() else tensor
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            whole.normal_() if self.random else whole.fill_(0.5)
+        elif value.dtype == torch.bool and self.random:
+            whole.bernoulli_(0.5)
+        else:
+            whole.zero_()
+        return tensor
 
 
-def _tensor(value: torch.Tensor, random: bool) -> torch.Tensor:
-    tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    whole = tensor.as_strided((_span(value),), (1,)) if tensor.numel() else tensor
-    if value.dtype.is_floating_point or value.dtype.is_complex:
-        whole.normal_() if random else whole.fill_(0.5)
-    elif value.dtype == torch.bool and random:
-        whole.bernoulli_(0.5)
-    else:
-        whole.zero_()
-    return tensor
+class Arena:
+    """One block of memory, from which tensors are taken one after the other.
+
+    Many operands of changing sizes would leave the caching allocator with many blocks that fit nothing else.
+
+    Args:
+        nbytes: of the block.
+        device: that it is on.
+    """
+
+    _ALIGNMENT_BYTES = 512  # as the caching allocator's
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def clear(self) -> None:
+        """Begin at its start again; tensors that were taken are overwritten."""
+        self._used = 0
+
+    def new(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of the form of ``value``.
+
+        Raises:
+            MemoryError: the block has no room for it.
+        """
+        nbytes = span(value) * value.element_size() if value.numel() else 0
+        if self._used + nbytes > self._block.numel():
+            raise MemoryError(f"the arena has {self._block.numel() - self._used} bytes left, not {nbytes}")
+        part = self._block[self._used : self._used + nbytes].view(value.dtype)
+        self._used += -(-nbytes // self._ALIGNMENT_BYTES) * self._ALIGNMENT_BYTES
+        return part.as_strided(value.shape, value.stride())
 
 
-def _span(value: torch.Tensor) -> int:
+def span(value: torch.Tensor) -> int:
+    """How many elements lie between the first and the last in memory, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
@@ -77,7 +136,7 @@ def _span(value: torch.Tensor) -> int:
 
 def spread(tensor: torch.Tensor, bound: int) -> None:
     """Fill with integers of ``range(bound)``, far from their neighbours, none twice before each was used once."""
-    whole = tensor.as_strided((_span(tensor),), (1,)) if tensor.numel() else tensor
+    whole = tensor.as_strided((span(tensor),), (1,)) if tensor.numel() else tensor
     step = max(1, round(bound * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, bound) != 1:
         step += 1

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from monetrun.capture import operands
 from monetrun.capture.clock import Clock, EventClock
@@ -18,7 +17,7 @@ from monetrun.ops.registry import Call
 # A batch is about so long that an event's resolution (half a microsecond) does not show.
 _BATCH_SECONDS = 5e-4
 _MOST_REPEATS = 40
-# Operands are taken in turn from so many times the second-level cache, so that each call reads them from memory.
+# Operands are taken in turn from an arena of so many times the second-level cache, so that calls read them from memory.
 _CACHES = 2
 # The host needs this many times longer for a batch than for as many single calls, at most.
 _LEAD = 1.5
@@ -75,8 +74,7 @@ class DeviceTimer:
 
     Args:
         clock: of the device.
-        cache_bytes: of the device's second-level cache.
-        spare_bytes: gives the bytes that may be allocated now.
+        new_arena: gives the memory for further operands, a few times the cache.
         wait: has the device wait for so many cycles.
         host_clock: gives the host's seconds.
     """
@@ -87,16 +85,15 @@ class DeviceTimer:
     def __init__(
         self,
         clock: Clock,
-        cache_bytes: int,
-        spare_bytes: Callable[[], int],
+        new_arena: Callable[[], operands.Arena],
         wait: Callable[[int], None],
         host_clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock
-        self.cache_bytes = cache_bytes
-        self.spare_bytes = spare_bytes
+        self.new_arena = new_arena
         self.wait = wait
         self.host_clock = host_clock
+        self._arena: operands.Arena | None = None
 
     def seconds(self, call: Call) -> float:
         """Seconds of one call, each on operands that were not used lately."""
@@ -125,21 +122,16 @@ class DeviceTimer:
         return self.clock.seconds(start, self.clock.mark())
 
     def _operand_sets(self, call: Call) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Operands for calls in turn: as many sets as exceed the cache, within half of the memory that is free."""
+        """Operands for calls in turn: as many sets as fill the arena."""
         sets = [operands.make(call, spread_indices=True)]
-        storages = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-            for t in tree_leaves(sets[0])
-            if isinstance(t, torch.Tensor)
-        }
-        nbytes = max(1, sum(storages.values()))
-        wanted = min(_MOST_REPEATS, math.ceil(_CACHES * self.cache_bytes / nbytes))
-        wanted = min(wanted, 1 + max(0, self.spare_bytes()) // 2 // nbytes)
+        if self._arena is None:
+            self._arena = self.new_arena()
+        self._arena.clear()
         try:
-            while len(sets) < wanted:
-                sets.append(operands.make(call, spread_indices=True))
-        except torch.OutOfMemoryError:
-            pass  # the free memory is in pieces: those sets that fit are used
+            while len(sets) < _MOST_REPEATS:
+                sets.append(operands.make(call, spread_indices=True, new=self._arena.new))
+        except MemoryError:
+            pass  # it is full
         return sets
 
 
@@ -147,8 +139,16 @@ def timer_for(meter: Meter, device: torch.device) -> Timer:
     """The timer of operators on ``device``."""
     if device.type != "cuda":
         return HostTimer(meter)
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return DeviceTimer(EventClock(device), cache_bytes, lambda: _spare_bytes(device), torch.cuda._sleep)
+    return DeviceTimer(EventClock(device), lambda: _arena(device), torch.cuda._sleep)
+
+
+def _arena(device: torch.device) -> operands.Arena:
+    """Memory of twice the second-level cache, but of no more than a quarter of what is free."""
+    wanted = _CACHES * torch.cuda.get_device_properties(device).L2_cache_size
+    try:
+        return operands.Arena(min(wanted, _spare_bytes(device) // 4), device)
+    except torch.OutOfMemoryError:  # what is free is in pieces
+        return operands.Arena(0, device)
 
 
 def _spare_bytes(device: torch.device) -> int:
