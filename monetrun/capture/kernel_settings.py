@@ -10,7 +10,7 @@ import torch
 
 # (name, how to read it)
 _SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
-    ("float32 matmul precision", torch.get_float32_matmul_precision),
+    ("float32 matmul precision", lambda: torch.get_float32_matmul_precision()),
     ("fp32_precision", lambda: torch.backends.fp32_precision),  # type: ignore[attr-defined]
     ("matmul.fp32_precision", lambda: torch.backends.cuda.matmul.fp32_precision),
     ("matmul.allow_tf32", lambda: torch.backends.cuda.matmul.allow_tf32),
@@ -25,8 +25,8 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("cudnn.allow_tf32", lambda: torch.backends.cudnn.allow_tf32),
     ("cudnn.fp32_precision", lambda: torch.backends.cudnn.fp32_precision),
     ("cudnn.conv.fp32_precision", lambda: torch.backends.cudnn.conv.fp32_precision),  # type: ignore[attr-defined]
-    ("deterministic algorithms", torch.are_deterministic_algorithms_enabled),
-    ("deterministic algorithms, only warn", torch.is_deterministic_algorithms_warn_only_enabled),
+    ("deterministic algorithms", lambda: torch.are_deterministic_algorithms_enabled()),
+    ("deterministic algorithms, only warn", lambda: torch.is_deterministic_algorithms_warn_only_enabled()),
     ("fill uninitialized memory", lambda: torch.utils.deterministic.fill_uninitialized_memory),  # type: ignore[attr-defined]
 )
 
