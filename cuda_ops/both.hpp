@@ -7,6 +7,7 @@ using int64_t = long;
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
 using uint32_t = unsigned int;
+using uint64_t = unsigned long;
 #else
 #include <cstdint>
 #endif

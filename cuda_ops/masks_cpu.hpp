@@ -20,6 +20,15 @@ void pack(const Tensor& x, const Tensor& mask, Dropped dropped) {
   });
 }
 
+// From a mask of one byte for each element, as ATen's dropout gives it.
+inline void pack_bytes(const uint8_t* from, int64_t count, uint8_t* bytes) {
+  for (int64_t p = 0; p < mask_bytes(count); ++p) {
+    unsigned bits = 0;
+    for (int64_t i = 0; i < 8 && p * 8 + i < count; ++i) bits |= static_cast<unsigned>(from[p * 8 + i] != 0) << i;
+    bytes[p] = static_cast<uint8_t>(bits);
+  }
+}
+
 inline Tensor range_mask(const Tensor& x, double low, double high) {
   check_dense(x, "x");
   Tensor mask = new_bytes(x, mask_bytes(x.numel()));
@@ -35,6 +44,10 @@ inline Tensor range_mask(const Tensor& x, double low, double high) {
 inline Tensor nonzero_mask(const Tensor& x) {
   check_dense(x, "x");
   Tensor mask = new_bytes(x, mask_bytes(x.numel()));
+  if (x.scalar_type() == ScalarType::Bool) {
+    pack_bytes(read<uint8_t>(x), x.numel(), write<uint8_t>(mask));
+    return mask;
+  }
   for_dtype(x, [&](auto typed) {
     using T = typename decltype(typed)::type;
     pack<T>(x, mask, [](Values<T> v) { return equal_bits(v, Values<T>{}); });

@@ -27,6 +27,22 @@ extern "C" __global__ void nonzero_mask(const T* x, uint8_t* mask, int64_t count
   pack_bits(x, mask, count, whole, [](A value) { return value != 0; });
 }
 
+// From a mask of one byte for each element, as ATen's dropout gives it.
+extern "C" __global__ void nonzero_bytes(const uint8_t* x, uint8_t* mask, int64_t count, int64_t whole) {
+  for (int64_t p = first_index(); p < packs(count); p += index_step()) {
+    uint64_t values = 0;
+    if (whole && (p + 1) * kPack <= count) {
+      values = reinterpret_cast<const uint64_t*>(x)[p];
+    } else {
+      for (int i = 0; i < kPack && p * kPack + i < count; ++i)
+        values |= static_cast<uint64_t>(x[p * kPack + i]) << (8 * i);
+    }
+    unsigned bits = 0;
+    for (int i = 0; i < kPack; ++i) bits |= static_cast<unsigned>((values >> (8 * i) & 0xff) != 0) << i;
+    mask[p] = static_cast<uint8_t>(bits);
+  }
+}
+
 // --- values changed by bits
 
 template <class Change>
@@ -49,8 +65,10 @@ extern "C" __global__ void mask_backward(const T* grad, const uint8_t* mask, T* 
   });
 }
 
-extern "C" __global__ void mask_scale(const T* x, const uint8_t* mask, T* to, int64_t count, int64_t whole, A scale) {
-  const A factor = static_cast<A>(T(scale));  // rounded to T, as a tensor of noise would be
+// `rounded`: whether the factor is rounded to T, as a tensor of noise would be.
+extern "C" __global__ void mask_scale(const T* x, const uint8_t* mask, T* to, int64_t count, int64_t whole, A scale,
+                                      int64_t rounded) {
+  const A factor = rounded ? static_cast<A>(T(scale)) : scale;
   change_by_bits(x, mask, to, count, whole,
                  [=](T value, bool bit) { return T(static_cast<A>(value) * (bit ? factor : A(0))); });
 }

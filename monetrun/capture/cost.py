@@ -1,16 +1,15 @@
 """What each operator costs: measured on this device, one call at a time, or estimated from bytes and flops.
 
-Every distinct call (target, shapes, dtypes, layouts, constants) is timed in interleaved rounds, and the median is kept
-in the store, so that a second run plans with the same numbers. The allocator counts a call's workspace: the bytes that
-it allocates beside its outputs.
+Every distinct call (target, shapes, dtypes, layouts, constants) is timed in interleaved rounds (see ``timer``), and the
+median is kept in the store, so that a second run plans with the same numbers. The allocator counts a call's workspace:
+the bytes that it allocates beside its outputs.
 """
 
 from __future__ import annotations
 
 import logging
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +17,13 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from monetrun.capture import roofline
+from monetrun.capture import data_sheet, operands, roofline
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
 from monetrun.capture.storages import block_bytes
+from monetrun.capture.timer import Timer, timer_for
 from monetrun.core.graph import Costs, Graph, Operator, counterpart
-from monetrun.ops import random
+from monetrun.ops import device_errors, random
 from monetrun.ops.registry import Call
 
 ROUNDS = 3
@@ -83,17 +83,32 @@ def modelled(joint: JointGraph, model: roofline.Device) -> Costs:
 
 
 def measure(
-    joint: JointGraph, known: Mapping[str, OperatorCost], meter: Meter, device: torch.device
+    joint: JointGraph,
+    known: Mapping[str, OperatorCost],
+    meter: Meter,
+    device: torch.device,
+    timer: Timer | None = None,
 ) -> dict[str, OperatorCost]:
     """Measure the implementations of ``joint`` whose signature is not in ``known``; gives the new entries only.
 
-    Inputs are made up with the captured shapes, strides and dtypes (integers are zero, which is a valid index
-    everywhere). Only one call's inputs and outputs are allocated at a time. The random number generators are left as
-    they were. A call that fails on such inputs is estimated, with a workspace as large as its results.
+    Operands are made up (see ``operands``), and only one call's are allocated at a time. The random number generators
+    are left as they were. A call that fails on such operands, or for lack of memory, is estimated by the device's
+    roofline, with a workspace as large as its results.
+
+    Args:
+        joint: the captured graph.
+        known: costs by signature.
+        meter: of the device.
+        device: that of the graph's tensors.
+        timer: by default the device's.
+
+    Raises:
+        RuntimeError: the device itself failed (see ``device_errors``): torch's own error.
     """
     todo = {signature: call for signature, (call, _) in joint.timed.items() if signature not in known}
     if not todo:
         return {}
+    timer = timer or timer_for(meter, device)
     seconds: dict[str, list[float]] = {signature: [] for signature in todo}
     workspace: dict[str, int] = {}
     failed: dict[str, OperatorCost] = {}
@@ -105,13 +120,15 @@ def measure(
                     continue
                 try:
                     if round_ == 0:
-                        workspace[signature] = _warm_up(call, meter)
-                    seconds[signature].append(_timed(call, meter))
+                        workspace[signature] = _workspace_bytes(call, meter, timer)
+                    seconds[signature].append(timer.seconds(call))
                 except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
+                    if device_errors.is_sticky(error, meter.synchronize):
+                        raise
                     _log.debug("%s cannot be timed alone (%s): estimated", call.target, error)
-                    failed[signature] = _estimate_after_failure(*joint.timed[signature])
+                    failed[signature] = _estimate_after_failure(*joint.timed[signature], device)
         trials = {s: calls for s, calls in joint.exactness_trials.items() if s in todo and s not in failed}
-        exact = {signature for signature, calls in trials.items() if _is_bitwise_identical(*calls)}
+        exact = {s for s, calls in trials.items() if _is_bitwise_identical(*calls, timer.spread_indices)}
     measured = {
         signature: OperatorCost(statistics.median(seconds[signature]), workspace[signature], True, signature in exact)
         for signature in todo
@@ -120,9 +137,10 @@ def measure(
     return {**measured, **failed}
 
 
-def _estimate_after_failure(call: Call, like: fx.Node) -> OperatorCost:
+def _estimate_after_failure(call: Call, like: fx.Node, device: torch.device) -> OperatorCost:
     results = (v for v in tree_leaves(like.meta.get("val")) if isinstance(v, torch.Tensor))
-    return replace(estimate(call, like), workspace_bytes=sum(v.nbytes for v in results))
+    estimated = estimate(call, like, data_sheet.present(device))
+    return replace(estimated, workspace_bytes=sum(v.nbytes for v in results))
 
 
 def as_tried(joint: JointGraph, known: Mapping[str, OperatorCost]) -> Graph:
@@ -138,12 +156,12 @@ def as_tried(joint: JointGraph, known: Mapping[str, OperatorCost]) -> Graph:
     return replace(joint.graph, operators=tuple(operators))
 
 
-def _is_bitwise_identical(call: Call, default: Call) -> bool:
+def _is_bitwise_identical(call: Call, default: Call, spread_indices: bool) -> bool:
     """Whether both calls give bitwise identical results of the same random operands (False where memory runs out)."""
-    operands: dict[fx.Node, Any] = {}
+    made: dict[fx.Node, Any] = {}
 
     def result(of: Call) -> Any:
-        arguments, keywords = _arguments(of, operands, torch.Tensor.normal_)
+        arguments, keywords = operands.make(of, made=made, random=True, spread_indices=spread_indices)
         return of.target(*arguments, **keywords)
 
     try:
@@ -154,43 +172,11 @@ def _is_bitwise_identical(call: Call, default: Call) -> bool:
     return all(torch.equal(one, other) for one, other in pairs if isinstance(other, torch.Tensor))
 
 
-def _arguments(
-    call: Call,
-    made: dict[fx.Node, Any] | None = None,
-    fill: Callable[[torch.Tensor], Any] = lambda tensor: tensor.fill_(0.5),
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments, each node a made-up tensor (floating-point ones filled by ``fill``); ``made`` holds them."""
-    made = {} if made is None else made
-
-    def make(argument: fx.Node) -> Any:
-        if argument not in made:
-            value = argument.meta.get("val")
-            if isinstance(value, (tuple, list)):
-                made[argument] = type(value)(_made_up(v, fill) if isinstance(v, torch.Tensor) else v for v in value)
-            else:
-                made[argument] = _made_up(value, fill) if isinstance(value, torch.Tensor) else value
-        return made[argument]
-
-    return fx.map_arg((call.args, call.kwargs), make)  # type: ignore[return-value]
-
-
-def _made_up(value: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> torch.Tensor:
-    tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    whole = tensor.as_strided((_span(value),), (1,)) if tensor.numel() else tensor
-    if value.dtype.is_floating_point or value.dtype.is_complex:
-        fill(whole)
-    else:
-        whole.zero_()
-    return tensor
-
-
-def _span(value: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-
-
-def _warm_up(call: Call, meter: Meter) -> int:
-    """Call once, and return the bytes allocated during the call beside its results."""
-    arguments, keywords = _arguments(call)
+def _workspace_bytes(call: Call, meter: Meter, timer: Timer) -> int:
+    """Call once, after the timer's first calls, and return the bytes allocated during it beside its results."""
+    arguments, keywords = operands.make(call, spread_indices=timer.spread_indices)
+    for _ in range(timer.first_calls):
+        call.target(*arguments, **keywords)
     before = meter.current_bytes()
     meter.reset_peak()
     result = call.target(*arguments, **keywords)
@@ -207,17 +193,6 @@ def _warm_up(call: Call, meter: Meter) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in existing:
             new[leaf.untyped_storage().data_ptr()] = block_bytes(leaf.untyped_storage())
     return max(0, peak - before - sum(new.values()))
-
-
-def _timed(call: Call, meter: Meter) -> float:
-    arguments, keywords = _arguments(call)
-    meter.synchronize()
-    start = time.perf_counter()
-    result = call.target(*arguments, **keywords)
-    meter.synchronize()
-    elapsed = time.perf_counter() - start
-    del result
-    return elapsed
 
 
 def estimate(call: Call, like: fx.Node, model: roofline.Device | None = None) -> OperatorCost:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from monetrun.capture import cost
+from monetrun.capture import cost, kernel_settings
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
@@ -33,10 +33,13 @@ def measure(
     Returns:
         All costs that are known now. Where several ranks measure the same operator, all get the first one's numbers.
     """
-    found = dict(known)
+    new: dict[str, OperatorCost] = {}
     for joint in joints:
-        found.update(cost.measure(joint, found, meter, device))
-    return found if store is None else {**found, **store.update(_KIND, _key(device), found, OperatorCost)}
+        new.update(cost.measure(joint, {**known, **new}, meter, device))
+    if new and device.type == "cuda":
+        torch.cuda.empty_cache()  # what the measurement took beyond what training takes
+    found = {**known, **new}
+    return found if store is None else {**found, **store.update(_KIND, _key(device), new, OperatorCost)}
 
 
 def device_name(device: torch.device) -> str:
@@ -45,8 +48,9 @@ def device_name(device: torch.device) -> str:
 
 
 def _key(device: torch.device) -> str:
-    """Device, torch, and how many threads compute; on CUDA also cuDNN."""
+    """Device, torch, and how many threads compute; on CUDA also cuDNN, and the settings that decide kernels."""
     parts: list[Any] = [device_name(device), torch.__version__, torch.get_num_threads()]
     if device.type == "cuda":
-        parts.append(torch.backends.cudnn.version())
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count  # fewer in a part of a GPU
+        parts += [torch.backends.cudnn.version(), multiprocessors, kernel_settings.of_cuda()]
     return key(*parts)

@@ -8,7 +8,6 @@ without an interpreter and without any bookkeeping at run time.
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,9 @@ import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
+from monetrun.capture.clock import Clock
 from monetrun.capture.joint import JointGraph
+from monetrun.capture.lowering import lower
 from monetrun.core.errors import ScheduleError
 from monetrun.core.graph import FORWARD
 from monetrun.core.plan import Schedule, Step
@@ -91,6 +92,7 @@ class _Builder:
         return self._module(into.graph), self._module(self._with_inputs())
 
     def _module(self, graph: fx.Graph) -> fx.GraphModule:
+        lower(graph)
         graph.lint()
         return fx.GraphModule(self.joint.module, graph)
 
@@ -238,23 +240,34 @@ class Stopwatch:
     """Adds up the seconds between its starts and stops.
 
     Args:
-        synchronize: called before the clock is read; waits for the device.
+        clock: marks moments; they are read later, where that would wait for the device.
     """
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self.seconds = 0.0
-        self._synchronize = synchronize
-        self._started = 0.0
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._started: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+        self._seconds = 0.0
 
     def start(self) -> None:
         """Start to count."""
-        self._synchronize()
-        self._started = time.perf_counter()
+        self._started = self._clock.mark()
 
     def stop(self) -> None:
-        """Stop, and add the seconds since ``start``."""
-        self._synchronize()
-        self.seconds += time.perf_counter() - self._started
+        """Stop, and add the time since ``start``."""
+        self._spans.append((self._started, self._clock.mark()))
+
+    @property
+    def seconds(self) -> float:
+        """The sum; waits until the device has come to the last stop.
+
+        Raises:
+            RuntimeError: the device has failed meanwhile.
+        """
+        for start, end in self._spans:
+            self._seconds += self._clock.seconds(start, end)
+        self._spans.clear()
+        return self._seconds
 
 
 def timed(module: fx.GraphModule, stopwatch: Stopwatch) -> fx.GraphModule:

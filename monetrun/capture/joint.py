@@ -18,7 +18,7 @@ from monetrun.capture.guards import Guard, Guards
 from monetrun.capture.operators import Described, Inputs, describe
 from monetrun.capture.optional_operators import mark_optional
 from monetrun.capture.storages import Storages
-from monetrun.capture.tracing import split_convolution_backward
+from monetrun.capture.tracing import split_convolution_backward, take_new_statistics
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.graph import BACKWARD, FORWARD, Graph
 from monetrun.ops import dtypes, random, registry
@@ -89,6 +89,7 @@ def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inpu
         CaptureFailed: the module has symbolic shapes, or an operator whose outputs are not tensors.
     """
     split_convolution_backward(module)
+    take_new_statistics(module)
     dtypes.correct_norms(module)
     random.note_states(module)
     offered = registry.alternatives(module)

@@ -11,12 +11,16 @@ import torch
 from torch import fx
 from torch._C import DispatchKey
 
+from monetrun.ops.families import cudnn_batch_norm
+from monetrun.ops.registry import call_of
+
 aten = torch.ops.aten
 
 # AOTAutograd replaces these with Python decompositions that launch other kernels than eager does (a bilinear
 # upsampling: 118% of eager's peak and twice its time; dropout at p = 0.15: results that differ from eager's). Without
 # the Python entries, tracing keeps the C++ operator and its own derivative.
 _KEPT_WHOLE = re.compile(r"aten\.(_?upsample_\w+|dropout|hardshrink|softshrink|matmul|multi\w*_margin_loss\w*)\.")
+_CUDNN_BATCH_NORM = aten.cudnn_batch_norm.default  # eager's on CUDA; AOTAutograd would run ATen's own in its place
 _PYTHON_ENTRIES = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
@@ -27,14 +31,23 @@ def operators_kept_whole() -> Iterator[None]:
     for overload in _overloads_to_keep():
         for key in _PYTHON_ENTRIES:
             if key in overload.py_kernels:
-                removed.append((overload, key, overload.py_kernels.pop(key)))
-                overload._dispatch_cache.clear()
+                removed.append((overload, key, _replace(overload, key, None)))
+    replaced = _replace(_CUDNN_BATCH_NORM, DispatchKey.Autograd, cudnn_batch_norm.traced)
     try:
         yield
     finally:
+        _replace(_CUDNN_BATCH_NORM, DispatchKey.Autograd, replaced)
         for overload, key, kernel in removed:
-            overload.py_kernels[key] = kernel
-            overload._dispatch_cache.clear()
+            _replace(overload, key, kernel)
+
+
+def _replace(overload: Any, key: DispatchKey, kernel: Any) -> Any:
+    """Make ``kernel`` (None: nothing) the Python entry of an overload; gives the one that it replaces."""
+    replaced = overload.py_kernels.pop(key, None)
+    if kernel is not None:
+        overload.py_kernels[key] = kernel
+    overload._dispatch_cache.clear()
+    return replaced
 
 
 def _overloads_to_keep() -> list[Any]:
@@ -64,3 +77,15 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
         for user in list(node.users):
             user.replace_input_with(node, input_part if user.args[1] == 0 else weight_part)
         module.graph.erase_node(node)
+
+
+def take_new_statistics(module: fx.GraphModule) -> None:
+    """Leave out the copies that functionalization makes of a BatchNorm's new running statistics before it stores them.
+
+    ATen's own batch norm is functionalized without them.
+    """
+    for node in list(module.graph.find_nodes(op="call_function", target=aten.copy.default)):
+        updated: Any = node.args[1]
+        if any(call_of(updated, torch.ops.monet.cudnn_batch_norm.default, result) is not None for result in (4, 5)):
+            node.replace_all_uses_with(updated)
+            module.graph.erase_node(node)

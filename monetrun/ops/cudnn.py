@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monetrun.ops import device_errors
 from monetrun.ops.memory_format import memory_format
 
 aten = torch.ops.aten
@@ -281,6 +282,8 @@ def compute(problem: Problem, plan: str, first: Tensor, second: Tensor) -> Tenso
     except torch.OutOfMemoryError:
         raise
     except _refusals() as error:
+        if device_errors.is_sticky(error, lambda: torch.cuda.synchronize(device)):
+            raise
         _failed.add((problem, plan, device))
         _log.warning("cuDNN's plan %s fails (%s): torch's own choice runs in its place", plan, error)
         return None

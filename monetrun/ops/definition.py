@@ -73,6 +73,11 @@ def kernel(name: str, dispatch_key: str) -> Callable[[Callable[..., Any]], Calla
     return register
 
 
+def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+    """Make an operator differentiable, as ``torch.library.register_autograd``."""
+    torch.library.register_autograd(f"monet::{name}", backward, setup_context=setup_context, lib=_library)
+
+
 def cost_of(target: Any) -> Cost:
     """The cost declared for an overload; the default for an operator of another library."""
     schema = getattr(target, "_schema", None)

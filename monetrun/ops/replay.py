@@ -14,9 +14,11 @@ import torch
 from torch.fx import Node
 
 from monetrun.ops import random
+from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm_operators  # noqa: F401  (defines them)
 from monetrun.ops.registry import Call
 
 aten = torch.ops.aten
+monet = torch.ops.monet
 
 
 def _batch_norm(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -24,9 +26,15 @@ def _batch_norm(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     return aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
 
 
+def _cudnn_batch_norm(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    x, weight, bias, _, _, _, eps, reserve_bytes = arguments
+    return monet.cudnn_batch_norm_again.default, (x, weight, bias, eps, reserve_bytes)
+
+
 # target -> (whether a call with these arguments has another second run, that run's target and arguments)
 _SECOND_RUN: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], tuple[Any, tuple[Any, ...]]]]] = {
     aten._native_batch_norm_legit_functional.default: (lambda args: args[5] is True, _batch_norm),
+    monet.cudnn_batch_norm.default: (lambda args: True, _cudnn_batch_norm),
 }
 
 

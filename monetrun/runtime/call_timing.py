@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable
 from typing import Any
 
+from monetrun.capture.clock import clock_of
 from monetrun.capture.execute import Stopwatch
 from monetrun.capture.meter import Meter
 
@@ -14,24 +15,33 @@ Run = Callable[[list[Any]], Any]
 # The calls of each graph that are timed; the first ones compile and warm up.
 _TIMED_CALLS = range(2, 5)
 
+_log = logging.getLogger("monetrun")
+
 
 class CallTiming:
-    """Seconds of the timed calls of all graphs of a process.
+    """The timed calls of all graphs of a process.
 
     Attributes:
-        seconds: of the timed calls.
+        calls: runs in timed calls.
         recomputation: runs while a timed backward runs forward operators again.
     """
 
     def __init__(self, meter: Meter) -> None:
-        self.meter = meter
-        self.seconds = 0.0
-        self.recomputation = Stopwatch(meter.synchronize)
+        clock = clock_of(meter)
+        self.calls = Stopwatch(clock)
+        self.recomputation = Stopwatch(clock)
 
     def overhead(self) -> float | None:
-        """Seconds of recomputation over the other seconds of the timed calls; None before any."""
-        again = self.recomputation.seconds
-        return again / (self.seconds - again) if self.seconds > again else None
+        """Seconds of recomputation over the other seconds of the timed calls.
+
+        None before any, and where the device failed before it came to their end.
+        """
+        try:
+            calls, again = self.calls.seconds, self.recomputation.seconds
+        except RuntimeError as error:
+            _log.info("the overhead of recomputation is not known: %s", error)
+            return None
+        return again / (calls - again) if calls > again else None
 
     def early_calls(self, run: Run, timed: Run | None = None) -> Run:
         """``run``, timed in a few early calls, in which ``timed`` runs in its place if given."""
@@ -48,9 +58,7 @@ class CallTiming:
         return call
 
     def _time(self, run: Run, arguments: list[Any]) -> Any:
-        self.meter.synchronize()
-        started = time.perf_counter()
+        self.calls.start()
         result = run(arguments)
-        self.meter.synchronize()
-        self.seconds += time.perf_counter() - started
+        self.calls.stop()
         return result

@@ -1,11 +1,15 @@
 """Costs of operators that are hard to measure."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import fx, nn
 
-from monetrun.capture import cost
-from monetrun.capture.meter import meter_for
+from monetrun.capture import cost, cost_store, roofline
+from monetrun.capture.meter import NoMeter, meter_for
+from monetrun.capture.timer import HostTimer
+from monetrun.machine.store import Store
 from support.captured import captured
 from support.kernel_cases import DEVICE
 
@@ -53,18 +57,99 @@ def test_a_norm_with_wider_parameters_is_captured_with_the_dtypes_that_it_gives(
         Real(joint.module).run(*inputs)
 
 
+def refuse_tanh(monkeypatch, error):
+    original = cost._workspace_bytes
+
+    def refuse(call, *arguments):
+        if call.target is torch.ops.aten.tanh.default:
+            raise error
+        return original(call, *arguments)
+
+    monkeypatch.setattr(cost, "_workspace_bytes", refuse)
+
+
 def test_a_call_that_fails_alone_is_estimated_with_its_results_as_workspace(monkeypatch):
     joint = captured(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8).to(DEVICE))
-    warm_up = cost._warm_up
-
-    def refuse(call, meter):
-        if call.target is torch.ops.aten.tanh.default:
-            raise RuntimeError("not alone")
-        return warm_up(call, meter)
-
-    monkeypatch.setattr(cost, "_warm_up", refuse)
+    refuse_tanh(monkeypatch, RuntimeError("not alone"))
     known = measured(joint)
     (tanh,) = (s for s, (call, _) in joint.timed.items() if call.target is torch.ops.aten.tanh.default)
     assert {s for s, c in known.items() if not c.measured} == {tanh}
     assert known[tanh].workspace_bytes == 4 * 8 * 4
     assert known[tanh].seconds > 0
+
+
+@pytest.fixture
+def tanh():
+    return captured(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8).to(DEVICE))
+
+
+class BrokenMeter(NoMeter):
+    def synchronize(self):
+        raise torch.AcceleratorError(ILLEGAL)
+
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+def test_an_error_of_the_device_itself_ends_the_run_with_its_message(monkeypatch, tanh):
+    refuse_tanh(monkeypatch, torch.AcceleratorError(ILLEGAL))
+    timer = HostTimer(NoMeter())
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        cost.measure(tanh, {}, BrokenMeter(), torch.device(DEVICE), timer)
+
+
+def test_a_call_without_memory_is_estimated_by_the_devices_own_roofline(monkeypatch, tanh):
+    refuse_tanh(monkeypatch, torch.OutOfMemoryError("CUDA out of memory."))
+    slow = replace(roofline.DEVICES["cpu"], launch_seconds=7.0)
+    monkeypatch.setattr(cost.data_sheet, "present", lambda device: slow)
+    known = cost.measure(tanh, {}, BrokenMeter(), torch.device(DEVICE), HostTimer(NoMeter()))
+    assert [c.seconds for c in known.values() if not c.measured] == [7.0]
+
+
+class Properties:
+    multi_processor_count = 132
+
+
+SETTINGS = [
+    (torch, "get_float32_matmul_precision", lambda: "high"),
+    (torch.backends.cudnn, "benchmark", True),
+    (torch.backends.cudnn, "deterministic", True),
+    (torch.backends.cudnn, "version", lambda: 90000),
+    (torch, "are_deterministic_algorithms_enabled", lambda: True),
+    (torch.cuda, "get_device_name", lambda device: "another"),
+    (Properties, "multi_processor_count", 66),
+]
+
+
+def test_costs_on_cuda_are_kept_apart_for_all_that_decides_kernels(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    device = torch.device("cuda", 0)
+    keys = {cost_store._key(device)}
+    for owner, name, value in SETTINGS:
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, value)
+            keys.add(cost_store._key(device))
+    with monkeypatch.context() as changed:
+        changed.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        keys.add(cost_store._key(device))
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        keys.add(cost_store._key(device))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert len(keys) == 1 + len(SETTINGS) + 2
+
+
+def test_on_a_cpu_they_are_not(monkeypatch):
+    before = cost_store._key(torch.device("cpu"))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert cost_store._key(torch.device("cpu")) == before
+
+
+def test_only_what_was_measured_now_is_added_to_the_store(tmp_path, tanh):
+    store, device, meter = Store(tmp_path), torch.device(DEVICE), meter_for(torch.device(DEVICE))
+    known = cost_store.measure([tanh], {"measured elsewhere": cost.OperatorCost(1.0, 0)}, meter, device, store)
+    assert known.keys() == {"measured elsewhere", *tanh.timed}
+    assert cost_store.load(store, device).keys() == set(tanh.timed)

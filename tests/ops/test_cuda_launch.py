@@ -34,7 +34,7 @@ def test_every_kernel_compiles_without_a_gpu(architecture, dtype):
     except native.NativeBuildFailed as error:
         pytest.skip(str(error))
     code = launch.code(dtype, architecture).read_bytes()
-    assert len(launch.signatures()) == 16
+    assert len(launch.signatures()) == 17
     for name in launch.signatures():
         assert f".text.{name}".encode() in code
 

@@ -84,6 +84,26 @@ def test_scaling_by_a_packed_mask_is_bitwise_identical_to_a_product(kernel, shap
     assert_same(over, x * noise)
 
 
+@dtypes
+@layouts
+@shapes
+def test_the_backward_of_a_dropout_of_bytes_rounds_once(kernel, shape, layout, dtype):
+    grad = numbers(shape, dtype, layout)
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(2), device="cpu")
+    kept = laid_out((drawn > 0.3).to(DEVICE), layout)
+    mask = kernel("nonzero_mask")(kept)
+    assert torch.equal(mask, kernel("nonzero_mask")(kept.to(torch.float32)))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for scale in (2.0, 1 / 0.7):
+        expected = (grad.to(wide) * (kept.to(wide) * scale)).to(dtype)
+        assert_same(kernel("dropout_backward")(grad, mask, scale), expected)
+        if DEVICE != "cpu":
+            assert_same(expected, aten.native_dropout_backward(grad, kept, scale))
+    over = grad.clone()
+    assert kernel("dropout_backward_")(over, mask, scale).data_ptr() == over.data_ptr()
+    assert_same(over, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @layouts
 @shapes
@@ -241,6 +261,11 @@ def samples():
         "mask_backward_": (x.clone(), mask, 0.0),
         "mask_scale": (x, mask, 2.0),
         "mask_scale_": (x.clone(), mask, 2.0),
+        "dropout_backward": (x, mask, 2.0),
+        "dropout_backward_": (x.clone(), mask, 2.0),
+        "cudnn_batch_norm": (images, c, c, c.clone(), c.abs(), 0.1, 1e-5, 16),
+        "cudnn_batch_norm_again": (x, c, None, 1e-5, 16),
+        "cudnn_batch_norm_inference": (images, c, c, c, c.abs(), 1e-5),
         "hardswish_output_backward": (x, x, mask),
         "hardswish_output_backward_": (x.clone(), x, mask),
         "softplus_output_backward": (x, x, 1.0, 20.0),

@@ -49,7 +49,7 @@ def parameter_dtypes(dtype):
 @dtypes
 def test_batch_norm_from_saved_statistics_is_bitwise_identical_to_the_first_run(kernel, layout, dtype):
     exact = kernel != definition.REFERENCES.__getitem__ and normalization.batch_norm_act_is_exact(
-        dtype, layout != "contiguous", DEVICE
+        dtype, layout != "contiguous", torch.device(DEVICE)
     )
     shapes = [(2, 3, 5, 7), (4, 70, 3, 3), (2, 3, 4, 5, 3), (5, 33, 1, 1), (8, 64, 33, 5), (3, 16), (2, 5, 9)]
     bounds = [(NAN, NAN), (0.0, NAN), (0.0, 6.0), (-0.5, 0.5)]

@@ -11,6 +11,7 @@ from monetrun.core.graph import check
 from monetrun.core.plan import Schedule, plain_schedule
 from monetrun.ops import kernels
 from monetrun.runtime.backend import Backend
+from support.cudnn_norm import CudnnBatchNorm
 from support.kernel_cases import DEVICE
 
 torch.backends.cudnn.allow_tf32 = False  # two kernels, only one of which uses it, differ by far more than rounding
@@ -127,6 +128,7 @@ CASES = {
     "pool, same size": (pool(kernel_size=3, stride=1, padding=1), (2, 3, 5, 5)),
     "pool, dilated": (pool(kernel_size=2, stride=1, dilation=2, ceil_mode=True), (2, 3, 8, 9)),
     "dropout": (Wave(torch.sin, lambda x: F.dropout(x, 0.15), torch.sin), (3, 4, 5, 7)),
+    "dropout of bytes": (Wave(torch.sin, lambda x: torch.native_dropout(x, 0.15, True)[0], torch.sin), (3, 4, 5, 7)),
     "batch norm": (Residual(6, F.relu), (4, 6, 5, 7)),
     "batch norm, relu6": (Residual(8, F.relu6), (2, 8, 4, 4)),
     "batch norm 1d": (Residual(8, F.relu, 1), (4, 8, 9)),
@@ -158,6 +160,7 @@ CASES = {
     "group norm, empty": (Normalized(nn.GroupNorm(4, 8)), (0, 8, 3, 3)),
     "group norm, neither": (Normalized(nn.GroupNorm(2, 6, affine=False)), (3, 6, 4, 5)),
     "batch norm alone": (Normalized(nn.BatchNorm2d(6)), (4, 6, 5, 7)),
+    "batch norm by cuDNN": (Normalized(CudnnBatchNorm(6)), (4, 6, 5, 7)),
     "batch norm, one image": (Normalized(nn.BatchNorm2d(17)), (1, 17, 3, 5)),
     "batch norm, vectors": (Normalized(nn.BatchNorm1d(9)), (7, 9)),
     "batch norm, neither": (Normalized(nn.BatchNorm2d(6, affine=False, track_running_stats=False)), (3, 6, 4, 5)),

@@ -21,6 +21,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         masks.mask_backward_,
         masks.mask_scale,
         masks.mask_scale_,
+        masks.dropout_backward,
+        masks.dropout_backward_,
         masks.hardswish_output_backward,
         masks.hardswish_output_backward_,
         pooling.max_pool2d_index,

@@ -84,12 +84,13 @@ def check_loading() -> None:
         raise native.NativeBuildFailed(str(error)) from error
 
 
-def launch(name: str, like: Tensor, threads: int, *arguments: Any) -> None:
+def launch(name: str, like: Tensor, threads: int, *arguments: Any, dtype: torch.dtype | None = None) -> None:
     """Launch a kernel on the current stream of ``like``'s device.
 
     Args:
         name: the kernel.
         like: a tensor on the device, of the dtype of the kernel's elements.
+        dtype: that of the kernel's elements, where it is not ``like``'s.
         threads: how many indices there are; without any, nothing is launched.
         arguments: for a pointer a tensor of the device, or None; numbers.
 
@@ -98,7 +99,7 @@ def launch(name: str, like: Tensor, threads: int, *arguments: Any) -> None:
     """
     if threads:
         blocks = min((threads + _THREADS - 1) // _THREADS, _MOST_BLOCKS)
-        _start(name, like.dtype, like.get_device(), blocks, arguments)
+        _start(name, dtype or like.dtype, like.get_device(), blocks, arguments)
 
 
 def _start(name: str, dtype: torch.dtype, device: int, blocks: int, arguments: tuple[Any, ...]) -> None:

@@ -24,13 +24,16 @@ def range_mask(x: Tensor, low: float, high: float) -> Tensor:
 def nonzero_mask(x: Tensor) -> Tensor:
     """As ``bitmask.nonzero_mask``."""
     mask = _new_mask(x)
-    launch("nonzero_mask", x, mask.numel(), x, mask, x.numel(), aligned(x))
+    if x.dtype == torch.bool:  # the kernel is the same in the code for any dtype
+        launch("nonzero_bytes", x, mask.numel(), x, mask, x.numel(), aligned(x), dtype=torch.float32)
+    else:
+        launch("nonzero_mask", x, mask.numel(), x, mask, x.numel(), aligned(x))
     return mask
 
 
-def _changed(kernel: str, x: Tensor, mask: Tensor, to: Tensor, number: float) -> Tensor:
+def _changed(kernel: str, x: Tensor, mask: Tensor, to: Tensor, *numbers: float) -> Tensor:
     check_mask(mask, x.numel())
-    launch(kernel, x, mask.numel(), x, mask, to, x.numel(), aligned(x, to), number)
+    launch(kernel, x, mask.numel(), x, mask, to, x.numel(), aligned(x, to), *numbers)
     return to
 
 
@@ -49,13 +52,25 @@ def mask_backward_(grad: Tensor, mask: Tensor, slope: float) -> Tensor:
 def mask_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """As ``families.dropout.mask_scale``."""
     check_dense(x, "x")
-    return _changed("mask_scale", x, mask, torch.empty_like(x), scale)
+    return _changed("mask_scale", x, mask, torch.empty_like(x), scale, True)
 
 
 def mask_scale_(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """``mask_scale`` in place."""
     check_dense(x, "x")
-    return _changed("mask_scale", x, mask, x, scale)
+    return _changed("mask_scale", x, mask, x, scale, True)
+
+
+def dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """As ``families.dropout.dropout_backward``."""
+    check_dense(grad, "grad")
+    return _changed("mask_scale", grad, mask, torch.empty_like(grad), scale, False)
+
+
+def dropout_backward_(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """``dropout_backward`` in place."""
+    check_dense(grad, "grad")
+    return _changed("mask_scale", grad, mask, grad, scale, False)
 
 
 def _hardswish(grad: Tensor, result: Tensor, mask: Tensor, to: Tensor) -> Tensor:

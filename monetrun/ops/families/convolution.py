@@ -29,9 +29,14 @@ BACKWARD_COST = Cost(like=aten.convolution_backward.default)
 @implementation(aten.convolution_backward.default)
 def _without_the_input(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     grad, x, weight = node.args[:3]
-    call = input_gradient(node)
-    if call is not None and all(v is not None and v.is_contiguous() for v in map(value_of, (x, grad, weight))):
+    call, value = input_gradient(node), value_of(grad)
+    if call is None or any(v is None or not v.is_contiguous() for v in map(value_of, (x, grad, weight))):
+        return
+    if value is not None and value.device.type == "cpu":
         yield Alternative("conv:apart", call, costs_as=Call.of(node))
+    else:
+        # elsewhere the transposed convolution may be another kernel: ATen's depthwise gradient is a kernel of its own
+        yield Alternative("conv:apart", call, exact=None, no_faster_than_default=True)
 
 
 def input_gradient(node: fx.Node) -> Call | None:

@@ -7,6 +7,7 @@ for the sum and one for the ReLU. Mean and inverse deviation are saved for the b
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from monetrun.ops import kernels
+from monetrun.ops import device_errors, kernels
 from monetrun.ops.definition import arithmetic_dtype, like_first, operator
-from monetrun.ops.memory_format import check_same_layout
+from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm  # noqa: F401  (defines the operator)
+from monetrun.ops.memory_format import check_same_layout, memory_format
 from monetrun.ops.registry import (
     Alternative,
     Call,
@@ -33,6 +35,10 @@ from monetrun.ops.registry import (
 
 aten = torch.ops.aten
 monet = torch.ops.monet
+
+CPU = torch.device("cpu")
+
+_log = logging.getLogger("monetrun")
 
 
 def _bound(value: float) -> float | None:
@@ -74,28 +80,59 @@ def batch_norm_act(
 
 
 @functools.cache
-def batch_norm_act_is_exact(dtype: torch.dtype, channels_last: bool, device_type: str = "cpu") -> bool:
-    """Whether ``batch_norm_act`` is bitwise identical to ATen's batch norm in training, followed by add and relu.
+def batch_norm_act_is_exact(
+    dtype: torch.dtype, channels_last: bool, device: torch.device = CPU, dimensions: int = 4, by_cudnn: bool = False
+) -> bool:
+    """Whether ``batch_norm_act`` is bitwise identical to torch's batch norm in training, followed by add and relu.
 
-    That depends on torch's version and on the instructions that its dispatch picked, so both run here on the same
-    numbers. Their mean is large against their spread, so that one rounding more or less also shows in the 8 bits of
-    bfloat16. Parameters of the dtype of ``x``, and of float32, are tried.
+    That depends on torch's version and on the instructions that its dispatch picked, so both run here, on ``device``,
+    on the same numbers. Their mean is large against their spread, so that one rounding more or less also shows in the 8
+    bits of bfloat16. Parameters of the dtype of ``x``, and of float32, are tried. Where the device is not there or
+    refuses the trial it is False.
+
+    Args:
+        dtype: of ``x``.
+        channels_last: the memory format of ``x``; else it is contiguous.
+        device: of ``x``.
+        dimensions: of ``x``.
+        by_cudnn: compare with cuDNN's batch norm, not with ATen's.
     """
-    kernels.load(device_type)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return False
+    kernels.load(device.type)
+    try:
+        with torch.no_grad():
+            return _agrees_with_torch(dtype, channels_last, device, dimensions, by_cudnn)
+    except RuntimeError as error:
+        if device.type == "cpu" or device_errors.is_sticky(error, lambda: torch.cuda.synchronize(device)):
+            raise
+        _log.debug("batch_norm_act cannot be tried on %s (%s): not called exact", device, error)
+        return False
+
+
+def _agrees_with_torch(
+    dtype: torch.dtype, channels_last: bool, device: torch.device, dimensions: int, by_cudnn: bool
+) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def draw(dtype: torch.dtype, *shape: int, mean: float = 0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * 3 + mean).to(device_type, dtype)
+        return (torch.randn(shape, generator=generator) * 3 + mean).to(device, dtype)
 
-    form = torch.channels_last if channels_last else torch.contiguous_format
+    form = memory_format(dimensions, channels_last)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    sizes = (17, 19, 5)[: dimensions - 2]
     for channels, parameters in ((3, dtype), (40, dtype), (40, wide)):
-        x = draw(dtype, 4, channels, 17, 19, mean=60).contiguous(memory_format=form)
+        if by_cudnn and parameters != wide:
+            continue  # torch does not give these to cuDNN
+        x = draw(dtype, 4, channels, *sizes, mean=60).contiguous(memory_format=form)
         weight, bias = draw(parameters, channels), draw(parameters, channels)
-        y, mean, invstd = aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
+        if by_cudnn:
+            y, mean, invstd, _ = monet.cudnn_batch_norm_again(x, weight, bias, 1e-5, 0)
+        else:
+            y, mean, invstd = aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
         residual = torch.empty_like(x).copy_(draw(dtype, *x.shape))
         for *bounds, expected in ((None, math.nan, math.nan, y), (residual, 0.0, math.nan, torch.relu(y + residual))):
-            if not torch.equal(torch.ops.monet.batch_norm_act(x, weight, bias, mean, invstd, *bounds), expected):
+            if not torch.equal(monet.batch_norm_act(x, weight, bias, mean, invstd, *bounds), expected):
                 return False
     return True
 
@@ -103,7 +140,9 @@ def batch_norm_act_is_exact(dtype: torch.dtype, channels_last: bool, device_type
 def _batch_norm(node: Any) -> fx.Node | None:
     """The training BatchNorm whose output ``node`` is."""
     norm = call_of(node, aten._native_batch_norm_legit_functional.default, 0)
-    return norm if norm is not None and norm.args[5] is True else None
+    if norm is not None and norm.args[5] is True:
+        return norm
+    return call_of(node, monet.cudnn_batch_norm.default, 0)
 
 
 @implementation(aten.relu.default, aten.hardtanh.default)
@@ -138,7 +177,10 @@ def _fused(node: fx.Node, norm: fx.Node, residual: Any, low: float, high: float)
     value = value_of(x)
     if mean is None or invstd is None or value is None or not alike(node, x):
         return
+    by_cudnn = norm.target is monet.cudnn_batch_norm.default
     with real_tensors():
-        exact = batch_norm_act_is_exact(value.dtype, not value.is_contiguous())
+        exact = batch_norm_act_is_exact(
+            value.dtype, not value.is_contiguous(), value.device, max(3, value.dim()), by_cudnn
+        )
     call = Call(monet.batch_norm_act.default, (x, weight, bias, mean, invstd, residual, low, high))
     yield Alternative("fused:batch-norm", call, exact=exact)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from monetrun.ops.definition import Cost, arithmetic_dtype, operator
+from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm_operators  # noqa: F401  (defines them)
 from monetrun.ops.memory_format import check_same_layout, is_images
 from monetrun.ops.registry import (
     Alternative,
@@ -229,6 +230,17 @@ def _batch_norm(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         fused = target is aten._native_batch_norm_legit_functional.default
         if result is not None and not (fused and all(user.target in _READERS_OF_EXACT for user in result.users)):
             yield from _of_channels("output:batch-norm", grad, x, norm, rstd, mask)
+
+
+@implementation(aten.cudnn_batch_norm_backward.default)
+def _cudnn_batch_norm(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
+    grad, x, weight, rstd = (argument(node, name) for name in ("grad_output", "input", "weight", "save_var"))
+    norm = call_of(rstd, monet.cudnn_batch_norm.default, 2)
+    if norm is None or source(norm.args[0]) is not source(x) or norm.args[1] is not weight:
+        return
+    result = element(norm, 0)
+    if result is not None and not all(user.target in _READERS_OF_EXACT for user in result.users):
+        yield from _of_channels("output:batch-norm", grad, x, norm, rstd, [True, True, True])
 
 
 def _of_channels(name: str, grad: Any, x: Any, norm: fx.Node, rstd: Any, mask: Any) -> Iterator[Alternative]:

@@ -1,0 +1,51 @@
+"""The settings of a process that decide which kernels its operators run: costs hold for one choice of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# (name, how to read it)
+_SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("float32 matmul precision", lambda: torch.get_float32_matmul_precision()),
+    ("fp32_precision", lambda: torch.backends.fp32_precision),  # type: ignore[attr-defined]
+    ("matmul.fp32_precision", lambda: torch.backends.cuda.matmul.fp32_precision),
+    ("matmul.allow_tf32", lambda: torch.backends.cuda.matmul.allow_tf32),
+    ("matmul.fp16_reduction", lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
+    ("matmul.bf16_reduction", lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+    ("matmul.fp16_accumulation", lambda: torch.backends.cuda.matmul.allow_fp16_accumulation),
+    ("blas", lambda: torch.backends.cuda.preferred_blas_library()),
+    ("cudnn.enabled", lambda: torch.backends.cudnn.enabled),
+    ("cudnn.benchmark", lambda: torch.backends.cudnn.benchmark),
+    ("cudnn.benchmark_limit", lambda: torch.backends.cudnn.benchmark_limit),
+    ("cudnn.deterministic", lambda: torch.backends.cudnn.deterministic),
+    ("cudnn.allow_tf32", lambda: torch.backends.cudnn.allow_tf32),
+    ("cudnn.fp32_precision", lambda: torch.backends.cudnn.fp32_precision),
+    ("cudnn.conv.fp32_precision", lambda: torch.backends.cudnn.conv.fp32_precision),  # type: ignore[attr-defined]
+    ("deterministic algorithms", lambda: torch.are_deterministic_algorithms_enabled()),
+    ("deterministic algorithms, only warn", lambda: torch.is_deterministic_algorithms_warn_only_enabled()),
+    ("fill uninitialized memory", lambda: torch.utils.deterministic.fill_uninitialized_memory),  # type: ignore[attr-defined]
+)
+
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_CUDNN_V8_API_DISABLED",
+)
+
+
+def of_cuda() -> dict[str, str]:
+    """What decides CUDA kernels now, by name."""
+    settings = {name: _read(value) for name, value in _SETTINGS}
+    return {**settings, **{name: os.environ.get(name, "") for name in _VARIABLES}}
+
+
+def _read(value: Callable[[], Any]) -> str:
+    try:
+        return str(value())
+    except RuntimeError:  # torch refuses to read an older name once the script has set a newer one
+        return "set by another name"

@@ -1,0 +1,73 @@
+"""Costs of a network captured on a GPU: on the stand-in, whose kernels compute nothing but keep their stream busy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support import standin_gpu
+from support.paths import ROOT
+
+KERNEL_US = 200.0
+
+
+def run(**machine):
+    reason = standin_gpu.unavailable_reason()
+    if reason:
+        pytest.skip(reason)
+    environment = {
+        **os.environ,
+        **standin_gpu.environment(**machine),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "CUDA_HOME": "/nonexistent",  # the references run: they are torch's own kernels
+    }
+    script = ROOT / "tests" / "support" / "scripts" / "cost_on_gpu.py"
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return run(kernel_us=KERNEL_US)
+
+
+def test_a_batch_norm_is_cudnns_and_dropout_keeps_bytes(measured):
+    targets = measured["targets"]
+    assert "monet.cudnn_batch_norm.default" in targets
+    assert "aten.cudnn_batch_norm_backward.default" in targets
+    assert "aten.native_dropout.default" in targets
+    assert not [t for t in targets if "native_batch_norm" in t]
+
+
+def test_the_seconds_are_the_streams(measured):
+    """One launch keeps the stream busy for so long; on a busy machine the host may add to it."""
+    for target in ("aten.relu.default", "aten.native_dropout.default", "aten.embedding.default"):
+        assert 0.99 <= measured["seconds"][target] / (KERNEL_US * 1e-6) <= 4
+    assert all(measured["measured"].values())
+
+
+def test_what_only_a_gpu_can_show_is_not_called_exact_beforehand(measured):
+    exact = measured["exact"]
+    assert not exact["aten.convolution_backward.default as conv:apart"]
+    assert not exact["aten.native_dropout_backward.default as intermediate:mask"]
+
+
+def test_the_measurement_gives_its_memory_back(measured):
+    assert measured["still_held"] == 0
+    assert measured["reserved"] <= 64 << 20
+
+
+def test_the_roofline_is_that_of_the_gpu(measured):
+    assert measured["roofline"] == pytest.approx(67e12, rel=0.01)  # an H100's, whose architecture the stand-in has
+    assert measured["estimate"] == 5e-6
+
+
+def test_an_error_of_the_device_ends_the_measurement():
+    found = run(fault_at_launch=400)
+    assert found["sticky"]
+    assert "illegal memory access" in found["error"]

@@ -1,0 +1,201 @@
+"""Timing of operators on a device that runs behind the host, which a clock without a GPU stands for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from monetrun.capture import clock, cost, operands, timer
+from monetrun.capture.execute import Stopwatch
+from monetrun.capture.meter import CpuMeter, CudaMeter, NoMeter
+from monetrun.ops.registry import Call
+from monetrun.runtime.call_timing import CallTiming
+from support.captured import captured
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+class Device:
+    """A stream: the host gives it work, which takes its own time, one thing after the other.
+
+    Attributes:
+        host: seconds of the host's clock.
+        idle: when the device has done all that it was given.
+        reads: how often the host waited.
+    """
+
+    def __init__(self):
+        self.host = self.idle = 0.0
+        self.reads = 0
+
+    def launch(self, host_seconds, seconds):
+        self.host += host_seconds
+        self.idle = max(self.idle, self.host) + seconds
+
+    def mark(self):
+        self.idle = max(self.idle, self.host)
+        return self.idle
+
+    def seconds(self, start, end):
+        self.reads += 1
+        self.host = max(self.host, end)
+        return end - start
+
+    def wait(self, cycles):
+        self.launch(0.0, cycles / timer._CYCLES_PER_SECOND)
+
+
+@pytest.fixture(scope="module")
+def addition():
+    joint = captured(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8))
+    (call,) = [c for c, _ in joint.timed.values() if c.target is aten.tanh.default]
+    return call
+
+
+def timed_calls(device, call, host_seconds, seconds, arena_bytes=0):
+    """The timer's result for a call that takes so long, and the addresses of its first operand in each run."""
+    addresses = []
+
+    def run(x):
+        addresses.append(x.data_ptr())
+        device.launch(host_seconds, seconds(x) if callable(seconds) else seconds)
+
+    arena = operands.Arena(arena_bytes, CPU)
+    measured = timer.DeviceTimer(device, lambda: arena, device.wait, lambda: device.host)
+    return measured.seconds(Call(run, call.args)), addresses
+
+
+@pytest.mark.parametrize("seconds", [2e-6, 3e-5, 4e-3])
+def test_the_time_is_the_devices_however_long_the_host_takes_to_launch(addition, seconds):
+    device = Device()
+    measured, addresses = timed_calls(device, addition, host_seconds=2e-5, seconds=seconds)
+    assert measured == pytest.approx(seconds)
+    repeats = min(timer._MOST_REPEATS, math.ceil(timer._BATCH_SECONDS / seconds))
+    assert len(addresses) == 2 + (repeats if repeats > 1 else 0)
+    assert device.reads <= 2  # not once for each call
+
+
+def test_calls_take_their_operands_in_turn_from_the_arena(addition):
+    nbytes = 4 * 8 * 4
+    _, addresses = timed_calls(Device(), addition, 1e-6, 1e-6, arena_bytes=3 * 512)
+    assert len(set(addresses)) == 4  # one set of its own, and three in the arena
+    assert all(abs(a - b) >= nbytes for a, b in itertools.pairwise(addresses))
+    assert addresses[4:8] == addresses[:4]
+    assert len(set(timed_calls(Device(), addition, 1e-6, 1e-6)[1])) == 1
+
+
+def test_operands_that_are_in_the_cache_are_not_timed_alone(addition):
+    """A kernel that is faster on operands that were used by the last call is measured as the slower one."""
+    last = []
+
+    def seconds(x):
+        hit = last[-1:] == [x.data_ptr()]
+        last.append(x.data_ptr())
+        return 1e-5 if hit else 5e-5
+
+    assert timed_calls(Device(), addition, 1e-6, seconds, arena_bytes=512)[0] == pytest.approx(5e-5)
+
+
+class Event:
+    """``torch.cuda.Event``, of which only the time is read."""
+
+    stream = 0.0
+    synchronized: list[float] = []  # noqa: RUF012
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        assert stream == "the current stream"
+        self.time = Event.stream
+
+    def synchronize(self):
+        Event.synchronized.append(self.time)
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.time - self.time)
+
+
+def test_recomputation_on_cuda_is_timed_by_events_that_are_read_at_the_end(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current stream")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("waits for the device"))
+    monkeypatch.setattr(Event, "synchronized", [])
+    timing = CallTiming(CudaMeter(torch.device("cuda", 0)))
+
+    def backward(arguments):
+        Event.stream += 3.0
+        timing.recomputation.start()
+        Event.stream += 1.0
+        timing.recomputation.stop()
+        return arguments
+
+    run = timing.early_calls(lambda arguments: arguments, backward)
+    for _ in range(6):
+        assert run(["x"]) == ["x"]
+    assert Event.synchronized == []
+    Event.stream += 100.0  # between the calls
+    assert timing.overhead() == pytest.approx(3 / 9)
+    read = len(Event.synchronized)
+    assert timing.overhead() == pytest.approx(3 / 9)
+    assert len(Event.synchronized) == read
+
+
+def test_a_device_that_failed_leaves_the_overhead_unknown():
+    class Broken:
+        def mark(self):
+            return 0
+
+        def seconds(self, start, end):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    timing = CallTiming(NoMeter())
+    timing.calls = Stopwatch(Broken())
+    timing.calls.start()
+    timing.calls.stop()
+    assert timing.overhead() is None
+
+
+def test_a_cpu_is_timed_by_the_hosts_clock():
+    assert isinstance(timer.timer_for(CpuMeter(), CPU), timer.HostTimer)
+    assert isinstance(clock.clock_of(CpuMeter()), clock.HostClock)
+    assert isinstance(clock.clock_of(CudaMeter(torch.device("cuda", 0))), clock.EventClock)
+
+
+class Searching:
+    """An operator that takes a megabyte in its first call, for a search, and 4 KiB in every call."""
+
+    def __init__(self, meter):
+        self.calls, self.meter = 0, meter
+
+    def __call__(self, x):
+        self.calls += 1
+        self.meter.peak = self.meter.now + 4096 + (1 << 20 if self.calls == 1 else 0)
+        return x
+
+
+class FakeMeter(NoMeter):
+    exact = True
+    now = peak = 1000
+
+    def current_bytes(self):
+        return self.now
+
+    def peak_bytes(self):
+        return self.peak
+
+    def reset_peak(self):
+        self.peak = self.now
+
+
+def test_what_a_first_call_searches_with_is_no_workspace(addition):
+    for first_calls, expected in ((0, 4096 + (1 << 20)), (1, 4096)):
+        meter = FakeMeter()
+        measured = timer.HostTimer(meter)
+        measured.first_calls = first_calls
+        assert cost._workspace_bytes(Call(Searching(meter), addition.args), meter, measured) == expected
