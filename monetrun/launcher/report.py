@@ -102,8 +102,8 @@ class Outcome:
     Attributes:
         plan: the plan they ran, if any.
         measured_peak_bytes: the most that any rank allocated in a training step; None if that was not counted.
-        measured_overhead: seconds of recomputation over all other seconds of the timed calls, the largest of all ranks;
-            None if not measured.
+        measured_overhead: seconds of recomputation, and of slower implementations what they take longer, over all other
+            seconds of the timed calls, the largest of all ranks; None if not measured.
         steps: training steps of rank 0.
         warnings: of all ranks.
         measured_step: planned and measured bytes of one settled step; None if no rank measured them.
@@ -169,7 +169,7 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
         f"  planned peak   {format_bytes(plan.planned_peak_bytes)} "
         f"({share(plan.planned_peak_bytes, plan.plain_peak_bytes)})",
         f"  measured peak  {peak}",
-        f"  overhead       {plan.overhead:+.1%} planned; recomputation "
+        f"  overhead       {plan.overhead:+.1%} planned; extra work "
         + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
     ]
 
