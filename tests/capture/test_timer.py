@@ -188,6 +188,18 @@ def test_of_a_slower_implementation_what_it_takes_longer_is_overhead():
         assert found == expected
 
 
+def test_what_runs_again_is_overhead():
+    joint = captured(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8))
+    plain = plain_schedule(joint.graph)
+    tanh = next(op.id for op in joint.graph.operators if op.target == "aten.tanh.default")
+    forward, backward = execute.build(joint, Schedule(plain.forward, (Step(tanh), *plain.backward)))
+    watch = Stopwatch(Recorded())
+    assert execute.timed(forward, lambda share: watch) is None
+    names = [getattr(n.target, "__name__", "") for n in execute.timed(backward, {1.0: watch}.__getitem__).graph.nodes]
+    assert names.index("stop") - names.index("start") == 2
+    assert names[names.index("start") + 1] == "tanh.default"
+
+
 def test_a_device_that_failed_leaves_the_overhead_unknown():
     class Broken:
         def mark(self):
