@@ -20,12 +20,15 @@ from monetrun.capture.clock import Clock
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lowering import lower
 from monetrun.core.errors import ScheduleError
-from monetrun.core.graph import FORWARD
+from monetrun.core.graph import FORWARD, Costs
 from monetrun.core.plan import Schedule, Step
 from monetrun.ops import replay
 from monetrun.ops.registry import Call
 
 monet = torch.ops.monet
+
+# in a call's meta: see ``_Builder._extra_share``
+_EXTRA = "monetrun_extra_share"
 
 
 @dataclass
@@ -41,7 +44,7 @@ class _Pass:
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
-def build(joint: JointGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+def build(joint: JointGraph, schedule: Schedule, costs: Costs | None = None) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two modules of ``schedule``, in AOTAutograd's calling convention.
 
     The forward takes the primals and returns the outputs, then the saved values; the backward takes the saved values,
@@ -50,17 +53,19 @@ def build(joint: JointGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.Gra
     Args:
         joint: the captured graph.
         schedule: one that ``simulate`` accepts for ``joint.graph``.
+        costs: of the graph, for ``timed``: with them it also counts implementations that take longer than the default.
 
     Raises:
         ScheduleError: a step reads what nothing before it has written.
     """
-    return _Builder(joint, schedule).build()
+    return _Builder(joint, schedule, costs).build()
 
 
 class _Builder:
-    def __init__(self, joint: JointGraph, schedule: Schedule) -> None:
+    def __init__(self, joint: JointGraph, schedule: Schedule, costs: Costs | None) -> None:
         self.joint = joint
         self.schedule = schedule
+        self.costs = costs
         self.views = _views_by_storage(joint)
         self.operator_of = {node: i for i, node in enumerate(joint.nodes)}
         self.forward = _Pass()
@@ -165,7 +170,7 @@ class _Builder:
         arguments, keywords = fx.map_arg((call.args, call.kwargs), load)
         new = into.graph.call_function(call.target, arguments, keywords)
         new.meta = _metadata(node)
-        new.meta["monetrun_again"] = again
+        new.meta[_EXTRA] = self._extra_share(step, again)
         written = self.joint.graph.operators[step.operator].outputs
         # a kept tensor that is written again is a copy without readers: they use the first one
         stale = {t for t in written if not (again and self.joint.graph.tensors[t].kept)}
@@ -186,6 +191,18 @@ class _Builder:
         if node not in self.joint.storage:
             into.values.pop(node)
 
+    def _extra_share(self, step: Step, again: bool) -> float:
+        """The share of a step's time that the plain step does not take.
+
+        An implementation that is faster than the default alone may not be so in a step: nothing is counted for it.
+        """
+        if again or not self.joint.graph.operators[step.operator].plain:
+            return 1.0
+        if self.costs is None or not step.implementation:
+            return 0.0
+        seconds = self.costs.seconds[step.operator]
+        return max(0.0, 1 - seconds[0] / seconds[step.implementation]) if seconds[step.implementation] else 0.0
+
     def _output(self, into: _Pass, node: Any, load: Callable[[fx.Node], fx.Node]) -> Any:
         return load(node) if isinstance(node, fx.Node) else node
 
@@ -198,7 +215,7 @@ def _views_by_storage(joint: JointGraph) -> dict[int, list[fx.Node]]:
 
 
 def _metadata(node: fx.Node) -> dict[str, Any]:
-    keep = ("val", "tensor_meta", "nn_module_stack", "stack_trace", "desc", "partitioner_tag", "monetrun_again")
+    keep = ("val", "tensor_meta", "nn_module_stack", "stack_trace", "desc", "partitioner_tag")
     return {k: v for k, v in node.meta.items() if k in keep}
 
 
@@ -270,16 +287,27 @@ class Stopwatch:
         return self._seconds
 
 
-def timed(module: fx.GraphModule, stopwatch: Stopwatch) -> fx.GraphModule:
-    """A copy of a backward module in which ``stopwatch`` runs while forward operators run again."""
-    start, stop = stopwatch.start, stopwatch.stop
+def timed(module: fx.GraphModule, stopwatch_of: Callable[[float], Stopwatch]) -> fx.GraphModule | None:
+    """A copy of a module of ``build`` in which a stopwatch runs while it does what the plain step does not do.
+
+    Args:
+        module: the forward or the backward.
+        stopwatch_of: gives the stopwatch for calls of which this share is extra: all of what runs again, and of an
+            implementation what it takes longer than the default.
+
+    Returns:
+        None where nothing is extra.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    running = False
+    running = 0.0
     for node in module.graph.nodes:
-        again = bool(node.meta.get("monetrun_again", running and node.op == "call_function"))
-        if node.op != "placeholder" and again != running:
-            graph.call_function(start if again else stop)
-            running = again
+        share = node.meta.get(_EXTRA, running if node.op == "call_function" else 0.0)
+        if node.op != "placeholder" and share != running:
+            if running:
+                graph.call_function(stopwatch_of(running).stop)
+            if share:
+                graph.call_function(stopwatch_of(share).start)
+            running = share
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(module, graph)
+    return fx.GraphModule(module, graph) if any(n.meta.get(_EXTRA) for n in module.graph.nodes) else None

@@ -139,7 +139,12 @@ def timer_for(meter: Meter, device: torch.device) -> Timer:
     """The timer of operators on ``device``."""
     if device.type != "cuda":
         return HostTimer(meter)
-    return DeviceTimer(EventClock(device), lambda: _arena(device), torch.cuda._sleep)
+    return DeviceTimer(EventClock(device), lambda: _arena(device), lambda cycles: _wait(device, cycles))
+
+
+def _wait(device: torch.device, cycles: int) -> None:
+    with torch.cuda.device(device):
+        torch.cuda._sleep(cycles)
 
 
 def _arena(device: torch.device) -> operands.Arena:

@@ -134,8 +134,8 @@ class Outcome:
         measured_reserved_bytes: the most that any rank's CUDA allocator reserved; None on a CPU.
         retries: how often an allocator gave cached memory back in settled steps; None on a CPU.
         excess_bytes: what planned steps reserved beyond what is derived from their schedules.
-        measured_overhead: seconds of recomputation over all other seconds of the timed calls, the largest of all ranks;
-            None if not measured.
+        measured_overhead: seconds of recomputation, and of slower implementations what they take longer, over all other
+            seconds of the timed calls, the largest of all ranks; None if not measured.
         steps: training steps of rank 0.
         warnings: of all ranks.
         measured_step: planned and measured bytes of one settled step; None if no rank measured them.
@@ -210,7 +210,7 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
         f"  planned peak   {format_bytes(plan.planned_peak_bytes)} "
         f"({share(plan.planned_peak_bytes, plan.plain_peak_bytes)})",
         f"  measured peak  {peak}",
-        f"  overhead       {plan.overhead:+.1%} planned; recomputation "
+        f"  overhead       {plan.overhead:+.1%} planned; extra work "
         + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
     ]
 
@@ -241,7 +241,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
         f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved ({share(plan.budget_bytes, plain)})",
         row("planned peak", pool.planned_bytes, plan.planned_peak_bytes),
         row("measured peak", outcome.measured_reserved_bytes, outcome.measured_peak_bytes) + retries,
-        f"  {'overhead':<15}{plan.overhead:+.1%} planned; recomputation "
+        f"  {'overhead':<15}{plan.overhead:+.1%} planned; extra work "
         + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
     ]
 

@@ -114,7 +114,8 @@ class Backend:
         with unset_fake_temporarily():  # also in a trial run on fake tensors, real kernels are queried for their needs
             joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
             number, schedule = self.chooser.choose(joint)
-        modules = execute.build(joint, schedule)
+            costs = None if self.meters is None else self.meters.timing.costs_of(joint)
+        modules = execute.build(joint, schedule, costs)
         _log.debug("%s: %d operators in %.2f s", self.name, len(joint.nodes), time.perf_counter() - started)
         self.captured += 1
         guards = joint.guards if self.meters is None else joint.guards.of(schedule)
@@ -129,16 +130,20 @@ class Backend:
         run = execute.boxed(module)
         if self.meters is None:
             return self._observed(FORWARD, number, guards.watching(run))
-        timed = self.meters.timing.early_calls(run)
+        timed = self._timed(run, module)
         return guards.checking(_measured(self.meters.steps, FORWARD, number, timed))  # type: ignore[no-any-return]
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         number, _ = module.meta["monetrun"]
         if self.meters is None:
             return self._observed(BACKWARD, number, execute.boxed(module))
-        timing = self.meters.timing
-        timed = execute.boxed(execute.timed(module, timing.recomputation))
-        return _measured(self.meters.steps, BACKWARD, number, timing.early_calls(execute.boxed(module), timed))
+        return _measured(self.meters.steps, BACKWARD, number, self._timed(execute.boxed(module), module))
+
+    def _timed(self, run: Run, module: fx.GraphModule) -> Run:
+        """``run``, which runs ``module``, timed in its early calls."""
+        assert self.meters is not None
+        timed = execute.timed(module, self.meters.timing.extra)
+        return self.meters.timing.early_calls(run, None if timed is None else execute.boxed(timed))
 
     def _observed(self, phase: str, number: int, run: Run) -> Run:
         observer = self.observer

@@ -1,14 +1,18 @@
-"""How long recomputation takes: a few early calls of each graph are timed, later ones are not."""
+"""How long a plan's extra work takes: a few early calls of each graph are timed, later ones are not."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from monetrun.capture import cost
 from monetrun.capture.clock import clock_of
+from monetrun.capture.cost import OperatorCost
 from monetrun.capture.execute import Stopwatch
+from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
+from monetrun.core.graph import Costs
 
 Run = Callable[[list[Any]], Any]
 
@@ -21,27 +25,45 @@ _log = logging.getLogger("monetrun")
 class CallTiming:
     """The timed calls of all graphs of a process.
 
+    Args:
+        meter: of their device.
+        known: measured costs, by the operators' signatures; more may be added.
+
     Attributes:
         calls: runs in timed calls.
-        recomputation: runs while a timed backward runs forward operators again.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        clock = clock_of(meter)
-        self.calls = Stopwatch(clock)
-        self.recomputation = Stopwatch(clock)
+    def __init__(self, meter: Meter, known: Mapping[str, OperatorCost] | None = None) -> None:
+        self._known = {} if known is None else known
+        self._clock = clock_of(meter)
+        self.calls = Stopwatch(self._clock)
+        self._extra: dict[float, Stopwatch] = {}  # by the share of its time that is extra
+
+    def costs_of(self, joint: JointGraph) -> Costs | None:
+        """The measured costs of a graph; None where some are missing."""
+        if not all(signature in self._known for row in joint.signatures for signature in row):
+            return None
+        return cost.costs_of(joint, self._known, "measured")
+
+    def extra(self, share: float) -> Stopwatch:
+        """Runs in timed calls while they do what the plain step does not do, or ``share`` of it is."""
+        return self._extra.setdefault(share, Stopwatch(self._clock))
 
     def overhead(self) -> float | None:
-        """Seconds of recomputation over the other seconds of the timed calls.
+        """Seconds that the plain step would not take, over the other seconds of the timed calls.
 
-        None before any, and where the device failed before it came to their end.
+        Extra are operators that run again, and of other implementations what they take longer than the default: of
+        their measured seconds, the share that their costs (measured alone) say. Implementations that are faster, and
+        what a schedule leaves out of the plain step, are not counted. None before any timed call, and where the device
+        failed before it came to their end.
         """
         try:
-            calls, again = self.calls.seconds, self.recomputation.seconds
+            calls = self.calls.seconds
+            extra = sum(share * stopwatch.seconds for share, stopwatch in self._extra.items())
         except RuntimeError as error:
-            _log.info("the overhead of recomputation is not known: %s", error)
+            _log.info("the overhead is not known: %s", error)
             return None
-        return again / (calls - again) if calls > again else None
+        return extra / (calls - extra) if calls > max(0.0, extra) else None
 
     def early_calls(self, run: Run, timed: Run | None = None) -> Run:
         """``run``, timed in a few early calls, in which ``timed`` runs in its place if given."""

@@ -75,7 +75,7 @@ class Engine:
             _log.info("torch.ops.monet runs its references: %s", kernels.unavailable_reason(device.type))
         self.store = Store(Path(settings.cache_folder)) if settings.cache_folder else None
         self.known = cost_store.load(self.store, device)
-        self.meters = PlannedCallMeters(CallTiming(self.meter), StepMeter(self.meter))
+        self.meters = PlannedCallMeters(CallTiming(self.meter, self.known), StepMeter(self.meter))
         self.generation = 0
         self.recorder: Recorder | None = None
         self.running: RunningPlan | None = None

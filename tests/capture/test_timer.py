@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from monetrun.capture import clock, cost, operands, timer
+from monetrun.capture import clock, cost, execute, operands, timer
 from monetrun.capture.execute import Stopwatch
 from monetrun.capture.meter import CpuMeter, CudaMeter, NoMeter
+from monetrun.core.graph import Costs
+from monetrun.core.plan import Schedule, Step, plain_schedule
 from monetrun.ops.registry import Call
 from monetrun.runtime.call_timing import CallTiming
 from support.captured import captured
@@ -130,9 +132,9 @@ def test_recomputation_on_cuda_is_timed_by_events_that_are_read_at_the_end(monke
 
     def backward(arguments):
         Event.stream += 3.0
-        timing.recomputation.start()
+        timing.extra(1.0).start()
         Event.stream += 1.0
-        timing.recomputation.stop()
+        timing.extra(1.0).stop()
         return arguments
 
     run = timing.early_calls(lambda arguments: arguments, backward)
@@ -144,6 +146,58 @@ def test_recomputation_on_cuda_is_timed_by_events_that_are_read_at_the_end(monke
     read = len(Event.synchronized)
     assert timing.overhead() == pytest.approx(3 / 9)
     assert len(Event.synchronized) == read
+
+
+class Recorded:
+    """A clock that is set by what the calls of a module take."""
+
+    now = 0.0
+
+    def mark(self):
+        return self.now
+
+    def seconds(self, start, end):
+        return end - start
+
+
+def test_of_a_slower_implementation_what_it_takes_longer_is_overhead():
+    """A ReLU whose gradient comes from a mask: costs say that half of the time is extra; all of the mask is."""
+    joint = captured(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8))
+    plain = plain_schedule(joint.graph)
+    backward = next(op for op in joint.graph.operators if op.target == "aten.threshold_backward.default")
+    masked = next(k for k, i in enumerate(backward.implementations) if i.name == "intermediate:mask")
+    mask = next(op for op in joint.graph.operators if op.target == "monet.range_mask.default")
+    steps = tuple(Step(s.operator, masked if s.operator == backward.id else 0) for s in plain.backward)
+    seconds = tuple(tuple(2.0 if k == masked else 1.0 for k, _ in enumerate(row)) for row in joint.signatures)
+    costs = Costs("", seconds, tuple(tuple(0 for _ in row) for row in joint.signatures))
+    relu = next(k for k, s in enumerate(plain.forward) if "relu" in joint.graph.operators[s.operator].target)
+    forward = (*plain.forward[: relu + 1], Step(mask.id), *plain.forward[relu + 1 :])
+    for given, expected in ((costs, {1.0: ["range_mask"], 0.5: ["mask_backward"]}), (None, {1.0: ["range_mask"]})):
+        found = {}
+        for module in execute.build(joint, Schedule(forward, steps), given):
+            watches = {}
+            copy = execute.timed(module, lambda share, w=watches: w.setdefault(share, Stopwatch(Recorded())))
+            running = None
+            for node in [] if copy is None else copy.graph.nodes:
+                if isinstance(getattr(node.target, "__self__", None), Stopwatch):
+                    share = next(s for s, w in watches.items() if w is node.target.__self__)
+                    running = share if node.target.__name__ == "start" else None
+                elif running is not None and "monet." in str(node.target):  # views may follow
+                    found.setdefault(running, []).append(str(node.target).split(".")[1])
+            assert running is None
+        assert found == expected
+
+
+def test_what_runs_again_is_overhead():
+    joint = captured(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8))
+    plain = plain_schedule(joint.graph)
+    tanh = next(op.id for op in joint.graph.operators if op.target == "aten.tanh.default")
+    forward, backward = execute.build(joint, Schedule(plain.forward, (Step(tanh), *plain.backward)))
+    watch = Stopwatch(Recorded())
+    assert execute.timed(forward, lambda share: watch) is None
+    names = [getattr(n.target, "__name__", "") for n in execute.timed(backward, {1.0: watch}.__getitem__).graph.nodes]
+    assert names.index("stop") - names.index("start") == 2
+    assert names[names.index("start") + 1] == "tanh.default"
 
 
 def test_a_device_that_failed_leaves_the_overhead_unknown():
