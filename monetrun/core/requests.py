@@ -63,11 +63,12 @@ def reserved_under(record: StepRecord, schedules: Sequence[Schedule], settings: 
     if record.memory is None:
         raise ValueError("the record does not have the device's memory")
     allocator = CachingAllocator(settings, record.memory.device_bytes)
-    for segment in record.memory.base:
-        allocator.load(segment.small, segment.blocks)
+    base = [address for segment in record.memory.base for address in allocator.load(segment.small, segment.blocks)]
+    sizes = [nbytes for segment in record.memory.base for nbytes in segment.blocks if nbytes > 0]
     allocator.empty_cache()
     allocator.reset_peaks()
     replay = _Replay(record, schedules, allocator)
+    replay.find_batch([_Block(address, nbytes) for address, nbytes in zip(base, sizes, strict=True)])
     for number in range(_STEPS):
         replay.step(first=number == 0)
     return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, allocator.large_bytes)
@@ -109,17 +110,30 @@ class _Replay:
         self.gradients: list[_Block] = []
         self.outputs: list[_Block] = []
         self._calls: dict[int, list[_Call]] = {}
+        self._batch: list[_Block] = []
         self._script: dict[int, _Block] = {}  # by the number of the request
         self._last = {
             k: last_reads(g, s.forward + s.backward)
             for k, (g, s) in enumerate(zip(record.graphs, schedules, strict=True))
         }
 
+    def find_batch(self, base: list[_Block]) -> None:
+        """Find the first step's batch among the blocks that are there before it: the latest of the same sizes."""
+        assert self.record.memory is not None
+        for nbytes in self.record.memory.batch:
+            found = next((b for b in reversed(base) if b.nbytes == nbytes), None)
+            if found is not None:
+                base.remove(found)
+                self._batch.append(found)
+
     def step(self, *, first: bool) -> None:
         """One step; in the first one nothing of an earlier step is held, and the optimizer allocates its state."""
         last_gradients, self.gradients = self.gradients, []
         last_outputs, self.outputs = self.outputs, []
         requests = 0
+        if not first:
+            last_batch, self._batch = self._batch, [self._new(block.nbytes) for block in self._batch]
+            self._free_all(last_batch)
         held_over = {event.name for event in self.record.events if event.delta_bytes > 0}
         for event in self.record.events:
             if event.kind == FORWARD:

@@ -74,6 +74,7 @@ class DeviceMemory:
         library_bytes: part of ``base``: workspaces that cuBLAS keeps once it has been used, for each thread and stream.
         plain_allocated_bytes: peak of the plain run, measured; 0 where it was not.
         plain_reserved_bytes: the same of reserved bytes.
+        batch: part of ``base``: inputs that each step replaces, new ones before the old ones are freed.
         excess_bytes: what planned steps were seen to reserve beyond what ``core.requests`` derives.
     """
 
@@ -84,6 +85,7 @@ class DeviceMemory:
     library_bytes: int = 0
     plain_allocated_bytes: int = 0
     plain_reserved_bytes: int = 0
+    batch: tuple[int, ...] = ()
     excess_bytes: int = 0
 
 
@@ -154,6 +156,13 @@ def with_plain_peaks(record: StepRecord, plain: PlainPeaks) -> StepRecord:
         return abs(peak - plain.allocated_bytes)
 
     return min(late, early, key=error)
+
+
+def with_excess(record: StepRecord, excess_bytes: int) -> StepRecord:
+    """The record with what planned steps were seen to reserve beyond the plan; the same one where that is not more."""
+    if record.memory is None or excess_bytes <= record.memory.excess_bytes:
+        return record
+    return replace(record, memory=replace(record.memory, excess_bytes=excess_bytes))
 
 
 def _dropping_outputs_early(events: Sequence[Event]) -> tuple[Event, ...]:

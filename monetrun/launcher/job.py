@@ -12,26 +12,28 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from monetrun.core import codec
-from monetrun.core.budget import BYTES, Budget, parse, resolve
+from monetrun.core.budget import Budget, parse, resolve
 from monetrun.core.errors import NeverTrained, UsageError
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, StepSchedules
-from monetrun.core.step import StepRecord, with_plain_peaks
+from monetrun.core.step import StepRecord, with_excess, with_plain_peaks
 from monetrun.launcher import keys, memory, report
 from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.plain import budget_that_fits, find_plain
 from monetrun.launcher.plan_file import read_plan
 from monetrun.launcher.process import exit_on_sigterm, restored_environment
 from monetrun.launcher.progress import SolverProgress
 from monetrun.launcher.ranks import Ranks, find_ranks
-from monetrun.launcher.trial import allocator_variables, measure_plain_run, run_trial
+from monetrun.launcher.trial import allocator_variables, run_trial
 from monetrun.machine.store import Store, default_root
 from monetrun.planning import planner
 from monetrun.planning.explain import describes
 from monetrun.planning.frontier import Frontier, frontier, spread
-from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, Settings
+from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings
 from monetrun.solve import timing
 
 
@@ -82,6 +84,9 @@ class Job:
         self._reports = self._folder / "reports"
         self._reports.mkdir()
         self._settings = _settings(options, self._reports, self._store)
+        self._find_plain = partial(
+            find_plain, options, self.ranks, self._settings, self._folder, self.console, self._store
+        )
 
     def close(self) -> None:
         """Remove the job's files, other than the cache."""
@@ -108,9 +113,9 @@ class Job:
             self.plan = read_plan(self.options.plan_file)
             self.record = _record_of(self.plan, self._store, self.options, self.ranks)
         elif self.options.probe:
-            self._find_plain()
-            if self.plain is not None and (budget_bytes := self._budget_that_fits(self.plain)):
-                return self._run_plainly(self.plain, budget_bytes)
+            self.plain = self._find_plain()
+            if budget_bytes := budget_that_fits(self.plain, self.budget, self.ranks):
+                return self._run_plainly(budget_bytes)
             self._find_record()
             if self.record is not None:
                 self._find_plan(self.record)
@@ -120,7 +125,7 @@ class Job:
         settings = replace(
             self._settings,
             mode=RUN,
-            budget_bytes=self.plan.budget_bytes if self.plan else self._given_bytes(),
+            budget_bytes=self.plan.budget_bytes if self.plan else memory.given_bytes(self.budget),
             plan_file=_written(self._folder / "plan.json", self.plan),
             record_file=_written(self._folder / "record.json", self.record),
         )
@@ -132,7 +137,7 @@ class Job:
         Raises:
             NeverTrained, ScriptFailed: see ``run_trial``.
         """
-        self._find_plain()
+        self.plain = self.plain or self._find_plain()
         self._find_record()
         if self.record is None:
             raise NeverTrained(
@@ -187,7 +192,7 @@ class Job:
             settings = replace(
                 self._settings,
                 mode=PROBE,
-                budget_bytes=self._given_bytes(),
+                budget_bytes=memory.given_bytes(self.budget),
                 record_file=str(self._folder / "record.json"),
             )
             self.record = run_trial(self.options, self.ranks, settings, self._folder, self.console)
@@ -196,29 +201,10 @@ class Job:
         if self.record is not None and self.plain is not None:
             self.record = with_plain_peaks(self.record, self.plain)
 
-    def _find_plain(self) -> None:
-        """Set ``plain`` on a CUDA device, from the cache or by a trial run."""
-        if self.plain is not None or self.ranks.kind != "cuda" or self.options.cost_model != "measured":
-            return
-        key = keys.plain_key(self.options, self.ranks)
-        self.plain = self._store.get("plain", key, PlainPeaks) if self._store else None
-        if self.plain is None:
-            settings = replace(self._settings, mode=MEASURE, record_file=str(self._folder / "plain.json"))
-            self.plain = measure_plain_run(self.options, self.ranks, settings, self._folder, self.console)
-            if self.plain is not None and self._store is not None:
-                self._store.put("plain", key, self.plain)
-
-    def _budget_that_fits(self, plain: PlainPeaks) -> int | None:
-        """The budget in bytes, if the plain run fits it with room, so that there is nothing to plan."""
-        budget_bytes = self.budget_bytes()
-        if budget_bytes is None:
-            budget_bytes = resolve(self.budget, None, plain.reserved_bytes)
-        return budget_bytes if plain.fits(budget_bytes) else None
-
-    def _run_plainly(self, plain: PlainPeaks, budget_bytes: int) -> dict[str, str]:
+    def _run_plainly(self, budget_bytes: int) -> dict[str, str]:
         """The variables of workers that run the script as it is, under the budget."""
-        if not self.options.quiet:
-            for line in report.plain_lines(plain, budget_bytes, Path(self.options.script).name):
+        if self.plain is not None and not self.options.quiet:
+            for line in report.plain_lines(self.plain, budget_bytes, Path(self.options.script).name):
                 self.console.print(line)
         return replace(self._settings, mode=PLAIN, budget_bytes=budget_bytes).to_environment()
 
@@ -251,18 +237,6 @@ class Job:
                 self._store.put("plan", smallest_key, refused.smallest_schedules)
             raise
 
-    def _keep_excess(self, excess_bytes: int) -> None:
-        """Keep what planned steps reserved beyond the plan with the record: the next launch plans with it."""
-        memory = None if self.record is None else self.record.memory
-        if self.record is None or memory is None or self._store is None or excess_bytes <= memory.excess_bytes:
-            return
-        seen = replace(self.record, memory=replace(memory, excess_bytes=excess_bytes))
-        self._store.put("probe", keys.record_key(self.options, self.ranks), seen)
-
-    def _given_bytes(self) -> int:
-        """The budget if it was given in bytes, else 0."""
-        return int(self.budget.value) if self.budget.kind == BYTES else 0
-
     # ---- after training
 
     def finish(self, exit_code: int) -> None:
@@ -274,7 +248,9 @@ class Job:
         outcome = report.read_outcome(self._reports)
         if self._store is not None and outcome.plan is not None and outcome.measured_step is not None:
             self._store.put("measured", keys.measured_key(outcome.plan), outcome.measured_step)
-        self._keep_excess(outcome.excess_bytes)
+        if self._store is not None and self.record is not None and self.record.memory is not None:
+            seen = with_excess(self.record, outcome.excess_bytes)  # the next launch plans with it
+            self._store.put("probe", keys.record_key(self.options, self.ranks), seen)
         if self.options.json:
             print(json.dumps(report.outcome_json(outcome)))
         if not self.options.quiet:

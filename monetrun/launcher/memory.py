@@ -43,3 +43,8 @@ def budget_bytes(budget: Budget, ranks: Ranks, modelled_bytes: int) -> int | Non
     free = modelled_bytes or smallest(query(ranks.kind, ranks.local)).free_bytes
     nbytes = resolve(budget, free, None, **({"reserve_bytes": 0} if ranks.kind == "cpu" else {}))
     return max(1, nbytes // _GRAIN_BYTES * _GRAIN_BYTES)
+
+
+def given_bytes(budget: Budget) -> int:
+    """The budget if it was given in bytes, else 0."""
+    return int(budget.value) if budget.kind == BYTES else 0

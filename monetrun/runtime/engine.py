@@ -16,17 +16,15 @@ from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import meter_for
 from monetrun.core import codec
 from monetrun.core.allocator_settings import AllocatorSettings
-from monetrun.core.budget import CUDA_RESERVE_BYTES, parse, resolve
-from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
-from monetrun.machine.device import MemoryInfo, query
 from monetrun.machine.store import Store
 from monetrun.ops import kernels
 from monetrun.planning import planner
 from monetrun.runtime import agreement, probe
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.backend import Backend, PlannedCallMeters
+from monetrun.runtime.budget_here import budget_here
 from monetrun.runtime.call_timing import CallTiming
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.running_plan import RunningPlan
@@ -126,15 +124,8 @@ class Engine:
 
     def _planned(self, record: StepRecord) -> Plan:
         base = planner.baseline(record)
-        budget = parse(self.settings.budget)
-        free = None
-        if budget.kind in ("auto", "share_of_free"):
-            free = own_memory(self.device).free_bytes + max(
-                self.meter.current_bytes(), self.meter.reserved_peak_bytes()
-            )
-        reserve = CUDA_RESERVE_BYTES if self.device.type == "cuda" else 0
         plain = planner.plain_bytes(record, base)
-        budget_bytes = self.settings.budget_bytes or resolve(budget, free, plain, reserve)
+        budget_bytes = self.settings.budget_bytes or budget_here(self.settings.budget, self.device, self.meter, plain)
         options = self.settings.solver_options()
         return planner.plan_step(record, budget_bytes, self.settings.algorithm, options, base)
 
@@ -213,22 +204,13 @@ class Engine:
             self._drop_traces()
             if self.meters.steps.settled and not self._looked:
                 self._looked = True
-                self._look()
+                assert self.running is not None
+                self.generation += self.running.correct(self.warn)
             return
         self.recorder.optimizer_ended(name, self.trained_parameters())
         self._step_recorded |= all_stepped and self.recorder.complete
         if all_stepped and self.settings.mode == PROBE:
             self._end_trial()
-
-    def _look(self) -> None:
-        """Compare the first planned steps with the plan; where it reserves too little, plan again once."""
-        assert self.running is not None
-        try:
-            if self.running.correct():
-                self.warn("the first planned steps reserved more than was planned: planned again with what was seen")
-                self.generation += 1
-        except (InfeasibleBudget, NoPlanInTime) as failure:
-            self.warn(f"the first planned steps reserved more than was planned, and no other plan was found: {failure}")
 
     def _end_trial(self) -> None:
         """Write the record and end the process."""
@@ -251,11 +233,3 @@ class Engine:
             "plan": None if self.plan is None else codec.to_plain(self.plan),
             "intervals": [] if self.running is None else codec.to_plain(self.running.intervals()),
         }
-
-
-def own_memory(device: torch.device) -> MemoryInfo:
-    """The memory of this process's device."""
-    if device.type != "cuda":
-        return query("cpu")[0]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return query("cuda", index + 1)[index]

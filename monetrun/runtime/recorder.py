@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from monetrun.capture import allocator_history, cost, cost_store, roofline
-from monetrun.capture.allocator_history import AllocatorHistory
+from monetrun.capture import cost, cost_store, roofline
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lifetimes import Lifetimes
@@ -22,14 +21,13 @@ from monetrun.core.step import (
     LAST_OUTPUTS,
     LIBRARIES,
     OUTSIDE,
-    DeviceMemory,
     Event,
-    Segment,
     StepRecord,
     call_footprint,
 )
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
+from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.ruled_out import usable_now
 from monetrun.runtime.stretches import StretchMeter
 from monetrun.solve import greedy
@@ -77,10 +75,7 @@ class Recorder:
         # parameters whose gradients of the last step would be zeroed in a stretch (None: zeroed, but not freed)
         self._zeroed: list[tuple[int | None, list[torch.Tensor]]] = []
         self._zeroed_ids: set[int] = set()
-        self._history = AllocatorHistory(device) if isinstance(meter, CudaMeter) else None
-        self._requests: list[tuple[int, ...]] = []  # of each stretch; empty for calls of graphs
-        self._base: tuple[Segment, ...] = ()
-        self._plain_settings = plain_settings
+        self._memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number, and the schedule of the least peak that is known for it."""
@@ -100,23 +95,14 @@ class Recorder:
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins, and what the script did since the last one has ended."""
         if not self._stretches:
-            self._begin()
+            if self._memory is not None:
+                self._memory.begin(self.joints, self.joints[graph], arguments)
+            self._stretch_meter.begin()
         self._end_stretch(OUTSIDE)
         if phase == FORWARD:
             self._lifetimes.forward_begins(self.joints[graph], arguments)
         else:
             self._lifetimes.backward_begins(self.joints[graph], len(self._stretches), arguments)
-
-    def _begin(self) -> None:
-        """The step begins: from now on only the step itself allocates."""
-        if self._history is not None:
-            targets = {op.target for joint in self.joints for op in joint.graph.operators}
-            if allocator_history.use_library_workspaces(targets):
-                allocator_history.warm_up_libraries(self.device)
-            torch.cuda.empty_cache()
-            self._base = allocator_history.segments(self.device)
-            self._history.start()
-        self._stretch_meter.begin()
 
     def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """A graph's call has ended."""
@@ -162,9 +148,8 @@ class Recorder:
         self.meter.synchronize()
         self._stretch_meter.end(kind, graph, name)
         self._lifetimes.look(len(self._stretches) - 1)
-        if self._history is not None:
-            piece = self._history.piece() if kind == OUTSIDE else self._history.skip()
-            self._requests.append(piece)
+        if self._memory is not None:
+            self._memory.stretch_ended(kind)
 
     # ---- the record
 
@@ -189,7 +174,7 @@ class Recorder:
         if waiting := sum(gradients.values()):
             events.insert(0, Event(OUTSIDE, -1, waiting, waiting, LAST_GRADIENTS))
         weights = _bytes_of(self._parameters)
-        libraries = self._library_bytes()
+        libraries = 0 if self._memory is None else self._memory.end()
         return StepRecord(
             graphs=tuple(usable_now(j, cost.as_tried(j, self.known)) for j in self.joints),
             costs=tuple(costs),
@@ -205,26 +190,7 @@ class Recorder:
             device=costs[0].device if costs else cost_store.device_name(self.device),
             torch_version=torch.__version__,
             exact=self.meter.exact,
-            memory=self._device_memory(libraries),
-        )
-
-    def _library_bytes(self) -> int:
-        """The workspaces that cuBLAS keeps, which are freed; nothing is recorded from now on."""
-        if self._history is None:
-            return 0
-        self._history.stop()
-        return allocator_history.clear_library_workspaces(self.device)
-
-    def _device_memory(self, library_bytes: int) -> DeviceMemory | None:
-        if self._history is None:
-            return None
-        settings = allocator_history.settings_from_environment()
-        return DeviceMemory(
-            settings=settings,
-            plain_settings=settings if self._plain_settings is None else self._plain_settings,
-            device_bytes=torch.cuda.get_device_properties(self.device).total_memory,
-            base=self._base,
-            library_bytes=library_bytes,
+            memory=None if self._memory is None else self._memory.memory(),
         )
 
     def _events(self, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
@@ -238,7 +204,7 @@ class Recorder:
                 absent = self._lifetimes.absent_bytes(i)
                 delta, peak = stretch.end_bytes + absent - now, max(0, stretch.peak_bytes + absent - now)
                 grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
-                requests = self._requests[i] if self._requests else ()
+                requests = () if self._memory is None else self._memory.requests(i)
                 events.append(Event(OUTSIDE, -1, delta - grown, max(0, peak - grown), stretch.name, requests=requests))
                 now = stretch.end_bytes + absent
                 continue

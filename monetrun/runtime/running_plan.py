@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 
@@ -10,9 +10,9 @@ from monetrun.capture import cost
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
-from monetrun.core.errors import PlanMismatch
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, PlanMismatch
 from monetrun.core.plan import Plan, Schedule
-from monetrun.core.step import LIBRARIES, StepRecord
+from monetrun.core.step import LIBRARIES, StepRecord, with_excess
 from monetrun.planning import planner
 from monetrun.planning.intervals import Interval, intervals, optimizer_steps
 from monetrun.runtime import adaptation, agreement, pool
@@ -101,8 +101,8 @@ class RunningPlan:
         )
         self._follow(made)
 
-    def correct(self) -> bool:
-        """Plan again where the first planned steps reserved more than the plan says; gives whether that was done.
+    def correct(self, warn: Callable[[str], None]) -> bool:
+        """Plan again, with a warning, where the first planned steps reserved more than the plan says; gives whether that was done.
 
         Only in a process of its own, since ranks may see different excesses; the launcher keeps what was seen, so
         that the next launch plans with it.
@@ -118,9 +118,14 @@ class RunningPlan:
         self.excess_bytes = memory.excess_bytes + excess
         if agreement.several_ranks():
             return False
-        record = replace(self.record, memory=replace(memory, excess_bytes=self.excess_bytes))
+        record = with_excess(self.record, self.excess_bytes)
         budget_bytes, options = self.plan.budget_bytes, self.settings.solver_options()
-        plan = planner.plan_step(record, budget_bytes, self.settings.algorithm, options)
+        try:
+            plan = planner.plan_step(record, budget_bytes, self.settings.algorithm, options)
+        except (InfeasibleBudget, NoPlanInTime) as failure:
+            warn(f"planned steps reserve more than was planned, and no other plan was found: {failure}")
+            return False
+        warn("the first planned steps reserved more than was planned: planned again with what was seen")
         self.record = record
         self._follow(plan)
         return True

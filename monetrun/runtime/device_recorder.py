@@ -1,0 +1,80 @@
+"""Records what decides how much CUDA's caching allocator reserves for a step (``DeviceMemory``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from monetrun.capture import allocator_history
+from monetrun.capture.allocator_history import AllocatorHistory
+from monetrun.capture.joint import JointGraph
+from monetrun.capture.storages import block_bytes
+from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.step import OUTSIDE, DeviceMemory, Segment
+
+
+class DeviceRecorder:
+    """Of one step.
+
+    Args:
+        device: a CUDA device.
+        plain_settings: of the allocator in the plain run; None: the present ones.
+    """
+
+    def __init__(self, device: torch.device, plain_settings: AllocatorSettings | None) -> None:
+        self.device = device
+        self._plain_settings = plain_settings
+        self._history = AllocatorHistory(device)
+        self._requests: list[tuple[int, ...]] = []  # of each stretch; empty for calls of graphs
+        self._base: tuple[Segment, ...] = ()
+        self._batch: tuple[int, ...] = ()
+        self._library_bytes = 0
+
+    def begin(self, joints: Sequence[JointGraph], joint: JointGraph, arguments: Sequence[Any]) -> None:
+        """The step begins with the forward of ``joint``: from now on only the step itself allocates."""
+        targets = {op.target for j in joints for op in j.graph.operators}
+        if allocator_history.use_library_workspaces(targets):
+            allocator_history.warm_up_libraries(self.device)
+        torch.cuda.empty_cache()
+        self._base = allocator_history.segments(self.device)
+        self._batch = _batch(joint, arguments)
+        self._history.start()
+
+    def stretch_ended(self, kind: str) -> None:
+        """A stretch of the step has ended."""
+        self._requests.append(self._history.piece() if kind == OUTSIDE else self._history.skip())
+
+    def requests(self, stretch: int) -> tuple[int, ...]:
+        """The script's requests in a stretch, see ``Event.requests``."""
+        return self._requests[stretch]
+
+    def end(self) -> int:
+        """Nothing is recorded from now on; gives the bytes of the workspaces that cuBLAS keeps, and frees them."""
+        self._history.stop()
+        self._library_bytes = allocator_history.clear_library_workspaces(self.device)
+        return self._library_bytes
+
+    def memory(self) -> DeviceMemory:
+        """What was recorded."""
+        settings = allocator_history.settings_from_environment()
+        return DeviceMemory(
+            settings=settings,
+            plain_settings=settings if self._plain_settings is None else self._plain_settings,
+            device_bytes=torch.cuda.get_device_properties(self.device).total_memory,
+            base=self._base,
+            library_bytes=self._library_bytes,
+            batch=self._batch,
+        )
+
+
+def _batch(joint: JointGraph, arguments: Sequence[Any]) -> tuple[int, ...]:
+    """Bytes of the inputs on a CUDA device that are neither parameters nor buffers, each storage once."""
+    found: dict[int, int] = {}
+    for node, value in zip(joint.primals, arguments, strict=True):
+        t = joint.storage.get(node) if isinstance(node, fx.Node) else None
+        if t in joint.transient and isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            found[value.untyped_storage()._cdata] = block_bytes(value.untyped_storage())
+    return tuple(found.values())
