@@ -102,9 +102,9 @@ class RunningPlan:
         self._follow(made)
 
     def correct(self, warn: Callable[[str], None]) -> bool:
-        """Plan again, with a warning, where the first planned steps reserved more than the plan says; gives whether that was done.
+        """Plan again, with a warning, where the first planned steps reserved more than the plan says.
 
-        Only in a process of its own, since ranks may see different excesses; the launcher keeps what was seen, so
+        Gives whether that was done. Only in a process of its own, since ranks may see different excesses; the launcher keeps what was seen, so
         that the next launch plans with it.
         """
         memory = None if self.record is None else self.record.memory
