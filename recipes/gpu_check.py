@@ -33,6 +33,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 from lib import wheels
 from lib.child import adopt_orphans
@@ -53,7 +54,7 @@ def environment(work: Path) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(cache / "triton"),
         **os.environ,
         "MONETRUN_TEST_DEVICE": "cuda",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(work / "site")]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(work / "site"), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "NO_COLOR": "1",
     }
@@ -113,8 +114,6 @@ def _budgets(context: click.Context, parameter: click.Parameter, value: Sequence
 
 
 _GROUPS = "\n".join(f"  {name:12} {about}" for name, about in GROUPS.items())
-
-
 _HELP = __doc__.replace("\n\n    python", "\n\n\b\n    python")
 
 
@@ -123,7 +122,8 @@ _HELP = __doc__.replace("\n\n    python", "\n\n\b\n    python")
 @click.option("--networks", multiple=True, callback=_networks, metavar="NAMES", help=f"Of {', '.join(NETWORKS)}.")
 @click.option("--shares", multiple=True, callback=_budgets, metavar="BUDGETS", help="Of the group shares.")
 @click.option("--small", is_flag=True, help="Small inputs, which any device holds.")
-@click.option("--stand-in", is_flag=True, help="The GPU is a stand-in: no cuDNN, no NCCL, no Triton, no true figures.")
+@click.option("--stand-in", is_flag=True, help="The GPU is a stand-in: no NCCL, no Triton, and no figure is a GPU's.")
+@click.option("--cudnn/--no-cudnn", default=True, help="Whether convolutions run in cuDNN.")
 @click.option("--seconds", type=click.FloatRange(0), default=540.0, show_default=True, help="For everything.")
 @click.option("--limits", type=click.FloatRange(0.1), default=1.0, help="Multiply the sections' time limits by this.")
 @click.option("--solver-seconds", type=click.FloatRange(0.1), help="For each plan; default: 5, with --small 1.")
@@ -159,20 +159,8 @@ def main(context: click.Context, **options: Any) -> None:
     installed, pip_failed = wheels.install(options["wheel_folder"], site) if options["wheel_folder"] else ([], "")
     not_registered = wheels.register_checkout(ROOT, site)
     missing = wheels.missing(site)
-    settings = Settings(
-        networks=options["networks"],
-        shares=options["shares"],
-        small=options["small"],
-        stand_in=options["stand_in"],
-        solver_seconds=options["solver_seconds"] or (1.0 if options["small"] else 5.0),
-        algorithm="greedy" if any(need.planning for need in missing) else "hierarchical",
-        compile_backend="aot_eager_decomp_partition" if options["stand_in"] else "inductor",
-    )
-    patterns = options["only"]
-    chosen = [s for s in sections(settings) if (s.wanted(patterns) if patterns else s.group != "conformance")]
-    chosen = [replace(s, limit_seconds=options["limits"] * s.limit_seconds) for s in chosen]
-    if not chosen:
-        raise click.UsageError(f"--only {','.join(patterns)} is the name of no section and no group; --list shows them")
+    settings = read_settings(options, missing)
+    chosen = [replace(s, limit_seconds=options["limits"] * s.limit_seconds) for s in choose(settings, options["only"])]
     if options["list_sections"]:
         for section in chosen:
             click.echo(f"{section.name:24} {section.limit_seconds:4.0f} s  {shlex.join(section.command)}")
@@ -181,7 +169,7 @@ def main(context: click.Context, **options: Any) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # run_child ends its command
     variables = environment(work)
     facts = device_facts(variables, work)
-    kept = {"small": settings.small, "stand_in": settings.stand_in}
+    kept = {name: getattr(settings, name) for name in ("small", "stand_in", "cudnn")}
     out: Path = options["out"] or default_path(facts["device"], work, settings)
     header = {
         "command": shlex.join(["python", *sys.argv]),
@@ -199,7 +187,7 @@ def main(context: click.Context, **options: Any) -> None:
     console.print(f"[bold]{facts['device']}[/bold], torch {facts['torch']}, driver {facts['driver']}; {out}")
     for problem in [pip_failed, not_registered, *(f"missing: {n.package} ({n.purpose})" for n in missing)]:
         if problem:
-            console.print(f"  [yellow]{problem}[/yellow]", soft_wrap=True)
+            console.print(f"  [yellow]{escape(problem)}[/yellow]", soft_wrap=True)
     done = {OK, FAILED, TIMEOUT} if options["keep_failed"] else {OK}
     for section in chosen:
         earlier = document.entry(section.name)
@@ -212,10 +200,36 @@ def main(context: click.Context, **options: Any) -> None:
         console.print(line(entry), soft_wrap=True)
     console.print(table(document.value))
     failed = [s.name for s in chosen if (document.entry(s.name) or {}).get("status") in (FAILED, TIMEOUT)]
-    seconds = time.monotonic() - started
-    summary = f"{seconds:.0f} s; {len(failed)} of {len(chosen)} sections failed"
+    summary = f"{time.monotonic() - started:.0f} s; {len(failed)} of {len(chosen)} sections failed"
     console.print(": ".join([summary, ", ".join(failed)] if failed else [summary]), soft_wrap=True)
     context.exit(1 if failed else 0)
+
+
+def read_settings(options: dict[str, Any], missing: Sequence[wheels.Need]) -> Settings:
+    """The settings that the command's options give on this machine."""
+    return Settings(
+        networks=options["networks"],
+        shares=options["shares"],
+        small=options["small"],
+        stand_in=options["stand_in"],
+        cudnn=options["cudnn"],
+        solver_seconds=options["solver_seconds"] or (1.0 if options["small"] else 5.0),
+        algorithm="greedy" if any(need.planning for need in missing) else "hierarchical",
+        compile_backend="aot_eager_decomp_partition" if options["stand_in"] else "inductor",
+    )
+
+
+def choose(settings: Settings, patterns: Sequence[str]) -> list[Section]:
+    """The sections that the patterns name; without any, all but conformance.
+
+    Raises:
+        click.UsageError: a pattern names none.
+    """
+    known = sections(settings)
+    for pattern in patterns:
+        if not any(s.wanted([pattern]) for s in known):
+            raise click.UsageError(f"--only {pattern} is the name of no section and no group; --list shows them")
+    return [s for s in known if (s.wanted(patterns) if patterns else s.group != "conformance")]
 
 
 def default_path(device: str, work: Path, settings: Settings) -> Path:

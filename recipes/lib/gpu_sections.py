@@ -40,7 +40,8 @@ class Settings:
         networks: of ``NETWORKS``.
         shares: budgets of the group ``shares``.
         small: small inputs.
-        stand_in: a GPU whose kernels compute nothing, without cuDNN, NCCL and Triton.
+        stand_in: a GPU whose kernels compute nothing, without NCCL and Triton.
+        cudnn: whether convolutions run in cuDNN.
         solver_seconds: for each plan.
         algorithm: of the plans.
         compile_backend: of torch.compile.
@@ -50,6 +51,7 @@ class Settings:
     shares: tuple[str, ...] = ("0.65x", "0.8x", "0.4x")
     small: bool = False
     stand_in: bool = False
+    cudnn: bool = True
     solver_seconds: float = 5.0
     algorithm: str = "hierarchical"
     compile_backend: str = "inductor"
@@ -73,7 +75,7 @@ def sections(settings: Settings) -> list[Section]:
         )
     found += [kernels(settings), cudnn(settings)]
     command = planned(settings, SHARE, "resnet50", "--cudnn-benchmark")
-    needs = "the stand-in has no cuDNN" if settings.stand_in else ""
+    needs = "" if settings.cudnn else "--no-cudnn"
     found.append(Section("cudnn-benchmark", "shares", command, 150, read_launch, needs))
     for share in settings.shares:
         for network in settings.networks:
@@ -112,7 +114,7 @@ def plain(settings: Settings, network: str, *words: str) -> tuple[str, ...]:
 def script(settings: Settings, network: str) -> tuple[str, ...]:
     """The training script and the words that all its runs have: a plan is kept for them."""
     small = ("--small", "--warm-up", "6", "--steps", "4") if settings.small else ()
-    cudnn = ("--no-cudnn",) if settings.stand_in else ()
+    cudnn = () if settings.cudnn else ("--no-cudnn",)
     return str(RECIPES / "gpu_training.py"), network, *small, *cudnn
 
 
@@ -128,7 +130,7 @@ def cudnn(settings: Settings) -> Section:
     names = [n for n in settings.networks if n != "gpt"]
     small = ("--small", "--most", "3") if settings.small else ()
     command = (sys.executable, str(RECIPES / "bench_cudnn.py"), *small, *names)
-    needs = "the stand-in has no cuDNN" if settings.stand_in else ""
+    needs = "a stand-in's plans compute nothing" if settings.stand_in else "" if settings.cudnn else "--no-cudnn"
     return Section("cudnn", "cudnn", command, 120, read_rows, needs)
 
 

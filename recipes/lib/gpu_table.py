@@ -14,6 +14,7 @@ from lib.sections import FAILED, OK, SKIPPED, TIMEOUT
 _EXCEPTION = re.compile(  # an exception's last line, or monetrun's own, which says more than that the script failed
     r"(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b:.*|monetrun: (?!error: .* failed in its).+)"
 )
+_PEAKS = ("plain", "plain/eager", "budget", "planned", "measured", "reserved")
 COLORS = {OK: "green", FAILED: "red", TIMEOUT: "red", SKIPPED: "yellow"}
 
 
@@ -52,12 +53,15 @@ def cause_in(traceback: str) -> str:
 
 
 def table(document: Mapping[str, Any]) -> Table:
-    """Peaks in MiB, retries in settled steps, the step's milliseconds; ratios are to the network's eager run."""
+    """Peaks in MiB, retries in settled steps, the step's milliseconds; ratios are to the eager run of that training.
+
+    The last column is the last loss's difference from the eager run's, as a share of it.
+    """
     of = "a stand-in: no figure is a GPU's" if document["stand_in"] else document["device"]
     made = Table(title=f"peaks in MiB, {of}", box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     made.add_column("section", no_wrap=True)
     made.add_column("status", no_wrap=True)
-    for name in ("plain", "budget", "planned", "measured", "reserved", "of eager", "retries", "step ms", "of eager"):
+    for name in (*_PEAKS, "peak/eager", "retries", "step ms", "step/eager", "loss"):
         made.add_column(name, justify="right", no_wrap=True)
     for entry in document["sections"]:
         if "training" in entry.get("figures", {}):
@@ -84,12 +88,21 @@ def cells(entry: Mapping[str, Any], eager: Mapping[str, Any]) -> list[str]:
     def mib(nbytes: float | None) -> str:
         return "" if nbytes is None else f"{nbytes / 2**20:,.1f}"
 
-    def ratio(name: str) -> str:
-        return f"{training[name] / eager[name]:.3f}" if training.get(name) and eager.get(name) else ""
+    def ratio(value: float | None, name: str) -> str:
+        return f"{value / eager[name]:.3f}" if value and eager.get(name) else ""
 
+    plain = report.get("plain_peak_bytes")
     measured = report.get("measured_peak_bytes") or training.get("allocated_bytes")
     reserved = report.get("measured_reserved_bytes") or training.get("reserved_bytes")
-    peaks = [report.get("plain_peak_bytes"), report.get("budget_bytes"), report.get("planned_peak_bytes")]
-    step = f"{training['step_seconds'] * 1e3:.1f}" if "step_seconds" in training else ""
+    others = report.get("budget_bytes"), report.get("planned_peak_bytes"), measured, reserved
+    peaks = [mib(plain), ratio(plain, "allocated_bytes"), *map(mib, others), ratio(measured, "allocated_bytes")]
+    seconds = training.get("step_seconds")
+    step = "" if seconds is None else f"{seconds * 1e3:.1f}"
     retries = str(training.get("settled_allocation_retries", ""))
-    return [*map(mib, [*peaks, measured, reserved]), ratio("allocated_bytes"), retries, step, ratio("step_seconds")]
+    return [*peaks, retries, step, ratio(seconds, "step_seconds"), _difference(training, eager)]
+
+
+def _difference(training: Mapping[str, Any], eager: Mapping[str, Any]) -> str:
+    """Of the last losses; empty where one is missing, or zero as on a stand-in."""
+    own, other = training.get("losses", [None])[-1], eager.get("losses", [None])[-1]
+    return f"{abs(own - other) / abs(other):.1e}" if own is not None and other else ""

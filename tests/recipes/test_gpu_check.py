@@ -17,6 +17,7 @@ import gpu_check
 from lib import gpu_sections, gpu_table, sections, wheels
 from lib.child import Ended
 from lib.sections import Check, Found, Section
+from support import standin_gpu
 from support.paths import RECIPES, ROOT
 
 MIB = 1 << 20
@@ -217,14 +218,15 @@ def test_tests_that_ran_are_counted_and_failed_ones_named(worker):
 def test_the_table_compares_a_launch_with_the_eager_run_of_the_same_training():
     def training(peak, seconds):
         same = {"network": "n", "batch": 8, "precision": "fp32"}
-        return {**same, "allocated_bytes": peak, "step_seconds": seconds}
+        return {**same, "allocated_bytes": peak, "step_seconds": seconds, "losses": [7.0, 2.0]}
 
-    eager = {"name": "n:eager", "status": "ok", "figures": {"training": training(1000, 0.1)}}
-    other = {"name": "n:0.5x", "status": "ok", "figures": {"training": training(500, 0.12), "report": REPORT}}
-    smaller = {"name": "nccl", "status": "ok", "figures": {"training": {**training(500, 0.1), "batch": 4}}}
+    eager = {"name": "n:eager", "status": "ok", "figures": {"training": training(1000 * MIB, 0.1)}}
+    planned = {**training(481 * MIB, 0.12), **TRAINING, "losses": [7.0, 2.02]}
+    other = {"name": "n:0.5x", "status": "ok", "figures": {"training": planned, "report": REPORT}}
+    smaller = {"name": "nccl", "status": "ok", "figures": {"training": {**training(481 * MIB, 0.1), "batch": 4}}}
     document = {"device": "x", "stand_in": False, "sections": [eager, other, smaller]}
     cells = gpu_table.cells(other, gpu_table.eager_of(document, other))
-    assert cells == ["1,000.0", "500.0", "480.0", "481.0", "498.0", "0.500", "", "120.0", "1.200"]
+    assert cells == ["1,000.0", "1.000", "500.0", "480.0", "481.0", "498.0", "0.481", "0", "120.0", "1.200", "1.0e-02"]
     assert gpu_table.eager_of(document, smaller) == {}
     assert gpu_table.table(document).row_count == 3
 
@@ -353,3 +355,52 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
     assert done.returncode == 1
     assert "torch sees no CUDA device" in done.stderr
     assert not (tmp_path / "gpu.json").exists()
+
+
+# ---- on a stand-in GPU
+
+
+@pytest.fixture(scope="module")
+def on_a_stand_in(tmp_path_factory):
+    """The document of a whole run on a stand-in GPU: the product, a GPT in all ways, kernels."""
+    if reason := standin_gpu.unavailable_reason():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("gpu_check")
+    words = ["--stand-in", "--small", "--networks", "gpt", "--shares", "0.65x", "--limits", 5, "--seconds", 3600]
+    done = check(*words, "--work", folder / "work", "--out", folder / "gpu.json", **standin_gpu.environment(gib=16))
+    return done, json.loads((folder / "gpu.json").read_text())
+
+
+@pytest.mark.slow
+def test_the_whole_of_it_runs_on_a_stand_in_gpu(on_a_stand_in):
+    done, found = on_a_stand_in
+    assert (found["device"], found["stand_in"]) == ("Stand-in GPU", True)
+    entries = {e["name"]: e for e in found["sections"]}
+    assert [n for n, e in entries.items() if e["status"] == "skipped"] == ["cudnn"]
+    assert [n for n, e in entries.items() if e["status"] == "timeout"] == []
+    for name in ("doctor", "gpt:eager", "gpt:compile", "gpt:compile-budget"):
+        assert entries[name]["status"] == "ok", entries[name]["failures"]
+    peak = {w: entries[f"gpt:{w}"]["figures"]["training"]["allocated_bytes"] for w in ("eager", "compile-budget")}
+    assert 0 < peak["compile-budget"] < peak["eager"]
+    launches = [e for e in entries.values() if "report" in e.get("figures", {})]
+    assert len(launches) == 7
+    for entry in launches:  # whether a budget holds is another test's; what fails is told
+        assert entry["status"] == "ok" or entry["failures"][0].get("traceback") or entry["failures"][0]["what"]
+    failed = [n for n, e in entries.items() if e["status"] == "failed"]
+    assert done.returncode == (1 if failed else 0), done.stdout + done.stderr
+    assert all(name in done.stdout.splitlines()[-1] for name in failed)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="budgets are planned in allocated bytes, and CUDA's allocator is capped in reserved ones")
+def test_its_launches_hold_their_budgets_on_a_stand_in_gpu(on_a_stand_in):
+    entries = {e["name"]: e for e in on_a_stand_in[1]["sections"]}
+    assert {n: e["failures"] for n, e in entries.items() if e["status"] == "failed"} == {}
+    for name, entry in entries.items():
+        if name not in ("auto", "kernels") and "report" in entry.get("figures", {}):
+            checks = {c["name"]: c["holds"] for c in entry["checks"]}
+            assert checks["measured peak <= planned peak + 0.5%"], name
+            assert checks["reserved, as the script reads it, <= budget"], name
+            assert checks["allocation retries in settled steps <= 0"], name
+    planned, eager = (entries[f"gpt:{w}"]["figures"]["training"]["allocated_bytes"] for w in ("0.5x", "eager"))
+    assert planned < 0.52 * eager
