@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -55,6 +56,7 @@ def present(module: str, folder: Path) -> bool:
 
 def missing(folder: Path) -> list[Need]:
     """What neither this interpreter nor ``folder`` has."""
+    importlib.invalidate_caches()  # packages may just have been installed
     return [need for need in NEEDS if not present(need.module, folder)]
 
 
