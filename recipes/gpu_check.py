@@ -183,7 +183,7 @@ def main(context: click.Context, **options: Any) -> None:
     }
     document = Document(out, header, read_earlier(out, facts, kept) if options["resume"] else None)
     document.write()
-    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     console.print(f"[bold]{facts['device']}[/bold], torch {facts['torch']}, driver {facts['driver']}; {out}")
     for problem in [pip_failed, not_registered, *(f"missing: {n.package} ({n.purpose})" for n in missing)]:
         if problem:

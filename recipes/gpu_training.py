@@ -73,7 +73,7 @@ class Network:
 def gpt(size: Size) -> nn.Module:
     """GPT-2's smallest; a smaller one for a small vocabulary."""
     (length,) = size.example
-    width, layers, heads = (768, 12, 12) if size.vocabulary > 1000 else (128, 4, 4)
+    width, layers, heads = (768, 12, 12) if size.vocabulary > 1000 else (256, 6, 8)
     return Transformer(size.vocabulary, length, width, layers, heads, causal=True)
 
 
@@ -87,7 +87,7 @@ NETWORKS = {
     "mobilenet_v2": Network(lambda size: tv.mobilenet_v2(), Size(272, (224, 224)), Size(64, (64, 64))),
     "vgg16": Network(lambda size: tv.vgg16(init_weights=False), Size(176, (224, 224)), Size(512, (64, 64))),
     "unet": Network(lambda size: UNet(), Size(11, (416, 608)), Size(64, (64, 64))),
-    "gpt": Network(gpt, Size(16, (1024,), 16384), Size(16, (128,), 512)),
+    "gpt": Network(gpt, Size(16, (1024,), 16384), Size(64, (256,), 512)),
 }
 
 

@@ -14,7 +14,11 @@ from lib.sections import FAILED, OK, SKIPPED, TIMEOUT
 _EXCEPTION = re.compile(  # an exception's last line, or monetrun's own, which says more than that the script failed
     r"(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b:.*|monetrun: (?!error: .* failed in its).+)"
 )
-_PEAKS = ("plain", "plain/eager", "budget", "planned", "measured", "reserved")
+_COLUMNS = (
+    *("plain", "of\neager", "planned", "measured", "of\neager", "budget"),
+    *("plain\nreserved", "of\neager", "planned\nreserved", "measured\nreserved"),
+    *("retries", "step\nms", "of\neager", "loss"),
+)
 COLORS = {OK: "green", FAILED: "red", TIMEOUT: "red", SKIPPED: "yellow"}
 
 
@@ -41,6 +45,9 @@ def note(entry: Mapping[str, Any]) -> str:
         return str(figures["summary"]).strip("= ")
     if "checks" in figures:
         return ", ".join(f"{c['name']} {c['state']}" for c in figures["checks"] if c["state"] != "ok") or "all is there"
+    report = figures.get("report", {})
+    if report and report.get("planned_peak_bytes") is None:
+        return "nothing was planned"
     unchecked = [c["name"] for c in entry.get("checks", []) if c["holds"] is None]
     return f"not reported: {'; '.join(unchecked)}" if unchecked else ""
 
@@ -61,7 +68,7 @@ def table(document: Mapping[str, Any]) -> Table:
     made = Table(title=f"peaks in MiB, {of}", box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     made.add_column("section", no_wrap=True)
     made.add_column("status", no_wrap=True)
-    for name in (*_PEAKS, "peak/eager", "retries", "step ms", "step/eager", "loss"):
+    for name in _COLUMNS:
         made.add_column(name, justify="right", no_wrap=True)
     for entry in document["sections"]:
         if "training" in entry.get("figures", {}):
@@ -91,11 +98,13 @@ def cells(entry: Mapping[str, Any], eager: Mapping[str, Any]) -> list[str]:
     def ratio(value: float | None, name: str) -> str:
         return f"{value / eager[name]:.3f}" if value and eager.get(name) else ""
 
-    plain = report.get("plain_peak_bytes")
+    plain, plain_reserved = report.get("plain_peak_bytes"), report.get("plain_reserved_bytes")
     measured = report.get("measured_peak_bytes") or training.get("allocated_bytes")
     reserved = report.get("measured_reserved_bytes") or training.get("reserved_bytes")
-    others = report.get("budget_bytes"), report.get("planned_peak_bytes"), measured, reserved
-    peaks = [mib(plain), ratio(plain, "allocated_bytes"), *map(mib, others), ratio(measured, "allocated_bytes")]
+    peaks = [mib(plain), ratio(plain, "allocated_bytes"), mib(report.get("planned_peak_bytes")), mib(measured)]
+    peaks += [ratio(measured, "allocated_bytes"), mib(report.get("budget_bytes"))]
+    peaks += [mib(plain_reserved), ratio(plain_reserved, "reserved_bytes")]
+    peaks += [mib(report.get("planned_reserved_bytes")), mib(reserved)]
     seconds = training.get("step_seconds")
     step = "" if seconds is None else f"{seconds * 1e3:.1f}"
     retries = str(training.get("settled_allocation_retries", ""))

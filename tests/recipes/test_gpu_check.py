@@ -225,7 +225,8 @@ def test_the_table_compares_a_launch_with_the_eager_run_of_the_same_training():
     smaller = {"name": "nccl", "status": "ok", "figures": {"training": {**training(481 * MIB, 0.1), "batch": 4}}}
     document = {"device": "x", "stand_in": False, "sections": [eager, other, smaller]}
     cells = gpu_table.cells(other, gpu_table.eager_of(document, other))
-    assert cells == ["1,000.0", "1.000", "500.0", "480.0", "481.0", "498.0", "0.481", "0", "120.0", "1.200", "1.0e-02"]
+    assert cells[:6] == ["1,000.0", "1.000", "480.0", "481.0", "0.481", "500.0"]
+    assert cells[6:] == ["", "", "490.0", "498.0", "0", "120.0", "1.200", "1.0e-02"]
     assert gpu_table.eager_of(document, smaller) == {}
     assert gpu_table.table(document).row_count == 3
 
