@@ -407,7 +407,6 @@ def test_the_whole_of_it_runs_on_a_stand_in_gpu(on_a_stand_in):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="budgets are planned in allocated bytes, and CUDA's allocator is capped in reserved ones")
 def test_its_launches_hold_their_budgets_on_a_stand_in_gpu(on_a_stand_in):
     entries = {e["name"]: e for e in on_a_stand_in[1]["sections"]}
     assert {n: e["failures"] for n, e in entries.items() if e["status"] == "failed"} == {}
@@ -417,5 +416,5 @@ def test_its_launches_hold_their_budgets_on_a_stand_in_gpu(on_a_stand_in):
             assert checks["measured peak <= planned peak + 0.5%"], name
             assert checks["reserved, as the script reads it, <= budget"], name
             assert checks["allocation retries in settled steps <= 0"], name
-    planned, eager = (entries[f"gpt:{w}"]["figures"]["training"]["allocated_bytes"] for w in ("0.5x", "eager"))
-    assert planned < 0.52 * eager
+    planned, eager = (entries[f"gpt:{w}"]["figures"]["training"]["reserved_bytes"] for w in ("0.5x", "eager"))
+    assert planned < 0.55 * eager
