@@ -12,7 +12,7 @@ Three tables, from one run:
 The activation peak is the peak of an eager step, less what stays allocated after it (weights, buffers, gradients,
 optimizer state, batch). A budget is a share of the activation peak, plus what stays. Each network's operators are timed
 once, so that all of its plans use the same costs; the planned and the eager model then train in turns in one process.
-Seconds are medians over the pairs, and peaks are the CPU allocator's (step_pairs.py, as for gpu_check.py).
+Seconds are medians over the pairs, and peaks are the CPU allocator's (step_pairs.py).
 """
 
 from __future__ import annotations

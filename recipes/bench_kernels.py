@@ -1,12 +1,15 @@
 """Bytes per second of the element-by-element kernels beside a plain copy of as many bytes, in the same run.
 
 Usage: python recipes/bench_kernels.py [--threads 2] [--mib 64] [--rounds 15] [--out recipes/results/kernels.json]
+       python recipes/bench_kernels.py --device cuda --mib 512 [--json]
 
 A kernel's bytes are those it reads and writes; the copy beside it, ``copy_`` from one tensor to another, moves as many.
 Both run in turns, and the ratio is the median of the rounds' ratios, so that other load on the machine affects both.
 Under heavy load, times are multiples of the scheduler's time slices; the shortest time of each is given too. The C
 library is configured to keep freed memory: the system fills new pages with zeros, which would take longer than any of
 these kernels.
+
+On a GPU, device events around several calls give the time; tensors should be larger than its L2 cache (--mib 512).
 """
 
 from __future__ import annotations
@@ -33,8 +36,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 NAN = math.nan
 
 
+Seconds = Callable[[Callable[[], object]], float]  # what a call takes
+
+
 def cases(dtype: torch.dtype, nbytes: int) -> Iterator[tuple[str, Callable[[], object], int]]:
-    """(name, call, bytes it moves) for each kernel on a tensor of about ``nbytes``."""
+    """(name, call, bytes it moves) for each kernel on a tensor of about ``nbytes``, on torch's default device."""
     channels, side = 64, 56
     images = max(1, nbytes // (channels * side * side * torch.empty((), dtype=dtype).element_size()))
     x = torch.randn(images, channels, side, side).to(dtype)
@@ -87,7 +93,18 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(call: Callable[[], object], moved_bytes: int, rounds: int) -> dict[str, float]:
+def device_seconds(call: Callable[[], object], repeats: int = 5) -> float:
+    """What a call takes on the GPU: the mean of several, between two events."""
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    for _ in range(repeats):
+        call()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3 / repeats
+
+
+def measure(call: Callable[[], object], moved_bytes: int, rounds: int, seconds: Seconds = seconds) -> dict[str, float]:
     """Bytes per second of ``call`` and of a copy of as many bytes, and their ratio: medians, and the best of each."""
     source = torch.ones(moved_bytes // 2, dtype=torch.uint8)
     target = torch.zeros_like(source)
@@ -116,12 +133,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="kernels whose name begins so")
     parser.add_argument("--dtype", default="", help="one dtype, such as bfloat16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", action="store_true", help="print each row as a line of JSON")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if not kernels.load():
-        raise SystemExit(f"no native kernels: {kernels.unavailable_reason()}")
+    if not kernels.load(options.device):
+        reason = f"no native kernels: {kernels.unavailable_reason(options.device)}"
+        if not options.json:
+            raise SystemExit(reason)
+        print(json.dumps({"skipped": reason}))
+        return
     torch.set_num_threads(options.threads)
-    keep_freed_memory()
+    torch.set_default_device(options.device)
+    if options.device == "cpu":
+        keep_freed_memory()
     results = []
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -130,17 +155,20 @@ def main() -> None:
         for kernel, call, moved_bytes in cases(dtype, options.mib << 20):
             if not kernel.startswith(options.only):
                 continue
-            row = measure(call, moved_bytes, options.rounds)
+            row = measure(call, moved_bytes, options.rounds, seconds if options.device == "cpu" else device_seconds)
             results.append({"kernel": kernel, "dtype": name, "moved_bytes": moved_bytes, **row})
+            if options.json:
+                print(json.dumps(results[-1]), flush=True)
+                continue
             rates = f"{row['best_bytes_per_second'] / 2**30:6.2f} of {row['best_copy_bytes_per_second'] / 2**30:6.2f}"
             ratios = f"best {row['best_ratio']:.2f}  median {row['ratio']:.2f}"
             print(f"{kernel:40s} {name:9s} {rates} GiB/s  {ratios}", flush=True)
     if options.out:
         document = {
             "command": f"python recipes/bench_kernels.py --threads {options.threads} --mib {options.mib}"
-            f" --rounds {options.rounds}",
+            f" --rounds {options.rounds}" + " --device cuda" * (options.device == "cuda"),
             "torch": torch.__version__,
-            "processor": _processor(),
+            "processor": _processor() if options.device == "cpu" else torch.cuda.get_device_name(),
             "threads": options.threads,
             "tensor_mib": options.mib,
             "rounds": options.rounds,

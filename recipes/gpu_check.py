@@ -1,333 +1,242 @@
-"""Check and measure monetrun on a GPU: kernels, conformance, and the paper's five networks at their batch sizes.
+"""The first day on a GPU: does the budget hold, and what does it cost? One GPU, nine minutes a call, no network.
 
-    python recipes/gpu_check.py                              # one GPU, under 9 minutes, no network
-    python recipes/gpu_check.py --resume                     # the cells that the last run had no time for
-    python recipes/gpu_check.py --device cpu --scale small   # the same steps on a machine without a GPU
+    python recipes/gpu_check.py --list-wheels                # what to carry to a machine without a network
+    python recipes/gpu_check.py --wheels WHEELS              # the first call
+    python recipes/gpu_check.py --wheels WHEELS --resume     # goes on where the time was up
+    python recipes/gpu_check.py --only conformance           # the tests on the device, in a call of its own
+    python recipes/gpu_check.py --small                      # small inputs: do all commands work?
 
-Each cell is one network in one precision (fp32, or bf16 autocast with channels-last), trained in one way: eagerly with
-``cudnn.benchmark``, under monetrun's plan for a share of the activation peak, with ``torch.utils.checkpoint`` around
-each block, or by ``torch.compile`` with that ``activation_memory_budget``. A cell's model and the eager one train in
-turn, step by step, in one process; seconds are medians, and peaks are the allocator's, without the other model's bytes.
+Each section is one command in a process of its own with a time limit; at the end none of its processes is left. They
+run in the order of their importance: the product, then each network in eager mode and within half of its plain peak,
+then torch.compile, kernels, cuDNN's plans, and other budgets. What each gave is written at once, and an exception is
+kept with its traceback. A launch under a budget is checked: measured <= planned <= budget, reserved <= budget, no
+allocation is retried. The exit code is 1 where a section failed.
 
-The activation peak is the peak of an eager step, less what stays allocated after it (weights, buffers, gradients,
-optimizer state, batch); the budget for a share is that share of it, plus what stays. Results are written after every
-cell, so that they survive a kill. Without the packages for integer programs, plans come from the greedy search; with
-nvidia-cudnn-frontend, plans also choose among cuDNN's plans for a convolution.
+The script itself needs click, rich and psutil. Without the packages for integer programs, plans come from the greedy
+search. torch and monetrun are only used in the sections' processes.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import importlib.util
+import json
 import os
 import re
-import statistics
-import subprocess
+import shlex
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read when CUDA is first used
+import click
+from rich.console import Console
+from rich.markup import escape
 
-import torch
-import torch.nn.functional as F
-import torchvision
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from torchvision.models.googlenet import Inception
-from torchvision.models.mobilenetv2 import InvertedResidual
-from torchvision.models.resnet import Bottleneck
+from lib import wheels
+from lib.child import adopt_orphans
+from lib.gpu_sections import GROUPS, NETWORKS, RECIPES, ROOT, Found, Settings, sections
+from lib.gpu_table import line, table
+from lib.sections import FAILED, OK, SKIPPED, TIMEOUT, Document, Ended, Section, json_lines, run_section
 
-from capture_instances import Double, UNet
-from lib.cells import HEADINGS, Results
-from monetrun.capture.meter import Meter, meter_for
-from monetrun.core.options import Options, parse_kinds
-from monetrun.ops import cudnn, kernels
-from step_pairs import Recorded, Reference, Trainer, first_line, measured, paired, run_planned, warm_peak
-
-ROOT = Path(__file__).resolve().parent.parent
-SOLVER_PACKAGES = ("cvxpy", "pyscipopt", "highspy")
-PRECISIONS = ("fp32", "bf16")
-COMPILE_TIME_SHARE = 0.25  # of the whole, kept for torch.compile, whose cells come last
+DEVICE_SECONDS = 120.0  # for asking which device this is
 
 
-# ---- the networks
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """A network: its constructor, batch size, image height and width, and the blocks that a user would checkpoint."""
-
-    make: Callable[[], nn.Module]
-    batch: int
-    size: tuple[int, int]
-    blocks: Callable[[nn.Module], list[nn.Module]]
-    small: tuple[int, tuple[int, int]] = (4, (64, 64))
-
-
-def of_type(*types: type[nn.Module]) -> Callable[[nn.Module], list[nn.Module]]:
-    return lambda model: [m for m in model.modules() if isinstance(m, types)]
-
-
-def vgg_stages(model: nn.Module) -> list[nn.Module]:
-    """Make one module of the convolutions up to each pooling; gives these modules."""
-    stages, stage = [], []
-    for layer in model.features:
-        stage.append(layer)
-        if isinstance(layer, nn.MaxPool2d):
-            stages.append(nn.Sequential(*stage))
-            stage = []
-    model.features = nn.Sequential(*stages, *stage)
-    return stages
-
-
-tv = torchvision.models
-NETWORKS = {
-    "resnet50": Network(tv.resnet50, 184, (224, 224), of_type(Bottleneck)),
-    "mobilenet_v2": Network(tv.mobilenet_v2, 272, (224, 224), of_type(InvertedResidual)),
-    "googlenet": Network(
-        lambda: tv.googlenet(aux_logits=False, init_weights=False), 320, (224, 224), of_type(Inception)
-    ),
-    "unet": Network(UNet, 11, (416, 608), of_type(Double), (2, (32, 32))),
-    "vgg16": Network(lambda: tv.vgg16(init_weights=False), 176, (224, 224), vgg_stages),
-}
-SMALL = ("mobilenet_v2", "unet")
-
-
-def build(network: Network, precision: str, device: torch.device, small: bool) -> Trainer:
-    """The network with random images on ``device``, ready to train."""
-    torch.manual_seed(0)
-    model = network.make().to(device).train()
-    batch, size = network.small if small else (network.batch, network.size)
-    x = torch.randn(batch, 3, *size, device=device)
-    if precision == "bf16":
-        model = model.to(memory_format=torch.channels_last)
-        x = x.contiguous(memory_format=torch.channels_last)
-    classes = torch.arange(batch, device=device)
-    pixels = (x.mean(1, keepdim=True) > 0).float() if isinstance(model, UNet) else None
-
-    def loss() -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            if pixels is not None:
-                return F.binary_cross_entropy_with_logits(model(x), pixels)
-            return F.cross_entropy(model(x), classes)
-
-    return Trainer(model, loss, meter_for(device))
-
-
-# ---- cells
-
-
-class Case:
-    """One network in one precision, trained in all ways; the models are made when they are first needed."""
-
-    def __init__(self, network: Network, make: Callable[[], Trainer], meter: Meter, args: argparse.Namespace) -> None:
-        self.network, self.make, self.meter, self.args = network, make, meter, args
-
-    @functools.cached_property
-    def plain(self) -> Reference:
-        """The eager model, which the others run beside."""
-        return Reference(self.make, self.meter)
-
-    @functools.cached_property
-    def recorded(self) -> Recorded:
-        """The model that trains under plans."""
-        self.plain  # noqa: B018  (first, since its peak is measured with no other model allocated)
-        return Recorded(self.make)
-
-    def eager(self, share: float) -> dict[str, Any]:
-        """Torch alone."""
-        plain = self.plain
-        return {
-            "allocated_bytes": plain.peak.allocated,
-            "reserved_bytes": plain.peak.reserved,
-            "held_bytes": plain.held_bytes,
-            "activation_bytes": plain.activation_bytes,
-            "seconds": statistics.median(plain.trainer.step() for _ in range(self.args.pairs)),
-            "ratio": 1.0,
-            "measured_share": 1.0,
-        }
-
-    def planned(self, share: float) -> dict[str, Any]:
-        """Under the plan for ``share`` of the activation peak."""
-        plain, recorded = self.plain, self.recorded
-        budget = plain.others() + plain.held_bytes + int(share * plain.activation_bytes)
-        options = Options(self.args.solver_seconds, implementations=parse_kinds(self.args.implementations))
-        started = time.perf_counter()
-        plan = recorded.plan(budget, self.args.algorithm, options)
-        seconds = time.perf_counter() - started
-        return {"solver_seconds": seconds, **run_planned(plain, recorded, plan, self.args.pairs)}
-
-    def checkpoint(self, share: float) -> dict[str, Any]:
-        """With ``torch.utils.checkpoint`` around each block."""
-
-        def make() -> Trainer:
-            trainer = self.make()
-            for block in self.network.blocks(trainer.model):
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            return trainer
-
-        return self._beside(make)
-
-    def compile(self, share: float) -> dict[str, Any]:
-        """With torch's own planner, whose budget is ``share`` of the bytes that it would save."""
-
-        def make() -> Trainer:
-            trainer = self.make()
-            trainer.model.compile(backend=self.args.compile_backend, dynamic=False)
-            return trainer
-
-        try:
-            with torch._functorch.config.patch(activation_memory_budget=share):
-                return self._beside(make)
-        finally:
-            torch._dynamo.reset()
-
-    def _beside(self, make: Callable[[], Trainer]) -> dict[str, Any]:
-        plain = self.plain
-        self.__dict__.pop("recorded", None)  # free its memory
-        started = time.perf_counter()
-        trainer = make()
-        peak = warm_peak(trainer).less(plain.others())
-        rows = paired(plain.trainer, trainer, self.args.pairs)
-        return {**measured(plain, peak, rows), "seconds_until_measured": time.perf_counter() - started}
-
-
-# ---- kernels and conformance
-
-
-def build_kernels(device_type: str) -> dict[str, Any]:
-    started = time.perf_counter()
-    reason = kernels.prebuild(device_type)
-    loaded = kernels.load(device_type)
-    reason = reason or kernels.unavailable_reason(device_type)
-    return {"loaded": loaded, "reason": reason, "seconds": time.perf_counter() - started}
-
-
-def conformance(device_type: str, seconds: float, tests: Sequence[str]) -> dict[str, Any]:
-    """Run the tests of implementations and kernels on the device, in a process of their own."""
-    if importlib.util.find_spec("pytest") is None:
-        return {"status": "skipped", "reason": "pytest is missing"}
-    parallel = ["-n", "8"] if importlib.util.find_spec("xdist") and (os.cpu_count() or 1) >= 8 else []
-    options = ["-o", "addopts=-q", "-p", "no:cacheprovider", "--tb=line", *parallel]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    started = time.perf_counter()
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "MONETRUN_TEST_DEVICE": device_type},
-            capture_output=True,
-            text=True,
-            timeout=max(1.0, seconds),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"status": "skipped", "reason": f"stopped after {seconds:.0f} s"}
-    lines = done.stdout.strip().splitlines()
+def environment(work: Path) -> dict[str, str]:
+    """The sections' variables: this checkout and the carried packages, and caches that a resumed run finds again."""
+    cache = work / "cache"
     return {
-        "status": "ok" if done.returncode == 0 else "failed",
-        "summary": lines[-1] if lines else first_line(RuntimeError(done.stderr)),
-        "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))],
-        "seconds": time.perf_counter() - started,
+        "XDG_CACHE_HOME": str(cache),
+        "MONETRUN_CACHE": str(cache / "monetrun"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        **os.environ,
+        "MONETRUN_TEST_DEVICE": "cuda",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(work / "site"), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "NO_COLOR": "1",
     }
 
 
-# ---- the run
+def device_facts(variables: dict[str, str], work: Path) -> dict[str, Any]:
+    """Which GPU this is; asked in a process of its own.
+
+    Raises:
+        click.ClickException: torch sees none.
+    """
+    command = (sys.executable, str(RECIPES / "lib" / "device_facts.py"))
+    section = Section("device", "device", command, DEVICE_SECONDS, _read_device)
+    entry = run_section(section, variables, DEVICE_SECONDS, work)
+    if entry["status"] != OK:
+        why = "\n".join(f"{f['what']}\n{f.get('traceback', '')}" for f in entry["failures"])
+        raise click.ClickException(f"no device can be checked: {why}")
+    return dict(entry["figures"])
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--scale", choices=("paper", "small"), default="paper", help="small: small images, 2 networks")
-    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS))
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument(
-        "--shares", nargs="+", type=float, default=[0.5, 1.0, 0.65, 0.33], help="in order of importance"
-    )
-    parser.add_argument("--pairs", type=int, default=5, help="steps of each model that are timed in turns")
-    parser.add_argument("--seconds", type=float, default=520.0, help="for everything")
-    parser.add_argument("--solver-seconds", type=float, default=3.0, help="for each plan")
-    parser.add_argument("--implementations", default="all", help="that plans may use, as for monetrun itself")
-    parser.add_argument("--algorithm", help="default: hierarchical, or greedy where its packages are missing")
-    parser.add_argument("--compile-backend", help="default: inductor, or aot_eager_decomp_partition on a CPU")
-    parser.add_argument("--skip", nargs="+", choices=("kernels", "conformance", "checkpoint", "compile"), default=[])
-    parser.add_argument("--resume", action="store_true", help="keep the cells that have been measured")
-    parser.add_argument("--out", type=Path, help="default on a GPU: recipes/results/gpu_<its name>.json")
-    args = parser.parse_args(argv)
-    args.missing = [name for name in SOLVER_PACKAGES if importlib.util.find_spec(name) is None]
-    args.algorithm = args.algorithm or ("greedy" if args.missing else "hierarchical")
-    args.compile_backend = args.compile_backend or (
-        "inductor" if args.device == "cuda" else "aot_eager_decomp_partition"
-    )
-    args.networks = args.networks or (SMALL if args.scale == "small" else list(NETWORKS))
-    return args
+def _read_device(ended: Ended) -> Found:
+    return Found(next(json_lines(ended.stdout), {}))
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def read_earlier(path: Path, facts: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The document to go on from; None if there is none yet.
+
+    Raises:
+        click.ClickException: it is of another device, another torch or other settings.
+    """
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in {**{n: facts[n] for n in ("device", "torch")}, **settings}.items():
+        if found.get(name) != value:
+            raise click.ClickException(
+                f"{path} is of {name} {found.get(name)!r}, this run of {value!r}: give another --out, or no --resume"
+            )
+    return found
+
+
+def _words(context: click.Context, parameter: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
+    """An option that is given several times, or once with commas."""
+    return tuple(word for words in value for word in words.split(",") if word)
+
+
+def _networks(context: click.Context, parameter: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
+    names = _words(context, parameter, value)
+    for name in names:
+        if name not in NETWORKS:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(NETWORKS)}")
+    return names or NETWORKS
+
+
+def _budgets(context: click.Context, parameter: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
+    return _words(context, parameter, value) or Settings().shares
+
+
+_GROUPS = "\n".join(f"  {name:12} {about}" for name, about in GROUPS.items())
+_HELP = __doc__.replace("\n\n    python", "\n\n\b\n    python")
+
+
+@click.command(help=f"{_HELP}\n\n\b\nGroups of sections, in order:\n{_GROUPS}", no_args_is_help=False)
+@click.option("--only", multiple=True, callback=_words, metavar="NAMES", help="Sections or groups, as patterns: gpt:*")
+@click.option("--networks", multiple=True, callback=_networks, metavar="NAMES", help=f"Of {', '.join(NETWORKS)}.")
+@click.option("--shares", multiple=True, callback=_budgets, metavar="BUDGETS", help="Of the group shares.")
+@click.option("--small", is_flag=True, help="Small inputs, which any device holds.")
+@click.option("--stand-in", is_flag=True, help="The GPU is a stand-in: no NCCL, no Triton, and no figure is a GPU's.")
+@click.option("--cudnn/--no-cudnn", default=True, help="Whether convolutions run in cuDNN.")
+@click.option("--seconds", type=click.FloatRange(0), default=540.0, show_default=True, help="For everything.")
+@click.option("--limits", type=click.FloatRange(0.1), default=1.0, help="Multiply the sections' time limits by this.")
+@click.option("--solver-seconds", type=click.FloatRange(0.1), help="For each plan; default: 5, with --small 1.")
+@click.option("--resume", is_flag=True, help="Keep the sections that went well in --out, and run the others.")
+@click.option("--keep-failed", is_flag=True, help="With --resume: keep those that failed, too.")
+@click.option(
+    "--wheels",
+    "wheel_folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Install from this folder, and nowhere else, what is missing.",
+)
+@click.option("--list-wheels", is_flag=True, help="Show what is needed and how to carry it, and end.")
+@click.option("--python-version", help="With --list-wheels: of the other machine, as 3.12; default: this one's.")
+@click.option("--list", "list_sections", is_flag=True, help="Show the sections and their commands, and end.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    default=ROOT / "build" / "gpu_check",
+    help="For logs, caches and carried packages; default: build/gpu_check.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Default: recipes/results/gpu_<device>.json.")
+@click.pass_context
+def main(context: click.Context, **options: Any) -> None:
+    """Check and measure, and write what was found."""
     started = time.monotonic()
-    args = arguments(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch sees no CUDA device; --device cpu --scale small runs the same steps here")
-    device = torch.device(args.device)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    if args.device == "cuda" and args.out is None:
-        args.out = ROOT / "recipes" / "results" / f"gpu_{re.sub('[^0-9a-z]+', '_', name.lower()).strip('_')}.json"
-    torch.backends.cudnn.benchmark = True
-    results = Results(about(args, name), args.out, args.resume)
-    if args.missing:
-        print(f"missing: {', '.join(args.missing)}: plans are made by --algorithm {args.algorithm}", flush=True)
-    if "kernels" not in args.skip:
-        results.note("kernels", build_kernels(args.device))
-        print(f"kernels: {results.document['kernels']}", flush=True)
-    if "conformance" not in args.skip and results.document.get("conformance", {}).get("status") != "ok":
-        names = ("implementations", "whole_networks", "kernels", "norm_kernels", "layout", "parts", "cudnn")
-        tests = [str(ROOT / "tests" / "ops" / f"test_{name}.py") for name in names]
-        results.note("conformance", conformance(args.device, 0.35 * args.seconds, tests))
-        print(f"conformance: {results.document['conformance']}", flush=True)
-    print(HEADINGS, flush=True)
-    deadline = started + args.seconds
-    before_compile = deadline - (0.0 if "compile" in args.skip else COMPILE_TIME_SHARE * args.seconds)
-    meter = meter_for(device)
-    for methods, end in ((("eager", "planned", "checkpoint"), before_compile), (("compile",), deadline)):
-        for precision in args.precisions:
-            for network in args.networks:
-                make = functools.partial(build, NETWORKS[network], precision, device, args.scale == "small")
-                case = Case(NETWORKS[network], make, meter, args)
-                for method in methods:
-                    if method in args.skip:
-                        continue
-                    for share in args.shares if method in ("planned", "compile") else (None,):
-                        key = {"network": network, "precision": precision, "method": method, "share": share}
-                        results.cell(key, getattr(case, method), end)
-                del case
-    results.note("seconds", time.monotonic() - started)
-    return results.document
-
-
-def about(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The device and the settings with which the cells are measured."""
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if args.device == "cuda" else None,
-        "cudnn_plans": cudnn.unavailable_reason() or "offered",
-        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"],
-        "threads": torch.get_num_threads(),
-        "scale": args.scale,
-        "algorithm": args.algorithm,
-        "implementations": args.implementations,
-        "compile_backend": args.compile_backend,
-        "missing": args.missing,
+    work: Path = options["work"].resolve()
+    site = work / "site"
+    if options["list_wheels"]:
+        python, machine = wheels.this_interpreter()
+        click.echo(wheels.listing(site, options["python_version"] or python, machine))
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    installed, pip_failed = wheels.install(options["wheel_folder"], site) if options["wheel_folder"] else ([], "")
+    not_registered = wheels.register_checkout(ROOT, site)
+    missing = wheels.missing(site)
+    settings = read_settings(options, missing)
+    chosen = [replace(s, limit_seconds=options["limits"] * s.limit_seconds) for s in choose(settings, options["only"])]
+    if options["list_sections"]:
+        for section in chosen:
+            click.echo(f"{section.name:24} {section.limit_seconds:4.0f} s  {shlex.join(section.command)}")
+        return
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # run_child ends its command
+    variables = environment(work)
+    facts = device_facts(variables, work)
+    kept = {name: getattr(settings, name) for name in ("small", "stand_in", "cudnn")}
+    out: Path = options["out"] or default_path(facts["device"], work, settings)
+    header = {
+        "command": shlex.join(["python", *sys.argv]),
+        **facts,
+        **kept,
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "algorithm": settings.algorithm,
+        "solver_seconds": settings.solver_seconds,
+        "wheels": {"installed": installed, "failed": pip_failed, "missing": [need.package for need in missing]},
+        "hook": not_registered or "registered",
     }
+    document = Document(out, header, read_earlier(out, facts, kept) if options["resume"] else None)
+    document.write()
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console.print(f"[bold]{facts['device']}[/bold], torch {facts['torch']}, driver {facts['driver']}; {out}")
+    for problem in [pip_failed, not_registered, *(f"missing: {n.package} ({n.purpose})" for n in missing)]:
+        if problem:
+            console.print(f"  [yellow]{escape(problem)}[/yellow]", soft_wrap=True)
+    done = {OK, FAILED, TIMEOUT} if options["keep_failed"] else {OK}
+    for section in chosen:
+        earlier = document.entry(section.name)
+        if earlier is not None and earlier["status"] in done:
+            continue
+        left = options["seconds"] - (time.monotonic() - started)
+        entry = run_section(section, variables, left, work)
+        if earlier is None or entry["status"] != SKIPPED:  # what failed before is not replaced by what had no time
+            document.add(entry)
+        console.print(line(entry), soft_wrap=True)
+    console.print(table(document.value))
+    failed = [s.name for s in chosen if (document.entry(s.name) or {}).get("status") in (FAILED, TIMEOUT)]
+    summary = f"{time.monotonic() - started:.0f} s; {len(failed)} of {len(chosen)} sections failed"
+    console.print(": ".join([summary, ", ".join(failed)] if failed else [summary]), soft_wrap=True)
+    context.exit(1 if failed else 0)
+
+
+def read_settings(options: dict[str, Any], missing: Sequence[wheels.Need]) -> Settings:
+    """The settings that the command's options give on this machine."""
+    return Settings(
+        networks=options["networks"],
+        shares=options["shares"],
+        small=options["small"],
+        stand_in=options["stand_in"],
+        cudnn=options["cudnn"],
+        solver_seconds=options["solver_seconds"] or (1.0 if options["small"] else 5.0),
+        algorithm="greedy" if any(need.planning for need in missing) else "hierarchical",
+        compile_backend="aot_eager_decomp_partition" if options["stand_in"] else "inductor",
+    )
+
+
+def choose(settings: Settings, patterns: Sequence[str]) -> list[Section]:
+    """The sections that the patterns name; without any, all but conformance.
+
+    Raises:
+        click.UsageError: a pattern names none.
+    """
+    known = sections(settings)
+    for pattern in patterns:
+        if not any(s.wanted([pattern]) for s in known):
+            raise click.UsageError(f"--only {pattern} is the name of no section and no group; --list shows them")
+    return [s for s in known if (s.wanted(patterns) if patterns else s.group != "conformance")]
+
+
+def default_path(device: str, work: Path, settings: Settings) -> Path:
+    """Where results go: beside the committed ones, unless they are no figures of a GPU."""
+    if settings.small or settings.stand_in:
+        return work / "gpu_check.json"
+    return RECIPES / "results" / f"gpu_{re.sub('[^0-9a-z]+', '_', device.lower()).strip('_')}.json"
 
 
 if __name__ == "__main__":

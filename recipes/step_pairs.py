@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from monetrun.capture import cost
 from monetrun.capture.meter import Meter
 from monetrun.core.errors import MonetrunError
 from monetrun.core.options import Options
@@ -122,10 +121,6 @@ class Recorded:
             session.put_triggers([self.trainer.model])
             self.trainer.step()
             recorder = session.engine.recorder
-            if torch.backends.cudnn.benchmark and recorder.device.type == "cuda":
-                # cuDNN tries its algorithms at a thread's first call: their workspaces are not the operator's
-                for joint in recorder.joints:
-                    cost.measure(joint, {}, recorder.meter, recorder.device)
             self.record: StepRecord = recorder.record(recorder.measure(None))
         finally:
             session.close()
