@@ -36,6 +36,8 @@ from monetrun.planning.frontier import Frontier, frontier, spread
 from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings
 from monetrun.solve import timing
 
+_FROM_CACHE = "  (plan from the cache)"
+
 
 @contextmanager
 def open_job(options: LaunchOptions) -> Iterator[Job]:
@@ -84,9 +86,8 @@ class Job:
         self._reports = self._folder / "reports"
         self._reports.mkdir()
         self._settings = _settings(options, self._reports, self._store)
-        self._find_plain = partial(
-            find_plain, options, self.ranks, self._settings, self._folder, self.console, self._store
-        )
+        place = (self._settings, self._folder, self.console, self._store)
+        self._find_plain = partial(find_plain, options, self.ranks, *place)
 
     def close(self) -> None:
         """Remove the job's files, other than the cache."""
@@ -104,11 +105,7 @@ class Job:
             MonetrunError: there is no plan; see ``core.errors``.
         """
         if self.modelled_bytes:
-            cost_model = self.options.cost_model
-            raise UsageError(
-                f"--cost-model {cost_model} plans for a device that is not here",
-                f"monetrun plan --cost-model {cost_model} plans; leave it out to train here",
-            )
+            raise _not_here(self.options.cost_model)
         if self.options.plan_file:
             self.plan = read_plan(self.options.plan_file)
             self.record = _record_of(self.plan, self._store, self.options, self.ranks)
@@ -120,8 +117,7 @@ class Job:
             if self.record is not None:
                 self._find_plan(self.record)
         if self.plan is not None:
-            from_cache = "  (plan from the cache)" if self.from_cache else ""
-            self.print_plan(f"monetrun  {Path(self.options.script).name}{from_cache}")
+            self.print_plan(f"monetrun  {Path(self.options.script).name}{_FROM_CACHE * self.from_cache}")
         settings = replace(
             self._settings,
             mode=RUN,
@@ -171,7 +167,7 @@ class Job:
             return frontier(record, wanted, self.options.algorithm, options, base, progress.begin)
 
     def budget_bytes(self) -> int | None:
-        """See ``memory.budget_bytes``."""
+        """``memory.budget_bytes`` of the launch."""
         return memory.budget_bytes(self.budget, self.ranks, self.modelled_bytes)
 
     def print_plan(self, title: str) -> None:
@@ -237,8 +233,6 @@ class Job:
                 self._store.put("plan", smallest_key, refused.smallest_schedules)
             raise
 
-    # ---- after training
-
     def finish(self, exit_code: int) -> None:
         """Report what the workers measured, and keep it for ``monetrun explain --measured``.
 
@@ -256,6 +250,13 @@ class Job:
         if not self.options.quiet:
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
+
+
+def _not_here(cost_model: str) -> UsageError:
+    return UsageError(
+        f"--cost-model {cost_model} plans for a device that is not here",
+        f"monetrun plan --cost-model {cost_model} plans; leave it out to train here",
+    )
 
 
 def _record_of(plan: Plan, store: Store | None, options: LaunchOptions, ranks: Ranks) -> StepRecord | None:

@@ -16,8 +16,8 @@ from monetrun.core.requests import Reserved, reserved, reserved_under
 from monetrun.core.step import StepRecord, replay
 
 # The first target gets half of the solver's time, the others share the rest.
-_TARGETS = 5
-# A plan that leaves this share of the budget unused is tried again with a higher target.
+_TARGETS = 6
+# Where schedules that fit and schedules that do not are this close, as a share of the budget, nothing more is tried.
 _UNUSED = 0.02
 
 
@@ -67,10 +67,10 @@ def found_within(
         NoPlanInTime: the solver found nothing for any target.
     """
     plain = [plain_schedule(g) for g in record.graphs]
-    first = reserved(record, plain)
-    waste = max(0, first.peak_bytes - replay(record, plain).peak_bytes)
-    target = budget_bytes - min(waste, budget_bytes // 10)
+    waste = max(0, reserved(record, plain).peak_bytes - replay(record, plain).peak_bytes)
+    target, too_much = budget_bytes - min(waste, budget_bytes // 10), budget_bytes
     best: tuple[float, Found, Reserved] | None = None
+    kept = 0  # the most allocated by schedules that reserve no more than the budget
     failure: NoPlanInTime | None = None
     tried: list[Sequence[Schedule]] = list(starts)
     seconds = options.seconds / 2
@@ -85,15 +85,19 @@ def found_within(
         seconds = options.seconds / 2 / (_TARGETS - 1)
         tried.append(found.schedules)
         timeline, taken = replay(record, found.schedules), reserved(record, found.schedules)
-        if taken.peak_bytes > budget_bytes:
-            target = min(target, timeline.peak_bytes) - (taken.peak_bytes - budget_bytes)
-            continue
-        if best is None or timeline.seconds < best[0]:
-            best = (timeline.seconds, found, taken)
-        unused = budget_bytes - taken.peak_bytes
-        if unused <= _UNUSED * budget_bytes or timeline.peak_bytes < target - unused:
+        excess = taken.peak_bytes - budget_bytes
+        if excess > 0:
+            too_much = min(too_much, target, timeline.peak_bytes)
+            target = too_much - excess
+        else:
+            if best is None or timeline.seconds < best[0]:
+                best = (timeline.seconds, found, taken)
+            kept = max(kept, timeline.peak_bytes)
+            target = timeline.peak_bytes - excess
+        if kept and (target >= too_much or target <= kept):
+            target = (kept + too_much) // 2
+        if kept and too_much - kept <= _UNUSED * budget_bytes:
             break
-        target = timeline.peak_bytes + unused
     if best is not None:
         return best[1], best[2]
     if failure is not None:

@@ -104,8 +104,8 @@ class RunningPlan:
     def correct(self, warn: Callable[[str], None]) -> bool:
         """Plan again, with a warning, where the first planned steps reserved more than the plan says.
 
-        Gives whether that was done. Only in a process of its own, since ranks may see different excesses; the launcher keeps what was seen, so
-        that the next launch plans with it.
+        Gives whether that was done. Only in a process of its own, since ranks may see different excesses; the launcher
+        keeps what was seen, so that the next launch plans with it.
         """
         memory = None if self.record is None else self.record.memory
         if self.record is None or memory is None or self.plan.pool is None:
