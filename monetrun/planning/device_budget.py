@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.errors import NoPlanInTime
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, plain_schedule
 from monetrun.core.requests import Reserved, reserved, reserved_under
@@ -19,6 +19,8 @@ from monetrun.core.step import StepRecord, replay
 _TARGETS = 6
 # Where schedules that fit and schedules that do not are this close, as a share of the budget, nothing more is tried.
 _UNUSED = 0.02
+# Where the most frugal schedules reserve too much, schedules that allocate up to so many times as much are tried.
+_FREEDOM = 1.02
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,15 @@ class Found:
 
 
 class OverBudget(Exception):
-    """No target gave schedules that reserve no more than the budget."""
+    """No target gave schedules that reserve no more than the budget.
+
+    Attributes:
+        least: of the schedules found, those that reserve least; None if there are none.
+    """
+
+    def __init__(self, least: Sequence[Schedule] | None) -> None:
+        super().__init__()
+        self.least = least
 
 
 Within = Callable[[int, Options, Sequence[Sequence[Schedule]]], Found]
@@ -51,6 +61,7 @@ def found_within(
     budget_bytes: int,
     options: Options,
     within: Within,
+    lowest_bytes: int,
     starts: Sequence[Sequence[Schedule]] = (),
 ) -> tuple[Found, Reserved]:
     """The fastest schedules found that reserve at most ``budget_bytes``, and what they reserve.
@@ -60,16 +71,21 @@ def found_within(
         budget_bytes: of reserved memory.
         options: for the solver; all targets together get its ``seconds``.
         within: solves for so many *allocated* bytes.
+        lowest_bytes: the lowest target: the most frugal schedules known allocate as much.
         starts: schedules to begin with.
 
     Raises:
         OverBudget: nothing found reserves so little.
         NoPlanInTime: the solver found nothing for any target.
     """
+    if lowest_bytes > budget_bytes:
+        raise OverBudget(None)
     plain = [plain_schedule(g) for g in record.graphs]
     waste = max(0, reserved(record, plain).peak_bytes - replay(record, plain).peak_bytes)
     target, too_much = budget_bytes - min(waste, budget_bytes // 10), budget_bytes
+    target = max(target, lowest_bytes)
     best: tuple[float, Found, Reserved] | None = None
+    least: tuple[int, Sequence[Schedule]] | None = None
     kept = 0  # the most allocated by schedules that reserve no more than the budget
     failure: NoPlanInTime | None = None
     tried: list[Sequence[Schedule]] = list(starts)
@@ -77,18 +93,22 @@ def found_within(
     for _ in range(_TARGETS):
         try:
             found = within(target, replace(options, seconds=seconds), tried)
-        except InfeasibleBudget:
-            break
         except NoPlanInTime as error:
             failure = error
             break
         seconds = options.seconds / 2 / (_TARGETS - 1)
         tried.append(found.schedules)
         timeline, taken = replay(record, found.schedules), reserved(record, found.schedules)
+        if least is None or taken.peak_bytes < least[0]:
+            least = (taken.peak_bytes, found.schedules)
         excess = taken.peak_bytes - budget_bytes
         if excess > 0:
+            if target <= lowest_bytes and not kept:
+                target = int(lowest_bytes * _FREEDOM)  # what a little more freedom gives may lie closer together
+                lowest_bytes = target
+                continue
             too_much = min(too_much, target, timeline.peak_bytes)
-            target = too_much - excess
+            target = max(too_much - excess, lowest_bytes)
         else:
             if best is None or timeline.seconds < best[0]:
                 best = (timeline.seconds, found, taken)
@@ -102,4 +122,4 @@ def found_within(
         return best[1], best[2]
     if failure is not None:
         raise failure
-    raise OverBudget
+    raise OverBudget(None if least is None else least[1])

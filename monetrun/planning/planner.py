@@ -172,18 +172,23 @@ def plan_step(
     if record.memory is None:
         return _plan(record, budget_bytes, algorithm, base, within(budget_bytes, options, starts))
     try:
-        found, reserve = device_budget.found_within(record, budget_bytes, options, within, starts)
-    except device_budget.OverBudget:
-        base = more_frugal(record, base, options)
-        smallest = reserved(record, base.frugal_schedules)
-        if smallest.peak_bytes > budget_bytes:
+        lowest = base.frugal.peak_bytes
+        found, reserve = device_budget.found_within(record, budget_bytes, options, within, lowest, starts)
+    except device_budget.OverBudget as over:
+        candidates = [base.frugal_schedules, more_frugal(record, base, options).frugal_schedules]
+        candidates += [tuple(over.least)] if over.least is not None else []
+        candidates = [c for c in candidates if _allowed(record, c, options)] or candidates[:1]
+        smallest = min(candidates, key=lambda schedules: reserved(record, schedules).peak_bytes)
+        base = replace(base, frugal=replay(record, smallest), frugal_schedules=smallest)
+        reserve = reserved(record, smallest)
+        if reserve.peak_bytes > budget_bytes or not _allowed(record, smallest, options):
             raise BudgetBelowSmallest(record, budget_bytes, base) from None
-        found, reserve = Found(base.frugal_schedules, base.plain.seconds, "feasible"), smallest
+        found = Found(smallest, base.plain.seconds, "feasible")
     return _plan(record, budget_bytes, algorithm, base, found, reserve)
 
 
 def plain_bytes(record: StepRecord, base: Baseline) -> int:
-    """What the plain step takes, which ``0.6x`` is a share of: allocated bytes, on CUDA reserved ones."""
+    """What the plain step takes, of which ``0.6x`` is a share: allocated bytes, on CUDA reserved ones."""
     return base.plain.peak_bytes if record.memory is None else plain_reserved_bytes(record)
 
 
@@ -228,8 +233,7 @@ def _plan(
     found: Found,
     reserve: Reserved | None = None,
 ) -> Plan:
-    timeline = replay(record, found.schedules)
-    plain_seconds = base.plain.seconds
+    timeline, plain_seconds = replay(record, found.schedules), base.plain.seconds
     overhead = timeline.seconds / plain_seconds - 1.0 if plain_seconds else 0.0
     rows, pool = ledger(record, timeline.peak_bytes), None
     if reserve is not None:

@@ -21,7 +21,7 @@ def check_same_plan(plan: Plan, device: torch.device) -> None:
     if not several_ranks():
         return
     digests = [plan.digest]
-    torch.distributed.broadcast_object_list(digests, src=0, device=device)
+    _broadcast(digests, device)
     if digests[0] != plan.digest:
         raise PlanMismatch(
             f"rank {torch.distributed.get_rank()} has plan {plan.digest}, rank 0 has {digests[0]}",
@@ -45,12 +45,18 @@ def plan_in_rank_0(make: Callable[[], Plan], device: torch.device) -> Plan:
             plans = [codec.dumps(make())]
         except MonetrunError as failure:
             error = failure
-    torch.distributed.broadcast_object_list(plans, src=0, device=device)
+    _broadcast(plans, device)
     if error is not None:
         raise error
     if plans[0] is None:
         raise PlanMismatch("rank 0 found no plan", "its own message says why")
     return codec.loads(Plan, plans[0])
+
+
+def _broadcast(objects: list[Any], device: torch.device) -> None:
+    """Replace ``objects`` by rank 0's. NCCL sends over a CUDA device, and has to know which: not always the current."""
+    over = device if "gloo" not in torch.distributed.get_backend() else None
+    torch.distributed.broadcast_object_list(objects, src=0, device=over)
 
 
 def several_ranks() -> bool:

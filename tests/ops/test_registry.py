@@ -59,9 +59,10 @@ def test_the_readmes_implementation_works_from_an_installed_package(tmp_path):
     assert done.stdout == "from output: aten.log_sigmoid_backward.default\n", done.stderr
 
 
-def test_every_family_registers_generators():
+def test_every_family_registers_generators_or_declares_operators():
     names = {g.__module__.rpartition(".")[2] for g in itertools.chain(*all_generators().values())}
-    assert names >= {path.stem for path in (ROOT / "monetrun/ops/families").glob("[a-z]*.py")}
+    files = (ROOT / "monetrun/ops/families").glob("[a-z]*.py")
+    assert names >= {path.stem for path in files if "@operator(" not in path.read_text()}
 
 
 def all_generators():

@@ -1,0 +1,121 @@
+"""Steps replayed request by request: what they allocate is what ``replay`` says, and what they reserve holds it."""
+
+from dataclasses import replace
+
+import pytest
+
+from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.plain import PlainPeaks
+from monetrun.core.plan import plain_schedule
+from monetrun.core.requests import reserved, reserved_under
+from monetrun.core.step import (
+    LAST_OUTPUTS,
+    OUTSIDE,
+    DeviceMemory,
+    Event,
+    Segment,
+    replay,
+    with_excess,
+    with_plain_peaks,
+)
+from support.step_records import chain_record
+
+MIB = 1 << 20
+SETTINGS = AllocatorSettings(expandable=True)
+
+
+def requests(event):
+    """Of the loss: the tangent, which the backward releases, 11 MiB that stay until it has ended, and a temporary."""
+    held, high = event.delta_bytes, event.peak_bytes
+    return ((held - 11) * MIB, 11 * MIB, (high - held) * MIB, -3) if event.name == "loss" else ()
+
+
+def in_mib(event):
+    delta, peak = event.delta_bytes * MIB, event.peak_bytes * MIB
+    return replace(event, delta_bytes=delta, peak_bytes=peak, requests=requests(event))
+
+
+def on_a_device(record, **memory):
+    """``record`` with all its sizes in MiB, on a device that holds its base in one block."""
+    scaled = replace(
+        record,
+        graphs=tuple(
+            replace(g, tensors=tuple(replace(t, nbytes=t.nbytes * MIB) for t in g.tensors)) for g in record.graphs
+        ),
+        costs=tuple(
+            replace(c, workspace_bytes=tuple(tuple(b * MIB for b in row) for row in c.workspace_bytes))
+            for c in record.costs
+        ),
+        events=tuple(in_mib(event) for event in record.events),
+        base_bytes=record.base_bytes * MIB,
+    )
+    base = (Segment(False, (scaled.base_bytes,)),) if scaled.base_bytes else ()
+    return replace(scaled, memory=DeviceMemory(SETTINGS, AllocatorSettings(), 80 << 30, base, **memory))
+
+
+@pytest.fixture
+def record():
+    return on_a_device(chain_record(10))
+
+
+def plain(record):
+    return [plain_schedule(g) for g in record.graphs]
+
+
+def test_what_is_allocated_is_what_replay_adds_up(record):
+    found = reserved(record, plain(record))
+    assert found.allocated_peak_bytes == replay(record, plain(record)).peak_bytes
+    assert found.peak_bytes >= found.allocated_peak_bytes
+    assert found.peak_bytes == found.small_bytes + found.large_bytes
+
+
+def test_pages_and_segments_round_what_is_reserved(record):
+    assert reserved(record, plain(record)).large_bytes % (20 * MIB) == 0
+    assert reserved_under(record, plain(record), AllocatorSettings()).large_bytes % (2 * MIB) == 0
+
+
+def test_what_was_seen_beyond_the_plan_is_added(record):
+    more = with_excess(record, 7 * MIB)
+    assert reserved(more, plain(more)).large_bytes == reserved(record, plain(record)).large_bytes + 7 * MIB
+    assert with_excess(more, 6 * MIB) is more
+
+
+def test_an_optimizers_state_stays_and_its_temporaries_do_not(record):
+    before = reserved(record, plain(record)).allocated_peak_bytes
+    step = Event(OUTSIDE, name="SGD.step", requests=(40 * MIB, 500 * MIB, -2))
+    found = reserved(replace(record, events=(*record.events, step)), plain(record))
+    # 500 MiB are taken beside the state, and are above all else; the state stays
+    assert found.allocated_peak_bytes > 500 * MIB
+    without = Event(OUTSIDE, name="SGD.step", requests=(40 * MIB,))
+    held = reserved(replace(record, events=(*record.events, without)), plain(record)).allocated_peak_bytes
+    assert held == before + 40 * MIB
+
+
+def test_a_batch_is_replaced_after_the_next_one_is_there(record):
+    size = 30 * MIB
+    memory = replace(record.memory, base=(*record.memory.base, Segment(False, (size,))), batch=(size,))
+    one = replace(record, memory=replace(memory, batch=()), base_bytes=record.base_bytes + size)
+    assert reserved(replace(one, memory=memory), plain(one)).peak_bytes >= reserved(one, plain(one)).peak_bytes
+
+
+def test_a_record_of_a_cpu_has_nothing_to_reserve():
+    with pytest.raises(ValueError, match="does not have the device's memory"):
+        reserved(chain_record(10), plain(chain_record(10)))
+
+
+def test_the_plain_peak_tells_when_the_last_outputs_are_dropped(record):
+    """Held until the backward they add to the loss's peak; dropped after the forward they do not."""
+    first = next(i for i, e in enumerate(record.events) if e.kind == "backward")
+    loss = Event(OUTSIDE, peak_bytes=20_000 * MIB)
+    held = Event(OUTSIDE, delta_bytes=50 * MIB, peak_bytes=50 * MIB, name=LAST_OUTPUTS)
+    drop = Event(OUTSIDE, delta_bytes=-50 * MIB, name=LAST_OUTPUTS)
+    events = (held, *record.events[:first], loss, drop, *record.events[first:])
+    late = replace(record, events=events)
+    peak = replay(late, plain(late)).peak_bytes
+    kept = with_plain_peaks(late, PlainPeaks(peak, 2 * peak, 0, 3))
+    assert kept.events == events
+    assert kept.memory.plain_reserved_bytes == 2 * peak
+    early = with_plain_peaks(late, PlainPeaks(peak - 50 * MIB, peak, 0, 3))
+    forward = next(i for i, e in enumerate(early.events) if e.kind == "forward")
+    assert early.events[forward + 1] == drop
+    assert replay(early, plain(early)).peak_bytes < peak
