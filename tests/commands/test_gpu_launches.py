@@ -1,0 +1,83 @@
+"""Launches on stand-in GPUs: torch's own CUDA allocator, no kernels. What is reserved stays within the budget."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.paths import ROOT
+from support.standin_gpu import environment, unavailable_reason
+
+pytestmark = pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_reason() or "the stand-in GPU is there")
+
+SCRIPT = str(ROOT / "tests" / "support" / "scripts" / "device_net.py")
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """Two devices, and one cache for all launches."""
+    cache = tmp_path_factory.mktemp("cache")
+    return {**os.environ, **environment(gib=4.0, devices=2), "MONETRUN_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def plain(machine):
+    """What torchrun's run of the script takes."""
+    done = subprocess.run([sys.executable, SCRIPT], env=machine, capture_output=True, text=True)
+    return held(done)[0]
+
+
+def held(done):
+    """What each rank's device held, as the script itself prints it."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line.partition("DEVICE ")[2]) for line in done.stdout.splitlines() if "DEVICE " in line]
+
+
+def launch(machine, *words, ranks=1):
+    command = [sys.executable, "-m", "monetrun", "--standalone", f"--nproc-per-node={ranks}", "--solver-seconds=3"]
+    return subprocess.run([*command, "--json", *words], env=machine, capture_output=True, text=True)
+
+
+def report(done):
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def test_a_share_is_of_what_the_plain_run_reserves_and_is_kept(machine, plain):
+    done = launch(machine, "--budget", "0.7x", SCRIPT)
+    (found,), figures = held(done), report(done)
+    assert figures["plain_reserved_bytes"] == pytest.approx(plain["reserved"], rel=0.005)
+    assert figures["plain_peak_bytes"] == pytest.approx(plain["allocated"], rel=0.005)
+    assert figures["budget_bytes"] == int(0.7 * figures["plain_reserved_bytes"])
+    assert found["reserved"] <= figures["budget_bytes"]
+    assert found["retries"] == figures["allocation_retries"] == 0
+    assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=0.005)
+    assert abs(figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"]) <= 32 * MIB
+    assert "reserved" in done.stderr
+    assert "fragmentation" in done.stderr
+
+
+def test_a_plain_run_that_fits_is_not_planned(machine, plain):
+    done = launch(machine, "--budget", "auto", SCRIPT)
+    (found,), figures = held(done), report(done)
+    assert (found["allocated"], found["reserved"]) == (plain["allocated"], plain["reserved"])
+    assert figures["planned_peak_bytes"] is None
+    assert figures["measured_reserved_bytes"] == plain["reserved"]
+    assert "fits: nothing to plan" in done.stderr
+
+
+def test_two_ranks_keep_the_budget_on_their_own_devices(machine):
+    done = launch(machine, "--budget", "0.7x", SCRIPT, ranks=2)
+    found, figures = held(done), report(done)
+    assert sorted(f["rank"] for f in found) == [0, 1]
+    assert max(f["reserved"] for f in found) <= figures["budget_bytes"]
+    assert [f["retries"] for f in found] == [0, 0]
+
+
+def test_a_budget_that_no_schedule_keeps_is_refused_in_reserved_bytes(machine, plain):
+    done = launch(machine, "--budget", "64MiB", SCRIPT)
+    assert done.returncode == 80
+    assert "budget 64.0 MiB < smallest feasible" in done.stderr
+    assert f"the plain step takes {plain['reserved'] / MIB:.1f} MiB" in done.stderr
