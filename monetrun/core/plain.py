@@ -17,12 +17,16 @@ class PlainPeaks:
         reserved_bytes: the most that the allocator held.
         retries: how often it gave cached memory back to serve a request.
         steps: how many training steps were measured.
+        device: CUDA's number of the device.
+        outside_bytes: what the process took of the device beside the allocator (its context, libraries); 0: unknown.
     """
 
     allocated_bytes: int
     reserved_bytes: int
     retries: int
     steps: int
+    device: int = 0
+    outside_bytes: int = 0
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether the plain run stays within a budget, with room for what it does later."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD, FORWARD, Graph
 from monetrun.core.plan import Schedule
@@ -43,6 +43,8 @@ class Reserved:
 def reserved(record: StepRecord, schedules: Sequence[Schedule]) -> Reserved:
     """What is reserved for planned steps under ``schedules``: what they need, and what was seen to be needed beside.
 
+    A page more is for small tensors that come and go outside of the recorded step, such as labels and logged values.
+
     Raises:
         ValueError: the record has no ``memory``.
         ScheduleError: a schedule is not valid for its graph.
@@ -50,7 +52,8 @@ def reserved(record: StepRecord, schedules: Sequence[Schedule]) -> Reserved:
     if record.memory is None:
         raise ValueError("the record does not have the device's memory")
     needed = reserved_under(record, schedules, record.memory.settings)
-    return replace(needed, large_bytes=needed.large_bytes + record.memory.excess_bytes)
+    small_bytes = needed.small_bytes + SMALL_SEGMENT
+    return replace(needed, small_bytes=small_bytes, large_bytes=needed.large_bytes + record.memory.excess_bytes)
 
 
 def reserved_under(record: StepRecord, schedules: Sequence[Schedule], settings: AllocatorSettings) -> Reserved:

@@ -168,7 +168,7 @@ class Job:
 
     def budget_bytes(self) -> int | None:
         """``memory.budget_bytes`` of the launch."""
-        return memory.budget_bytes(self.budget, self.ranks, self.modelled_bytes)
+        return memory.budget_bytes(self.budget, self.ranks, self.modelled_bytes, self.plain)
 
     def print_plan(self, title: str) -> None:
         """Print the plan, unless ``--quiet``."""

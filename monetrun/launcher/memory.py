@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from monetrun.core.budget import AUTO, BYTES, SHARE_OF_FREE, Budget, resolve
+from monetrun.core.budget import AUTO, BYTES, CUDA_RESERVE_BYTES, SHARE_OF_FREE, Budget, resolve
+from monetrun.core.plain import PlainPeaks
 from monetrun.launcher.ranks import Ranks
 from monetrun.machine.device import query, smallest
 
 # A budget that depends on the free memory is rounded down to a multiple of this, so that the next launch finds the
 # same plan in the cache.
 _GRAIN_BYTES = 32 << 20
+
+# Beside what a trial of a few steps in one process takes of a GPU: kernels that are loaded later, and what NCCL takes
+# for several ranks, which a trial does not have (it grows with the communicators).
+_LATER_BYTES = 192 << 20
+_COMMUNICATION_BYTES = 768 << 20
 
 
 def modelled_bytes(cost_model: str) -> int:
@@ -25,13 +31,14 @@ def modelled_bytes(cost_model: str) -> int:
     return 0 if model is None else model.memory_bytes
 
 
-def budget_bytes(budget: Budget, ranks: Ranks, modelled_bytes: int) -> int | None:
+def budget_bytes(budget: Budget, ranks: Ranks, modelled_bytes: int, plain: PlainPeaks | None = None) -> int | None:
     """A budget in bytes per device, before the step is known; None if it is a share of the plain peak.
 
     Args:
         budget: parsed.
         ranks: whose devices' free memory counts.
         modelled_bytes: free memory of a modelled device, which replaces that of ``ranks``; 0 for none.
+        plain: of the plain run on CUDA, where known: which device it uses, and what it takes beside the allocator.
 
     Raises:
         DeviceQueryFailed: the free memory could not be read.
@@ -40,9 +47,25 @@ def budget_bytes(budget: Budget, ranks: Ranks, modelled_bytes: int) -> int | Non
         return int(budget.value)
     if budget.kind not in (AUTO, SHARE_OF_FREE):
         return None
-    free = modelled_bytes or smallest(query(ranks.kind, ranks.local)).free_bytes
-    nbytes = resolve(budget, free, None, **({"reserve_bytes": 0} if ranks.kind == "cpu" else {}))
+    free = modelled_bytes or _free_bytes(ranks, plain)
+    nbytes = resolve(budget, free, None, _reserve_bytes(ranks, plain))
     return max(1, nbytes // _GRAIN_BYTES * _GRAIN_BYTES)
+
+
+def _free_bytes(ranks: Ranks, plain: PlainPeaks | None) -> int:
+    """Of the rank with the least; of the device that a script of one rank has chosen."""
+    if plain is not None and ranks.local == 1:
+        return query(ranks.kind, plain.device + 1)[plain.device].free_bytes
+    return smallest(query(ranks.kind, ranks.local)).free_bytes
+
+
+def _reserve_bytes(ranks: Ranks, plain: PlainPeaks | None) -> int:
+    """What a rank takes of its device beside the allocator: as measured, with room for what comes later."""
+    if ranks.kind == "cpu":
+        return 0
+    if plain is None or not plain.outside_bytes:
+        return CUDA_RESERVE_BYTES
+    return plain.outside_bytes + (_LATER_BYTES if ranks.world_size == 1 else _COMMUNICATION_BYTES)
 
 
 def given_bytes(budget: Budget) -> int:

@@ -49,7 +49,7 @@ def budget_that_fits(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> 
     """The budget in bytes, if the plain run fits it with room, so that there is nothing to plan."""
     if plain is None:
         return None
-    budget_bytes = memory.budget_bytes(budget, ranks, 0)
+    budget_bytes = memory.budget_bytes(budget, ranks, 0, plain)
     if budget_bytes is None:
         budget_bytes = resolve(budget, None, plain.reserved_bytes)
     return budget_bytes if plain.fits(budget_bytes) else None

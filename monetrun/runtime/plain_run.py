@@ -14,7 +14,9 @@ from collections.abc import Iterable
 import torch
 from torch.optim.optimizer import Optimizer
 
+from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
+from monetrun.machine.device import query
 from monetrun.runtime import candidates, hooks, probe
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.reporter import Reporter
@@ -38,12 +40,16 @@ class PlainRun:
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._undo = contextlib.ExitStack()
         self._reporter = Reporter(settings)
+        self._free_before: tuple[int, ...] = ()  # of each device, before this process used any
 
     def watch_process(self) -> None:
         """Patch torch to notice optimizers and their steps."""
         hooks.install(self, self._undo)
         if self.settings.mode == MEASURE:
             probe.stand_in_for_the_other_ranks(self.settings.world_size)
+            with contextlib.suppress(DeviceQueryFailed):
+                count = torch.cuda.device_count()
+                self._free_before = tuple(info.free_bytes for info in query("cuda", count)) if count else ()
         atexit.register(self._at_exit)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
@@ -81,7 +87,16 @@ class PlainRun:
             reserved_bytes=int(stats["reserved_bytes.all.peak"]),
             retries=int(stats["num_alloc_retries"]),
             steps=max(self._steps.values(), default=0),
+            device=self.device.index or 0,
+            outside_bytes=self._outside_bytes(int(stats["reserved_bytes.all.current"])),
         )
+
+    def _outside_bytes(self, held_bytes: int) -> int:
+        """What this process has taken of the device beside ``held_bytes``; 0 where that is not known."""
+        index = self.device.index or 0 if self.device is not None else 0
+        if index >= len(self._free_before):
+            return 0
+        return max(0, self._free_before[index] - torch.cuda.mem_get_info(self.device)[0] - held_bytes)
 
     def _at_exit(self) -> None:
         if self.device is None or not self._steps:

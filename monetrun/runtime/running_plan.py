@@ -128,6 +128,7 @@ class RunningPlan:
         warn("the first planned steps reserved more than was planned: planned again with what was seen")
         self.record = record
         self._follow(plan)
+        self.steps.forget_peaks()
         return True
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:

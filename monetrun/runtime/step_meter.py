@@ -98,6 +98,11 @@ class StepMeter:
             if self._optimizer_steps % self._optimizers == 0:
                 self.stretches, self._detail = tuple(self._detail.stretches), None
 
+    def forget_peaks(self) -> None:
+        """Another plan runs from now on: the peaks are its own."""
+        self.peak_bytes = self.reserved_bytes = self.retries = 0
+        self._retries_before = self.meter.retries()
+
     def interrupt(self) -> None:
         """Operators are about to be measured within the step: keep its peak so far. Another step is for the detail."""
         self._look()
