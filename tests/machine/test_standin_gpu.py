@@ -171,6 +171,7 @@ show(attempt(), attempt())
     assert run(script, environment(fault_at_launch=5)) == [[message, message]]
 
 
+@pytest.mark.slow
 def test_two_ranks_on_two_devices_train_a_step(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("""

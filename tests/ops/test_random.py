@@ -103,7 +103,9 @@ def _forget():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    "network", [pytest.param(n, marks=pytest.mark.slow if n == "stochastic depth" else ()) for n in NETWORKS]
+)
 def test_what_runs_again_draws_the_same_numbers_and_leaves_the_generator_as_eager_does(network):
     make, inputs = NETWORKS[network]
     torch.manual_seed(0)

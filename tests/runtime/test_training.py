@@ -50,7 +50,7 @@ def trained_in_half(case, steps=4, share=SHARE):
 
 # whole networks of torchvision, and cases of which another one covers what is particular to their training
 LONG = {"resnet50", "vgg16", "googlenet", "mobilenet_v2", "zero_init", "small_resnet"}
-LONG |= {"autocast", "clipping", "evaluation", "gpt", "graph_break", "teacher"}
+LONG |= {"autocast", "clipping", "evaluation", "gpt", "graph_break", "teacher", "unet", "sequential", "adam_ema"}
 CASES = [
     pytest.param(case, marks=pytest.mark.slow if case in LONG else ()) for case in sorted(set(zoo.CASES) - {"lengths"})
 ]

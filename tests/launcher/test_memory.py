@@ -1,0 +1,42 @@
+"""How much of a GPU a launch may use: of the script's own device, less what it takes beside the allocator."""
+
+from monetrun.core.budget import CUDA_RESERVE_BYTES, parse
+from monetrun.core.plain import PlainPeaks
+from monetrun.launcher import memory
+from monetrun.launcher.ranks import Ranks
+from monetrun.machine.device import MemoryInfo
+
+MIB, GIB = 1 << 20, 1 << 30
+FREE = (10 * GIB, 6 * GIB)
+
+
+def query(monkeypatch):
+    infos = tuple(MemoryInfo(f"cuda:{i}", "", 16 * GIB, free, "nvml") for i, free in enumerate(FREE))
+    monkeypatch.setattr(memory, "query", lambda kind, ranks: infos[:ranks])
+
+
+def plain(device, outside=300 * MIB):
+    return PlainPeaks(GIB, GIB, 0, 3, device, outside)
+
+
+def test_auto_is_the_free_memory_of_the_device_that_the_script_uses(monkeypatch):
+    query(monkeypatch)
+    one = Ranks("cuda", 1, 1)
+    for device, free in enumerate(FREE):
+        found = memory.budget_bytes(parse("auto"), one, 0, plain(device))
+        assert 0 <= free - 300 * MIB - 192 * MIB - found < 32 * MIB
+
+
+def test_the_rank_with_the_least_free_memory_decides_and_communication_has_room(monkeypatch):
+    query(monkeypatch)
+    found = memory.budget_bytes(parse("auto"), Ranks("cuda", 2, 1), 0, plain(0))
+    assert 0 <= FREE[1] - 300 * MIB - 768 * MIB - found < 32 * MIB
+
+
+def test_without_a_measured_plain_run_a_reserve_is_left(monkeypatch):
+    query(monkeypatch)
+    for found in (
+        memory.budget_bytes(parse("auto"), Ranks("cuda", 1, 1), 0),
+        memory.budget_bytes(parse("auto"), Ranks("cuda", 1, 1), 0, plain(0, outside=0)),
+    ):
+        assert found == FREE[0] - CUDA_RESERVE_BYTES

@@ -1,0 +1,70 @@
+"""Plans within a budget of reserved bytes: the solver's target follows what its schedules reserve."""
+
+from dataclasses import replace
+
+import pytest
+
+from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.options import Options
+from monetrun.core.plain import PlainPeaks
+from monetrun.core.requests import reserved
+from monetrun.core.step import DeviceMemory, Segment, with_excess
+from monetrun.planning import planner
+from support.step_records import chain_record
+
+MIB = 1 << 20
+OPTIONS = Options(seconds=1.0)
+
+
+def device_record(batch=1_000_000):
+    """A chain whose tensors have 20 to 50 MB, on a device."""
+    record = chain_record(batch)
+    base = (Segment(False, (record.base_bytes,)),)
+    return replace(record, memory=DeviceMemory(AllocatorSettings(expandable=True), AllocatorSettings(), 80 << 30, base))
+
+
+@pytest.fixture(scope="module")
+def record():
+    return device_record()
+
+
+@pytest.fixture(scope="module")
+def base(record):
+    return planner.baseline(record)
+
+
+@pytest.mark.parametrize("share", [0.95, 0.85])
+def test_what_a_plan_reserves_is_within_the_budget(record, base, share):
+    budget = int(share * planner.plain_bytes(record, base))
+    plan = planner.plan_step(record, budget, "hierarchical", OPTIONS, base)
+    schedules = [g.schedule for g in plan.graphs]
+    assert plan.pool.planned_bytes == reserved(record, schedules).peak_bytes <= budget
+    assert plan.pool.planned_bytes >= plan.planned_peak_bytes
+    assert sum(plan.ledger.values()) == plan.pool.planned_bytes
+
+
+def test_a_refusal_names_the_smallest_budget_in_reserved_bytes_and_that_one_is_kept(record, base):
+    with pytest.raises(planner.BudgetBelowSmallest) as refused:
+        planner.plan_step(record, 100 * MIB, "hierarchical", OPTIONS, base)
+    assert refused.value.plain_bytes == planner.plain_bytes(record, base)
+    plan = planner.plan_step(record, refused.value.smallest_bytes, "hierarchical", OPTIONS, base)
+    assert plan.pool.planned_bytes <= refused.value.smallest_bytes
+
+
+def test_what_was_seen_beyond_a_plan_leaves_less_for_the_next(record, base):
+    budget = int(0.95 * planner.plain_bytes(record, base))
+    seen = with_excess(record, 20 * MIB)
+    plan = planner.plan_step(seen, budget, "hierarchical", OPTIONS, base)
+    assert plan.pool.planned_bytes <= budget
+    assert reserved(record, [g.schedule for g in plan.graphs]).peak_bytes <= budget - 20 * MIB
+
+
+def test_a_measured_plain_run_is_what_shares_are_of(record, base):
+    measured = replace(record, memory=replace(record.memory, plain_reserved_bytes=123 * MIB))
+    assert planner.plain_bytes(measured, base) == 123 * MIB
+
+
+def test_a_plain_run_fits_with_room():
+    peaks = PlainPeaks(allocated_bytes=90 * MIB, reserved_bytes=95 * MIB, retries=0, steps=3)
+    assert peaks.fits(100 * MIB)
+    assert not peaks.fits(99 * MIB)
