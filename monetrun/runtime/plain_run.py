@@ -22,8 +22,9 @@ from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.settings import MEASURE, Settings
 
-# Reserved memory still grows in the second and third step, around the optimizer's state.
-_STEPS = 3
+# In the second step the optimizer's state is there. A trial ends with it: what a script does between steps (save, log)
+# should happen as seldom as possible twice. Where an optimizer steps more rarely than others, it waits a little for it.
+_STEPS, _MOST_STEPS = 2, 4
 
 
 class PlainRun:
@@ -69,15 +70,16 @@ class PlainRun:
         """Nothing to do."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """A trial ends where an optimizer begins one step more than are measured."""
+        """An optimizer's step begins."""
         self.optimizer_made(optimizer)  # its parameters may have been moved after it was made
-        number = self._numbers.setdefault(optimizer, len(self._numbers))
-        if self.settings.mode == MEASURE and self._steps[number] >= _STEPS and self.device is not None:
-            probe.leave(self._peaks(), self.settings.record_file)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Count it."""
-        self._steps[self._numbers[optimizer]] += 1
+        """Count it. A trial ends once every optimizer has made its steps."""
+        self._steps[self._numbers.setdefault(optimizer, len(self._numbers))] += 1
+        fewest, most = min(self._steps.values()), max(self._steps.values())
+        enough = fewest >= _STEPS or most >= _MOST_STEPS
+        if self.settings.mode == MEASURE and self.device is not None and enough:
+            probe.leave(self._peaks(), self.settings.record_file)
 
     def _peaks(self) -> PlainPeaks:
         assert self.device is not None
