@@ -34,4 +34,4 @@ found = {
     "reserved": stats["reserved_bytes.all.peak"],
     "retries": stats["num_alloc_retries"],
 }
-print("DEVICE", json.dumps(found), flush=True)
+print(f"DEVICE {json.dumps(found)}\n", end="", flush=True)  # one write: ranks print at the same time

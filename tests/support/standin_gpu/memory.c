@@ -53,7 +53,13 @@ static struct standin_range *exact(void *start, enum standin_kind kind) { /* the
 }
 void *standin_map(size_t nbytes, enum standin_kind kind, int device, size_t charged) {
     size_t length = (nbytes + PAGE - 1) & ~(PAGE - 1), mapped = length + ALIGN;
-    char *start = mmap(0, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    /* addresses ascend: torch's allocator takes the lowest of free blocks of one size */
+    static uintptr_t next = (uintptr_t)1 << 45;
+    pthread_mutex_lock(&mutex);
+    void *hint = (void *)next;
+    next += (mapped + ALIGN - 1) & ~(uintptr_t)(ALIGN - 1);
+    pthread_mutex_unlock(&mutex);
+    char *start = mmap(hint, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) return NULL;
     char *aligned = (char *)(((uintptr_t)start + ALIGN - 1) & ~(ALIGN - 1));
     if (aligned > start) munmap(start, (size_t)(aligned - start));
