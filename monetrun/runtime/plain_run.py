@@ -78,8 +78,8 @@ class PlainRun:
         self._steps[self._numbers.setdefault(optimizer, len(self._numbers))] += 1
         fewest, most = min(self._steps.values()), max(self._steps.values())
         enough = fewest >= _STEPS or most >= _MOST_STEPS
-        if self.settings.mode == MEASURE and self.device is not None and enough:
-            probe.leave(self._peaks(), self.settings.record_file)
+        if self.settings.mode == MEASURE and enough:  # without a device the script trains on the CPU
+            probe.leave(None if self.device is None else self._peaks(), self.settings.record_file)
 
     def _peaks(self) -> PlainPeaks:
         assert self.device is not None

@@ -56,9 +56,10 @@ def write(record: StepRecord | PlainPeaks, path: str) -> None:
     part.replace(path)
 
 
-def leave(record: StepRecord | PlainPeaks, path: str) -> NoReturn:
-    """Write the record and end the process at once: no ``atexit``, no ``finally``, no further line of the script."""
-    write(record, path)
+def leave(record: StepRecord | PlainPeaks | None, path: str) -> NoReturn:
+    """Write the record, if any, and end the process at once: no ``atexit``, no ``finally``, no further line."""
+    if record is not None:
+        write(record, path)
     for child in multiprocessing.active_children():
         child.terminate()
     sys.stdout.flush()

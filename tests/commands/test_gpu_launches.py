@@ -81,3 +81,23 @@ def test_a_budget_that_no_schedule_keeps_is_refused_in_reserved_bytes(machine, p
     assert done.returncode == 80
     assert "budget 64.0 MiB < smallest feasible" in done.stderr
     assert f"the plain step takes {plain['reserved'] / MIB:.1f} MiB" in done.stderr
+
+
+def test_a_script_that_trains_on_the_cpu_is_planned_there_and_its_trials_end(machine, tmp_path):
+    """The plain trial finds no device to measure, and ends after its steps instead of training to the end."""
+    script = tmp_path / "on_the_cpu.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(6):\n"
+        f"    print(step, file=open({str(tmp_path / 'steps.txt')!r}, 'a'))\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.randn(64, 256)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    done = launch(machine, "--budget", "1.0x", str(script))
+    assert done.returncode == 0, done.stderr[-3000:]
+    # two steps of the plain trial, one of the trial run, six of the run
+    assert (tmp_path / "steps.txt").read_text().split() == [*"01", *"0", *"012345"]
+    assert report(done)["measured_reserved_bytes"] is None
