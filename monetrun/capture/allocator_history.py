@@ -5,13 +5,12 @@ Uses the history that ``torch.cuda.memory._record_memory_history`` keeps, withou
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from monetrun.core.allocator_settings import AllocatorSettings, parse_settings
+from monetrun.core.allocator_settings import AllocatorSettings, parse_settings, settings_text
 from monetrun.core.step import Segment
 
 _ALLOC, _FREE = "alloc", "free_completed"
@@ -22,7 +21,7 @@ _BLAS = ("mm", "linear", "matmul", "dot", "conv", "attention", "addmv", "aten.mv
 
 def settings_from_environment() -> AllocatorSettings:
     """The allocator's settings, as torch reads them from the environment."""
-    return parse_settings(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return parse_settings(settings_text())
 
 
 def segments(device: torch.device) -> tuple[Segment, ...]:

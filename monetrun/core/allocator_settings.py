@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,11 @@ def _up_to_division(nbytes: int, steps: int) -> int:
     if step == 0:
         return floor << 1
     return nbytes if nbytes % step == 0 else nbytes - nbytes % step + step
+
+
+def settings_text() -> str:
+    """How CUDA's allocator is configured in the environment, by the present name of the variable or the old one."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 def parse_settings(text: str) -> AllocatorSettings:

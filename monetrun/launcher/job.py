@@ -242,8 +242,8 @@ class Job:
         outcome = report.read_outcome(self._reports)
         if self._store is not None and outcome.plan is not None and outcome.measured_step is not None:
             self._store.put("measured", keys.measured_key(outcome.plan), outcome.measured_step)
-        if self._store is not None and self.record is not None and self.record.memory is not None:
-            seen = with_excess(self.record, outcome.excess_bytes)  # the next launch plans with it
+        seen = None if self.record is None else with_excess(self.record, outcome.excess_bytes)
+        if self._store is not None and seen is not None and seen is not self.record:  # the next launch plans with it
             self._store.put("probe", keys.record_key(self.options, self.ranks), seen)
         if self.options.json:
             print(json.dumps(report.outcome_json(outcome)))

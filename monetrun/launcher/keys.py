@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from monetrun import __version__
+from monetrun.core.allocator_settings import settings_text
 from monetrun.core.plan import PLAN_SCHEMA, Plan
 from monetrun.core.step import StepRecord
 from monetrun.launcher.options import LaunchOptions
@@ -34,15 +35,8 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
         ranks.kind,
         devices,
         os.environ.get("OMP_NUM_THREADS", ""),
-        allocator_settings(ranks),
+        settings_text() if ranks.kind == "cuda" else "",
     )
-
-
-def allocator_settings(ranks: Ranks) -> str:
-    """How the user has configured CUDA's allocator."""
-    if ranks.kind != "cuda":
-        return ""
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 def plain_key(options: LaunchOptions, ranks: Ranks) -> str:
