@@ -16,7 +16,7 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["monetrun", "monetrun.*"]), "monetrun.cuda_ops"],
     package_dir={"monetrun": "monetrun", "monetrun.cuda_ops": "cuda_ops"},
-    package_data={"monetrun.cuda_ops": ["*.cpp", "*.hpp", "*.cu", "*.cuh"]},
+    package_data={"monetrun.launcher": ["*.html"], "monetrun.cuda_ops": ["*.cpp", "*.hpp", "*.cu", "*.cuh"]},
     install_requires=[
         "torch>=2.11",
         "torchvision",
@@ -39,9 +39,18 @@ setup(
             "import-linter>=2.1",
             "matplotlib>=3.8",
         ],
+        "docs": ["mkdocs-material>=9.5"],
         "cudnn": ["nvidia-cudnn-frontend>=1.18"],
         "report": ["matplotlib>=3.8"],
         "recipes": ["scikit-learn>=1.4"],
+        # the trainers of scripts in tests/commands/test_real_scripts.py and of three recipes
+        "real": [
+            "transformers>=5",
+            "accelerate>=1.10",
+            "lightning>=2.6",
+            "timm>=1.0.20",
+            "peft>=0.18",
+        ],
     },
     entry_points={
         "console_scripts": ["monetrun = monetrun.commands.main:console"],

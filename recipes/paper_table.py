@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lib import instances
+from lib.presets import PAPER
 from monetrun.core.graph import Graph
 from monetrun.core.options import Options, parse_kinds
 from monetrun.core.plan import Schedule, Step, plain_schedule
@@ -35,15 +36,6 @@ from monetrun.core.simulate import simulate
 from monetrun.solve import ALGORITHMS, solver, tidy
 
 HERE = Path(__file__).parent
-
-# network -> the plain step's GB, and rows of (GB, overhead in %)
-PAPER: dict[str, tuple[float, list[tuple[float, float]]]] = {
-    "resnet50": (15.06, [(10.01, 3.22), (9.01, 4.68), (8.01, 5.56), (6.99, 7.28), (6.00, 9.31), (4.99, 11.95)]),
-    "googlenet": (14.93, [(9.98, 7.13), (8.99, 7.87), (8.01, 8.44), (7.02, 9.71), (6.01, 12.14), (4.99, 15.77)]),
-    "mobilenet_v2": (14.46, [(10.02, 2.40), (9.01, 3.10), (8.02, 4.77), (7.01, 5.53), (6.01, 7.55), (5.01, 8.72)]),
-    "unet": (14.32, [(7.00, 1.39), (6.01, 4.95), (5.01, 11.51)]),
-    "vgg16": (14.12, [(6.82, 1.99), (5.90, 5.44), (5.51, 9.11)]),
-}
 
 
 @dataclass(frozen=True, slots=True)

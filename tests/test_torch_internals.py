@@ -82,12 +82,16 @@ def objects():
     torch._dynamo.reset()
     with pytest.raises(BackendCompilerFailed) as failure:
         torch.compile(lambda x: x + 1, backend=refuse)(torch.ones(2))
+    with pytest.raises(torch._dynamo.exc.Unsupported) as broken:
+        torch.compile(lambda x: x if x.sum() > 0 else -x, backend="eager", fullgraph=True)(torch.ones(2))
     torch._dynamo.reset()
     mode = FakeTensorMode()
     converter = mode.fake_tensor_converter
     with mode:
         fake = torch.empty(2)
     storage = torch.empty(2).untyped_storage()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.destroy_process_group()
     return {
         "BackendCompilerFailed": failure.value,
         "FakeTensor": fake,
@@ -97,6 +101,7 @@ def objects():
         "Module": torch.nn.Linear(1, 1),
         "OpOverload": torch.ops.aten.relu.default,
         "StorageWeakRef": StorageWeakRef(storage),
+        "Unsupported": broken.value,
         "UntypedStorage": storage,
     }
 

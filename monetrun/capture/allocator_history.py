@@ -43,17 +43,26 @@ def _snapshot(device: torch.device) -> dict[str, Any]:
     return {"segments": ours, "trace": snapshot["device_traces"][index]}
 
 
+def other_streams_bytes(device: torch.device) -> int:
+    """Bytes reserved for requests on other streams than the default one."""
+    return sum(s["total_size"] for s in _snapshot(device)["segments"] if s["stream"] != _MAIN_STREAM)
+
+
 class AllocatorHistory:
     """Cuts the requests on a device's default stream into pieces, and numbers them.
 
     Args:
         device: a CUDA device.
+
+    Attributes:
+        elsewhere_bytes: allocated on other streams in the latest piece, less what was freed there.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._numbers: dict[int, int] = {}  # of requests that were not freed yet, by address
         self._count = 0
+        self.elsewhere_bytes = 0
 
     def start(self) -> None:
         """Begin to record."""
@@ -65,6 +74,7 @@ class AllocatorHistory:
 
     def skip(self) -> tuple[int, ...]:
         """Leave out what was requested since the last piece ended; gives an empty piece."""
+        self.elsewhere_bytes = 0
         for entry in self._entries():
             if entry["action"] == _FREE:
                 self._numbers.pop(entry["addr"], None)
@@ -74,9 +84,12 @@ class AllocatorHistory:
     def piece(self) -> tuple[int, ...]:
         """The requests since the last piece ended, as ``Event.requests``."""
         found = []
-        for entry in self._entries():
+        self.elsewhere_bytes = 0
+        for entry in self._entries(every_stream=True):
             address = entry["addr"]
-            if entry["action"] == _ALLOC:
+            if entry["stream"] != _MAIN_STREAM:
+                self.elsewhere_bytes += {_ALLOC: 1, _FREE: -1}.get(entry["action"], 0) * int(entry["size"])
+            elif entry["action"] == _ALLOC:
                 self._count += 1
                 self._numbers[address] = self._count
                 found.append(int(entry["size"]))
@@ -85,8 +98,8 @@ class AllocatorHistory:
         self._clear()
         return tuple(found)
 
-    def _entries(self) -> Iterable[dict[str, Any]]:
-        return [e for e in _snapshot(self.device)["trace"] if e["stream"] == _MAIN_STREAM]
+    def _entries(self, every_stream: bool = False) -> Iterable[dict[str, Any]]:
+        return [e for e in _snapshot(self.device)["trace"] if every_stream or e["stream"] == _MAIN_STREAM]
 
     def _clear(self) -> None:
         torch.cuda.memory._record_memory_history(

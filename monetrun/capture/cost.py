@@ -22,7 +22,7 @@ from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
 from monetrun.capture.storages import block_bytes
 from monetrun.capture.timer import Timer, timer_for
-from monetrun.core.graph import Costs, Graph, Operator, counterpart
+from monetrun.core.graph import Costs, Graph, Operator, check_cost, counterpart
 from monetrun.ops import device_errors, random
 from monetrun.ops.registry import Call
 
@@ -46,6 +46,14 @@ class OperatorCost:
     workspace_bytes: int
     measured: bool = True
     eagers_bits: bool = False
+
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: a number cannot be right.
+        """
+        check_cost(self.seconds, self.workspace_bytes)
 
 
 def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) -> Costs:

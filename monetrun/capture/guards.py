@@ -122,7 +122,8 @@ class Guards:
     def failed(self) -> FailedGuards | None:
         """The guards that do not hold for the last call's inputs as they are now; None if all used ones hold.
 
-        Without inputs (no call yet, freed weights, fake tensors) guards count as holding: the next call checks them.
+        Without inputs (no call yet, freed or sharded weights, fake tensors) guards count as holding: the next call
+        checks them.
         """
         inputs = self._inputs()
         if inputs is None:
@@ -152,15 +153,16 @@ class Guards:
 
     def _inputs(self) -> dict[int, torch.Tensor] | None:
         found = {position: tensor for position, ref in self._last_inputs.items() if (tensor := ref()) is not None}
-        if not found or len(found) < len(self._positions) or any(isinstance(t, FakeTensor) for t in found.values()):
+        if not found or len(found) < len(self._positions) or any(map(_without_data, found.values())):
             return None
         return found
 
     def _remember(self, arguments: Sequence[Any]) -> bool:
         """Remember the inputs; gives whether they are those of the last call."""
-        same = bool(self._last_inputs) and all(self._last_inputs[p]() is arguments[p] for p in self._positions)
+        owners = {p: _owner(arguments[p]) for p in self._positions}
+        same = bool(self._last_inputs) and all(self._last_inputs[p]() is owner for p, owner in owners.items())
         if not same:
-            self._last_inputs = {p: weakref.ref(arguments[p]) for p in self._positions}
+            self._last_inputs = {p: weakref.ref(owner) for p, owner in owners.items()}
             self._pending = None
         return same
 
@@ -171,6 +173,17 @@ class Guards:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter of which ``tensor`` is an alias that lives for one call (see ``gradient_order``), or itself."""
+    base = tensor._base
+    return base if base is not None and base.is_set_to(tensor) else tensor
+
+
+def _without_data(tensor: torch.Tensor) -> bool:
+    """Whether there is nothing to read: a fake tensor, or a weight that FSDP2 has not gathered now."""
+    return isinstance(tensor, FakeTensor) or bool(tensor.numel() and not tensor.untyped_storage().nbytes())
 
 
 def _evaluate(guards: Sequence[Guard], inputs: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from torch import fx
 from monetrun.capture.guards import Guard, Guards
 from monetrun.capture.operators import Described, Inputs, describe
 from monetrun.capture.optional_operators import mark_optional
+from monetrun.capture.output_gradients import is_tangent, join_output_gradients
 from monetrun.capture.storages import Storages
 from monetrun.capture.tracing import split_convolution_backward, take_new_statistics
 from monetrun.core.errors import CaptureFailed
@@ -71,16 +72,11 @@ class JointGraph:
         return [n for n in self.module.graph.find_nodes(op="placeholder") if is_tangent(n)]
 
 
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder is the gradient of an output."""
-    return "tangents" in str(node.target)
-
-
 def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inputs: Sequence[int] = ()) -> JointGraph:
     """Describe a joint module.
 
     Args:
-        module: AOTAutograd's joint module; convolution backwards in it are split in place.
+        module: AOTAutograd's joint module; it is changed in place, where eager's step is another.
         forward_outputs: how many of its outputs are the forward's; the others are gradients.
         name: of the model, for messages.
         static_inputs: positions of the inputs that are parameters or buffers.
@@ -90,6 +86,7 @@ def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inpu
     """
     split_convolution_backward(module)
     take_new_statistics(module)
+    join_output_gradients(module)
     dtypes.correct_norms(module)
     random.note_states(module)
     offered = registry.alternatives(module)

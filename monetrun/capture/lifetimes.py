@@ -14,6 +14,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from monetrun.capture.joint import JointGraph
+from monetrun.core.graph import BACKWARD
 
 _NOT_YET = -1
 
@@ -36,6 +37,10 @@ class _Call:
 
     def external(self, t: int) -> bool:
         return self.joint.graph.tensors[t].external
+
+    def is_gradient(self, t: int) -> bool:
+        graph = self.joint.graph
+        return not self.external(t) and graph.operators[graph.writer[t]].phase == BACKWARD
 
     def watch(self, nodes: Iterable[Any], values: Iterable[Any], others: frozenset[int] = frozenset()) -> None:
         """Watch the storages of ``values``, except parameters, buffers, and the storages in ``others``."""
@@ -74,8 +79,17 @@ class Lifetimes:
             if call.joint is joint and call.backward == _NOT_YET:
                 call.backward = stretch
                 tangents = joint.tangents
-                call.watch(tangents, arguments[len(arguments) - len(tangents) :])
+                given = arguments[len(arguments) - len(tangents) :]
+                call.watch(
+                    tangents, [v if _is_as_large(joint, n, v) else None for n, v in zip(tangents, given, strict=True)]
+                )
                 return
+
+    def gradients_given(self, joint: JointGraph, stretch: int, nodes: Iterable[Any], gradients: Iterable[Any]) -> None:
+        """The backward that is stretch ``stretch`` is about to give ``gradients``."""
+        call = next((c for c in self._calls if c.joint is joint and c.backward == stretch), None)
+        if call is not None:
+            call.watch(nodes, gradients)
 
     def look(self, stretch: int) -> None:
         """``stretch`` has ended: note the tensors that are freed by now."""
@@ -85,19 +99,29 @@ class Lifetimes:
                 del call.alive[t]
 
     def released(self, stretch: int) -> tuple[int, ...]:
-        """Tensors freed in the backward ``stretch``: inputs, tangents, and the graph's own outputs.
+        """Tensors freed in the backward ``stretch``: inputs, tangents, gradients, and the graph's own outputs.
 
-        Outputs freed before it are included, since another schedule may save them until then.
+        Outputs freed before it are included, since another schedule may save them until then. Gradients come last, in
+        the order in which they were given.
         """
-        return tuple(
-            sorted(
-                t
-                for call in self._calls
-                if call.backward == stretch
-                for t, at in call.ended.items()
-                if at == stretch or (at < stretch and not call.external(t))
-            )
-        )
+        freed = [
+            (call, t)
+            for call in self._calls
+            if call.backward == stretch
+            for t, at in call.ended.items()
+            if at == stretch or (at < stretch and not call.external(t))
+        ]
+        gradients = [t for call, t in freed if call.is_gradient(t)]
+        return (*sorted(t for call, t in freed if not call.is_gradient(t)), *gradients)
+
+    def dropped(self, stretch: int) -> list[tuple[JointGraph, int]]:
+        """Outputs freed in ``stretch`` that ``released`` reports for a later backward."""
+        return [
+            (call.joint, t)
+            for call in self._calls
+            for t, at in sorted(call.ended.items())
+            if at == stretch < call.backward and not call.external(t)
+        ]
 
     def absent_bytes(self, stretch: int) -> int:
         """Bytes of outputs freed by the end of ``stretch`` that ``released`` reports for a later backward."""
@@ -107,3 +131,11 @@ class Lifetimes:
             for t, at in call.ended.items()
             if at <= stretch < call.backward and not call.external(t)
         )
+
+
+def _is_as_large(joint: JointGraph, tangent: fx.Node, value: Any) -> bool:
+    """Whether a gradient takes what the graph's tensor does; one with other strides (expanded, dense) may take less."""
+    t = joint.storage.get(tangent)
+    if t is None or not isinstance(value, torch.Tensor):
+        return False
+    return value.untyped_storage().nbytes() >= joint.graph.tensors[t].nbytes

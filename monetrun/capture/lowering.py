@@ -1,30 +1,39 @@
-"""Replaces operators of ``torch.ops.monet`` that only describe one of ATen's by ATen's, in the modules that run.
+"""Makes of a module what eager would call: without what AOTAutograd's functional graph needs, and nobody reads.
 
-A kernel in Python would cost the host time at every call.
+Operators of ``torch.ops.monet`` that only describe one of ATen's become ATen's: a kernel in Python would cost the host
+time at every call. Buffers are updated in place, without a copy and its copy back, and views of views that come to the
+same are left out: each call costs the host microseconds, and each kernel the device.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm  # noqa: F401  (defines the operators)
+from monetrun.ops.families import output_gradients
 
 aten = torch.ops.aten
 monet = torch.ops.monet
 
 
 def lower(graph: fx.Graph) -> None:
-    """Have a graph that is to run call cuDNN's batch norm directly, where it runs on CUDA."""
+    """Have a graph that is to run call cuDNN's batch norm directly, where it runs on CUDA, and write in place."""
+    for node in graph.find_nodes(op="call_function", target=output_gradients.OPERATOR):
+        if len(node.args) == 2:
+            node.target = output_gradients.add_output_gradient_
     for target, replace in _REPLACEMENTS.items():
         for node in list(graph.find_nodes(op="call_function", target=target)):
             if _device_type(node.meta["val"]) == "cuda":
                 with graph.inserting_before(node):
                     replace(graph, node)
                 graph.erase_node(node)
+    _leave_out_views(graph)
+    _update_in_place(graph)
 
 
 def _device_type(value: Any) -> str:
@@ -70,3 +79,87 @@ _REPLACEMENTS = {
     monet.cudnn_batch_norm_again.default: _again,
     monet.cudnn_batch_norm_inference.default: _inference,
 }
+
+
+# ---- calls that nothing needs
+
+
+def _leave_out_views(graph: fx.Graph) -> None:
+    """Leave out detachments, since autograd is not there, and pairs of transpositions."""
+    for node in graph.find_nodes(op="call_function", target=aten.detach.default):
+        _replace(node, node.all_input_nodes[0])
+    for node in graph.find_nodes(op="call_function", target=aten.t.default):
+        (source,) = node.all_input_nodes
+        if source.target is aten.t.default:
+            _replace(node, source.all_input_nodes[0])
+
+
+def _replace(view: fx.Node, source: fx.Node) -> None:
+    """Read ``source`` in place of ``view``, except where that would make an input an output."""
+    readers = [u for u in view.users if u.op != "output" or source.op == "call_function"]
+    for reader in readers:
+        reader.replace_input_with(view, source)
+    while view.op == "call_function" and not view.users:
+        graph, given = view.graph, view.all_input_nodes
+        graph.erase_node(view)
+        if given != [source] and given:
+            view = given[0]
+        else:
+            break
+
+
+def _update_in_place(graph: fx.Graph) -> None:
+    """Write new running statistics and counts of batches, on CUDA, where they are kept."""
+    counts: dict[tuple[Any, torch.dtype, torch.device], list[tuple[fx.Node, fx.Node, fx.Node]]] = {}
+    for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        kept, new = copy.args[0], copy.args[1]
+        if copy.users or len(copy.args) != 2 or not _is_buffer(kept):
+            continue
+        if _is_only_for_batch_norm(new, kept, copy):
+            new.replace_all_uses_with(kept, delete_user_cb=lambda user, copy=copy: user is not copy)
+            graph.erase_node(copy)
+            graph.erase_node(new)
+        elif new.target is aten.add.Tensor and _adds_number(new, kept):
+            value = kept.meta["val"]
+            counts.setdefault((new.args[1], value.dtype, value.device), []).append((kept, new, copy))
+    for (number, *_), found in counts.items():
+        _count_together(graph, number, found)
+
+
+def _is_buffer(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) and node.op == "placeholder" else None
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _is_only_for_batch_norm(new: Any, kept: fx.Node, copy: fx.Node) -> bool:
+    """Whether ``new`` is a clone of ``kept`` that batch norms write and ``copy`` copies back; nothing reads either."""
+    return (
+        isinstance(new, fx.Node)
+        and new.target is aten.clone.default
+        and new.args == (kept,)
+        and not new.kwargs
+        and set(kept.users) == {new, copy}
+        and all(user is copy or user.target is aten.cudnn_batch_norm.default for user in new.users)
+    )
+
+
+def _adds_number(new: fx.Node, kept: fx.Node) -> bool:
+    value, result = kept.meta["val"], new.meta.get("val")
+    return (
+        len(new.args) == 2
+        and new.args[0] is kept
+        and isinstance(new.args[1], (int, float))
+        and not new.kwargs
+        and len(new.users) == 1
+        and isinstance(result, torch.Tensor)
+        and (result.dtype, result.shape) == (value.dtype, value.shape)
+    )
+
+
+def _count_together(graph: fx.Graph, number: Any, found: Iterable[tuple[fx.Node, fx.Node, fx.Node]]) -> None:
+    """Add ``number`` to all of these where the last of them was written: one call, and a kernel for many of them."""
+    kept, new, copies = (list(nodes) for nodes in zip(*found, strict=True))
+    with graph.inserting_before(copies[-1]):
+        _call(graph, copies[-1], aten._foreach_add_.Scalar, kept, number)
+    for node in (*copies, *new):
+        graph.erase_node(node)

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
+from monetrun.capture.output_gradients import OVERWRITES
 from monetrun.capture.storages import Storages, mutated_inputs, mutates, tensors_in
 from monetrun.core.graph import FORWARD, Implementation, Operator
 from monetrun.ops import random, replay
 from monetrun.ops.registry import Alternative, Call
+
+_KEEPS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ def describe(
     described: list[Described] = []
     mutated = mutated_inputs(module, storages)
     readable = {t.id for t in storages.tensors if t.external}
+    regions: dict[object, int] = {}
     for phase, nodes in phases:
         for node in nodes:
             written = storages.written.get(node)
@@ -91,6 +96,8 @@ def describe(
                 optional="monetrun_optional" in node.meta,
                 plain="monetrun_optional" not in node.meta,
                 signature=signatures[0],
+                checkpoint=_region(node, regions) if phase == FORWARD else None,
+                checkpoint_keeps=node.meta.get("recompute") in _KEEPS,
             )
             described.append(Described(op, node, alternatives, measured, signatures))
             readable.update(written)
@@ -136,7 +143,9 @@ def _implementations(
         )
         for a in alternatives
     )
-    return (Implementation("default", reads(Call.of(node))), *others)
+    overwrites = node.meta.get(OVERWRITES)
+    in_place_of = None if overwrites is None else storages.by_node[overwrites]
+    return (Implementation("default", reads(Call.of(node)), in_place_of=in_place_of), *others)
 
 
 def _replayable(node: fx.Node, storages: Storages, mutated: frozenset[int]) -> bool:
@@ -147,6 +156,17 @@ def _replayable(node: fx.Node, storages: Storages, mutated: frozenset[int]) -> b
         return False
     reads_mutated = any(t in mutated for a in node.all_input_nodes for t in storages.of(a))
     return not reads_mutated or replay.reads_no_mutated_input(node)
+
+
+def _region(node: fx.Node, regions: dict[object, int]) -> int | None:
+    """The number of the script's checkpoint region that ``node`` is in, or None.
+
+    Args:
+        node: AOTAutograd has tagged it.
+        regions: numbers by tag; a new region gets the next one.
+    """
+    tag = node.meta.get("ac_graph_id")
+    return None if tag is None else regions.setdefault(tag, len(regions))
 
 
 def _name(node: fx.Node) -> str:

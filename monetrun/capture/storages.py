@@ -101,6 +101,8 @@ class Storages:
 
     def _add(self, value: torch.Tensor, name: str, *, external: bool = False) -> tuple[int, bool]:
         """The id of the tensor's storage, and whether it is new."""
+        if value.layout != torch.strided:
+            raise CaptureFailed(f"{self._name}: {name} is a sparse tensor, whose size is known only when it is there")
         try:
             storage = value.untyped_storage()
             nbytes = block_bytes(storage)

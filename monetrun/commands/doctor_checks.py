@@ -147,13 +147,13 @@ def _allocator() -> Check:
         return Check(name, WARNING, f"this torch has no {header}", "install torch from its official wheel")
     try:
         native.compiler()
-        folder = native.source_folder()
+        folder, kept = native.source_folder(), native.cache_folder()
     except MonetrunError as error:
         return Check(name, WARNING, f"cannot be built: {error.message}", error.hint)
     if not (folder / source).is_file():
         return Check(name, WARNING, f"there is no {folder / source}", "install monetrun again")
-    built = list(native.cache_folder().glob("cpu_allocator-*.so"))
-    where = f"built in {native.cache_folder()}" if built else "not built yet; the first run on a CPU builds it"
+    built = list(kept.glob("cpu_allocator-*.so"))
+    where = f"built in {kept}" if built else "not built yet; the first run on a CPU builds it"
     return Check(name, OK, where)
 
 
@@ -188,13 +188,13 @@ def _kernels() -> Check:
     except (ImportError, OSError, RuntimeError) as error:
         return Check(name, WARNING, f"not available: {error}")
     try:
-        compiler = cubin.compiler().name
+        compiler, kept = cubin.compiler().name, native.cache_folder()
     except MonetrunError as error:
         if not torch.cuda.is_available():
             return Check(name, OK, "not used: torch sees no CUDA device")
         return Check(name, WARNING, f"{error.message}: {WITHOUT_KERNELS}", error.hint)
-    built = any(path.suffix in (".cubin", ".ptx") for path in native.cache_folder().glob("ops_cuda-*"))
-    where = f"built in {native.cache_folder()}" if built else "built by the first run on a CUDA device"
+    built = any(path.suffix in (".cubin", ".ptx") for path in kept.glob("ops_cuda-*"))
+    where = f"built in {kept}" if built else "built by the first run on a CUDA device"
     return Check(name, OK, f"for CUDA by {compiler}, {where}")
 
 

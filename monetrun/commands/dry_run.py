@@ -24,5 +24,7 @@ def parse_dry_run(command: str, parser: LaunchParser, words: Sequence[str]) -> t
     options, args = parser.parse_launch(words)
     if options.plan_file or not options.probe:
         raise UsageError(f"monetrun {command} needs its trial run", "leave out --no-probe and --plan")
+    if options.report_folder:
+        raise UsageError(f"monetrun {command} trains nothing to report", "monetrun explain --html FILE shows a plan")
     check_script(options)
     return options, args

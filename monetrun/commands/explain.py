@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -14,12 +15,16 @@ from monetrun.commands import SUMMARIES, explain_measured
 from monetrun.commands.click_command import run_click
 from monetrun.core import codec
 from monetrun.core.budget import format_bytes
+from monetrun.core.errors import UsageError
 from monetrun.core.step import StepRecord
 from monetrun.launcher import report
+from monetrun.launcher.keys import measured_key
+from monetrun.launcher.page import page_of
 from monetrun.launcher.plan_file import read_plan
 from monetrun.machine.store import Store, default_root
 from monetrun.planning import explain as explanation
 from monetrun.planning.explain import Explanation
+from monetrun.planning.intervals import MeasuredStep, as_plain
 
 _MOST_ROWS = 20
 _BARS = "▁▂▃▄▅▆▇█"
@@ -37,20 +42,27 @@ monetrun plan writes PLAN_FILE. The trial run and the measurements are read from
 @click.option(
     "--measured", is_flag=True, help="Show planned and measured bytes of a step instead, from the last launch."
 )
+@click.option("--html", "page_file", metavar="FILE", help="Write a page for a browser, with all of it.")
 @click.argument("plan_file")
-def command(plan_file: str, as_json: bool, measured: bool) -> None:
+def command(plan_file: str, as_json: bool, measured: bool, page_file: str | None) -> None:
     """Explain a plan, from what the cache has of it."""
     plan = read_plan(plan_file)
     store = Store(default_root())
-    if measured:
+    if measured and page_file is None:
         step = explain_measured.find_measured_step(plan, store, plan_file)
         if as_json:
-            print(json.dumps(explain_measured.as_json(plan, step)))
+            peaks = {"budget_bytes": plan.budget_bytes, "planned_peak_bytes": plan.planned_peak_bytes}
+            print(json.dumps({**peaks, "ranks": as_plain(step)}))
         else:
             explain_measured.show(plan, step, plan_file, report.stdout_console())
         return
     cached = (store.get("probe", e.key, StepRecord) for e in store.entries() if e.kind == "probe" and not e.problem)
     record = explanation.find_record(plan, (r for r in cached if r is not None), plan_file)
+    if page_file is not None:
+        seen = store.get("measured", measured_key(plan), MeasuredStep)
+        _write(Path(page_file), page_of(plan, record, seen, Path(plan_file).name))
+        print(page_file)
+        return
     found = explanation.explain(plan, record)
     if as_json:
         print(codec.dumps(found))
@@ -61,6 +73,13 @@ def command(plan_file: str, as_json: bool, measured: bool) -> None:
 def run(words: Sequence[str]) -> int:
     """Explain a plan."""
     return run_click(command, words)
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--html {path}: {error.strerror}", "name a file in a folder that you may write to") from error
 
 
 def show(found: Explanation, title: str, console: Console) -> None:

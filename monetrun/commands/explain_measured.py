@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.markup import escape
 
-from monetrun.core import codec
 from monetrun.core.budget import format_bytes
 from monetrun.core.errors import PlanMismatch
 from monetrun.core.plan import Plan
@@ -53,6 +50,9 @@ def show(plan: Plan, step: MeasuredStep, title: str, console: Console) -> None:
         f"  budget {format_bytes(plan.budget_bytes)} | planned peak {format_bytes(plan.planned_peak_bytes)} | "
         f"measured peak {format_bytes(measured_bytes)}, in one settled step of rank {first.rank}"
     )
+    planned_bytes = max(interval.planned_peak_bytes for interval in first.intervals)
+    if planned_bytes != plan.planned_peak_bytes:
+        console.print(f"  planned again while training: {format_bytes(planned_bytes)} in the step below")
     columns = ("planned start", "planned peak", "measured start", "measured peak", "difference")
     rows = report.table("<  interval", *columns, "", "<")
     for index, interval in enumerate(first.intervals):
@@ -71,28 +71,6 @@ def show(plan: Plan, step: MeasuredStep, title: str, console: Console) -> None:
         interval = rank.intervals[rank.largest_difference]
         difference, percent = _difference_cells(interval)
         console.print(f"  rank {rank.rank}: largest difference {difference} ({percent}), {escape(interval.label)}")
-
-
-def as_json(plan: Plan, step: MeasuredStep) -> dict[str, Any]:
-    """The same data, for ``--json``; ``largest_...`` are indices in ``intervals``."""
-    ranks = [
-        {
-            "rank": rank.rank,
-            "intervals": [
-                {
-                    **codec.to_plain(interval),
-                    "label": interval.label,
-                    "difference_bytes": interval.difference_bytes,
-                    "difference": interval.difference,
-                }
-                for interval in rank.intervals
-            ],
-            "largest_measured_peak": rank.largest_measured_peak,
-            "largest_difference": rank.largest_difference,
-        }
-        for rank in step.ranks
-    ]
-    return {"budget_bytes": plan.budget_bytes, "planned_peak_bytes": plan.planned_peak_bytes, "ranks": ranks}
 
 
 def _difference_cells(interval: Interval) -> tuple[str, str]:

@@ -3,38 +3,76 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from monetrun.commands.dry_run import parse_dry_run
-from monetrun.core import codec
+from monetrun.core import codec, link
+from monetrun.core.clocks import StepClocks, step_clocks
+from monetrun.core.plan import Plan, plain_schedule
+from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
+from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.parser import LaunchParser, command_parser
 from monetrun.launcher.plan_file import write_plan
 
 
 def prepare_parser() -> LaunchParser:
-    """A launch's options, and ``--out``."""
+    """A launch's options, ``--out``, and the cluster to plan for."""
     description = "Plan a launch without training, and write the plan; --json prints it."
     return command_parser("plan", description, _add_options)
 
 
 def _add_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--out", default="plan.json", metavar="FILE", help="where it is written (default: plan.json)")
+    parser.add_argument("--nodes", type=_count, metavar="N", help="plan for so many nodes; they need not be here")
+    parser.add_argument("--gpus", type=_count, metavar="N", help="plan for so many ranks on each node")
+    parser.add_argument("--link", metavar="LINK", help=f"also time the step on several ranks; {link.GRAMMAR}")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
 
 
 def run(words: Sequence[str]) -> int:
     """Plan, write the plan, and print it."""
     options, args = parse_dry_run("plan", prepare_parser(), words)
-    with open_job(options) as job:
+    over = None if args.link is None else link.parse(args.link)
+    with open_job(_on_cluster(options, args)) as job:
         plan = job.planned()
         write_plan(plan, args.out)
+        clocks = None if over is None else _clocks(job, plan, over)
         show(job, args.out)
+        if clocks is not None and not options.quiet:
+            print("\n".join(report.clock_lines(*clocks, job.ranks.world_size, args.link)), file=sys.stderr, flush=True)
         if options.json:
-            print(codec.dumps(plan))
+            step = {} if clocks is None else {"step": report.clock_json(*clocks, job.ranks.world_size, args.link)}
+            print(json.dumps({**codec.to_plain(plan), **step}) if step else codec.dumps(plan))
     return 0
+
+
+def _on_cluster(options: LaunchOptions, args: argparse.Namespace) -> LaunchOptions:
+    """The launch on ``--nodes`` and ``--gpus``."""
+    torchrun = copy.copy(options.torchrun)
+    torchrun.nnodes = torchrun.nnodes if args.nodes is None else str(args.nodes)
+    torchrun.nproc_per_node = torchrun.nproc_per_node if args.gpus is None else str(args.gpus)
+    return replace(options, torchrun=torchrun)
+
+
+def _clocks(job: Job, plan: Plan, over: link.Link) -> tuple[StepClocks, StepClocks]:
+    """The plain and the planned step's clocks on all ranks."""
+    assert job.record is not None
+    graphs, ranks = job.record.graphs, job.ranks.world_size
+    planned = [own.schedule_for(graph) for own, graph in zip(plan.graphs, graphs, strict=True)]
+    plain = [plain_schedule(graph) for graph in graphs]
+    return step_clocks(job.record, plain, over, ranks), step_clocks(job.record, planned, over, ranks)
 
 
 def show(job: Job, out: str) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from monetrun.commands import SUMMARIES
-from monetrun.launcher.agent import launch
+from monetrun.launcher.agent import launch, launch_until_decided
 from monetrun.launcher.job import open_job
+from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.page import check_folder
 from monetrun.launcher.parser import LaunchParser, launch_parser
 from monetrun.launcher.process import restored_environment
+from monetrun.launcher.restart import tighter_plan
 from monetrun.launcher.script import check_script
 
 
@@ -32,9 +36,18 @@ def run_launch(options: LaunchOptions) -> int:
         MonetrunError: from planning, from the launch or from the report.
     """
     check_script(options)
+    if options.report_folder:
+        check_folder(options.report_folder)
     with open_job(options) as job:
-        with restored_environment():  # workers get only the variables that prepare() returns
-            environment = job.prepare()
-        exit_code = launch(options, environment)
+        if options.several_nodes:  # other nodes' workers would not know of a start with a tighter plan
+            exit_code = launch_until_decided(options, {}, Nodes(job).joined)
+        else:
+            with restored_environment():  # workers get only the variables that prepare() returns
+                environment = job.prepare()
+            exit_code, restarts = launch_until_decided(options, environment), 0
+            while line := tighter_plan(environment, exit_code, restarts, options):
+                print(f"monetrun: {line}", file=sys.stderr, flush=True)
+                restarts += 1
+                exit_code = launch(options, environment)
         job.finish(exit_code)
     return exit_code

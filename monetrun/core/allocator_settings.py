@@ -37,6 +37,15 @@ class AllocatorSettings:
     large_segment_bytes: int = 20 * _MIB
     divisions: tuple[int, ...] = ()
 
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: a number cannot be right.
+        """
+        if min(self.max_split_bytes, self.max_rounding_bytes, *self.divisions) < 0 or self.large_segment_bytes <= 0:
+            raise ValueError("a setting of the allocator is negative")
+
     def rounded(self, nbytes: int) -> int:
         """The bytes of the block that a request takes."""
         if nbytes < LEAST_BLOCK:

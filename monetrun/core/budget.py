@@ -11,7 +11,8 @@ A budget bounds the bytes that torch allocates on one device at any moment of a 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from monetrun.core.errors import BudgetSyntaxError, DeviceQueryFailed, UsageError
@@ -47,11 +48,13 @@ class Budget:
         kind: ``"auto"``, ``"bytes"``, ``"share_of_free"`` or ``"share_of_plain"``.
         value: bytes (a whole number), the share as a fraction (0.8 for ``80%``), or 0.0 for ``auto``.
         text: as the user wrote it, for messages.
+        at_most_bytes: where another node has less; 0: no such limit.
     """
 
     kind: str
     value: float
     text: str
+    at_most_bytes: int = 0
 
 
 def parse(text: str) -> Budget:
@@ -138,7 +141,8 @@ def resolve(
                 f"--budget {budget.text} is a share of the plain step's peak, which is not known yet",
                 "Give the budget in bytes (12GiB), or let the model be captured first.",
             )
-        return max(1, _share(budget.value, plain_peak_bytes))
+        nbytes = max(1, _share(budget.value, plain_peak_bytes))
+        return min(nbytes, budget.at_most_bytes) if budget.at_most_bytes else nbytes
     if free_bytes is None:
         raise DeviceQueryFailed(
             f"--budget {budget.text} needs the device's free memory, which could not be read",
@@ -152,6 +156,18 @@ def resolve(
             "End what else runs on the device, or give the budget in bytes.",
         )
     return usable_bytes if budget.kind == AUTO else max(1, _share(budget.value, usable_bytes))
+
+
+def smallest(budgets: Sequence[Budget]) -> Budget:
+    """The smallest of budgets in bytes and of shares of the plain peak, at least one."""
+    known = [b for b in budgets if b.kind == BYTES]
+    shares = [b for b in budgets if b.kind == SHARE_OF_PLAIN]
+    least = min(known, key=lambda b: b.value, default=None)
+    if not shares:
+        assert least is not None
+        return least
+    share = min(shares, key=lambda b: b.value)
+    return share if least is None else replace(share, at_most_bytes=int(least.value))
 
 
 def _share(share: float, nbytes: int) -> int:
@@ -172,10 +188,11 @@ def format_bytes(nbytes: int, *, exact: bool = False) -> str:
     return f"{rounded} ({nbytes} bytes)" if exact else rounded
 
 
-def format_budget(nbytes: int) -> str:
+def format_budget(nbytes: int, most_bytes: int | None = None) -> str:
     """The smallest budget in whole MiB (KiB below 16 MiB) that holds ``nbytes``, as ``parse`` reads it.
 
-    Rounded up, so that a budget copied from a hint does not fail again.
+    Rounded up, so that a budget copied from a hint does not fail again; in bytes where that is over ``most_bytes``.
     """
     unit, name = (1 << 20, "MiB") if nbytes >= 16 << 20 else (1 << 10, "KiB")
-    return f"{max(1, -(-nbytes // unit))}{name}"
+    rounded = max(1, -(-nbytes // unit))
+    return f"{rounded}{name}" if most_bytes is None or rounded * unit <= most_bytes else f"{nbytes}B"

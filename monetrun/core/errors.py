@@ -9,11 +9,13 @@
     +-- CaptureFailed              82   the model cannot be planned (only with --strict)
     +-- PlanMismatch               83   the plan is not for this model, or ranks disagree
     +-- BudgetExceeded             84   a step needed more than the budget
-    +-- NeverTrained               85   the script ended without a training step
+    +-- NeverTrained               85   no training step was seen in the trial run (where a plan is needed, or --strict)
     +-- ScriptFailed                    the user's script failed in its trial run; its own exit code
     +-- ScheduleError              70   a schedule breaks the replay rules, and is not run
     +-- GuardFailed                70   weights violate what a schedule assumes (the worker catches it and plans again)
+    +-- MemoryShort                70   too much is held for a forward (the worker catches it and plans again)
     +-- DeviceQueryFailed          70   the free memory of a device could not be read
+    +-- StorageFailed              70   a temporary file could not be written
 
 Only the command line prints them; all other packages raise.
 """
@@ -104,13 +106,21 @@ class PlanMismatch(MonetrunError):
 
 
 class BudgetExceeded(MonetrunError):
-    """A step needed more memory than the budget."""
+    """A step needed more memory than the budget.
+
+    Attributes:
+        smallest_bytes: the smallest budget for which a schedule is known now, in bytes; 0 when unknown.
+    """
 
     exit_code = 84
 
+    def __init__(self, message: str, hint: str = "", *, smallest_bytes: int = 0) -> None:
+        super().__init__(message, hint)
+        self.smallest_bytes = smallest_bytes
+
 
 class NeverTrained(MonetrunError):
-    """The script ended without a training step."""
+    """No training step was seen in the trial run, and a launch is ``--strict``, or a command needs its plan."""
 
     exit_code = 85
 
@@ -147,5 +157,21 @@ class GuardFailed(MonetrunError):
         self.failed = failed
 
 
+class MemoryShort(MonetrunError):
+    """More is held when a forward begins than its step has room for. Nothing of the graph has run.
+
+    Attributes:
+        shortage: a ``runtime.room.Shortage``.
+    """
+
+    def __init__(self, message: str, hint: str = "", *, shortage: Any) -> None:
+        super().__init__(message, hint)
+        self.shortage = shortage
+
+
 class DeviceQueryFailed(MonetrunError):
     """The free memory of a device could not be read."""
+
+
+class StorageFailed(MonetrunError):
+    """A temporary file could not be written: the disk is full, or there is no folder for it."""

@@ -19,6 +19,9 @@ BACKWARD = "backward"
 
 # Kinds of implementations beside the default: those of the paper (section 4), and ``fused``, which it does not have.
 KINDS = ("in-place", "conv", "output", "intermediate", "layout", "fused")
+MOST_BYTES = 1 << 53
+"""8 PiB: more than any device has, and a float represents every integer below."""
+_MOST_SECONDS = 1e6
 # Among kinds, or alone: only implementations that are bitwise identical to the default.
 EXACT = "exact"
 
@@ -97,6 +100,9 @@ class Operator:
         optional: a schedule may leave it out of its pass if nothing reads its outputs before they are next written.
         plain: the plain step runs it. False if only other implementations read its outputs (a ReLU's bit mask).
         signature: hash of target, shapes, dtypes, layouts and constants: operators of one signature cost the same.
+        checkpoint: number of the script's checkpoint region (``torch.utils.checkpoint``) that it is in, or None. The
+            plain step drops what a region computes, and computes it again in the backward pass.
+        checkpoint_keeps: not its outputs: the region's policy keeps them.
     """
 
     id: int
@@ -109,6 +115,8 @@ class Operator:
     optional: bool = False
     plain: bool = True
     signature: str = ""
+    checkpoint: int | None = None
+    checkpoint_keeps: bool = False
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -207,6 +215,7 @@ def check(graph: Graph, costs: Costs | None = None) -> None:
     for i, t in enumerate(graph.tensors):
         if t.id != i or t.nbytes < 0:
             raise ValueError(f"tensor {i}: id {t.id}, {t.nbytes} bytes")
+    check_bytes(tensors=sum(t.nbytes for t in graph.tensors))
     for i, op in enumerate(graph.operators):
         if op.id != i or not op.implementations:
             raise ValueError(f"operator {i}: id {op.id}, {len(op.implementations)} implementations")
@@ -219,6 +228,8 @@ def check(graph: Graph, costs: Costs | None = None) -> None:
             if impl.in_place_of is not None and (impl.in_place_of not in impl.inputs or not op.outputs):
                 raise ValueError(f"operator {i} is in place of tensor {impl.in_place_of}, which it does not read")
         for written in op.outputs:
+            if not 0 <= written < len(graph.tensors):
+                raise ValueError(f"operator {i} writes tensor {written}, which does not exist")
             if written in writer or graph.tensors[written].external:
                 raise ValueError(f"tensor {written} is written by operator {i} and by another, or is external")
             writer[written] = i
@@ -238,6 +249,32 @@ def check(graph: Graph, costs: Costs | None = None) -> None:
         for table in (costs.seconds, costs.workspace_bytes):
             if [len(row) for row in table] != [len(op.implementations) for op in graph.operators]:
                 raise ValueError("costs and graph have different operators or implementations")
+        for seconds, spaces in zip(costs.seconds, costs.workspace_bytes, strict=True):
+            for each, space in zip(seconds, spaces, strict=True):
+                check_cost(each, space)
+
+
+def check_cost(seconds: float, workspace_bytes: int) -> None:
+    """Check the cost of one implementation, read from a file.
+
+    Raises:
+        ValueError: it is negative, not finite, or more than any operator takes.
+    """
+    if not 0.0 <= seconds <= _MOST_SECONDS:
+        raise ValueError(f"an operator that takes {seconds} seconds")
+    if not 0 <= workspace_bytes <= MOST_BYTES:
+        raise ValueError(f"a workspace of {workspace_bytes} bytes")
+
+
+def check_bytes(**amounts: int) -> None:
+    """Check amounts of memory, given by name, that were read from a file.
+
+    Raises:
+        ValueError: one is negative, or more than any device has.
+    """
+    for name, nbytes in amounts.items():
+        if not 0 <= nbytes <= MOST_BYTES:
+            raise ValueError(f"{name.replace('_', ' ')}: {nbytes} bytes, where 0 to {MOST_BYTES} are possible")
 
 
 def without(graph: Graph, left_out: Collection[tuple[int, int]]) -> Graph:

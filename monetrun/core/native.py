@@ -2,7 +2,8 @@
 
 A library's name has the hash of its sources, flags and compiler, so a change of any of them builds it anew. Processes
 that start together build it once: under a file lock, and the finished file is moved into place. CUDA's kernels are
-kept in the same way (``core.cubin``).
+kept in the same way (``core.cubin``). A library is code that runs as this user, so one is loaded only where nobody else
+can have written it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,9 +26,11 @@ from pathlib import Path
 
 import monetrun
 from monetrun.core.errors import MonetrunError
+from monetrun.core.user_folders import user_cache
 
 DEFAULT_FLAGS = ("-std=c++17", "-O3", "-march=native", "-Wall")
 _BUILD_TIMEOUT_SECONDS = 600.0
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NativeBuildFailed(MonetrunError):
@@ -50,9 +54,15 @@ def source_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept: ``$XDG_CACHE_HOME`` or ``~/.cache``, then ``monetrun/native``."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "monetrun" / "native"
+    """Where built libraries are kept: ``native`` in the user's cache folder.
+
+    Raises:
+        NativeBuildFailed: there is no home folder.
+    """
+    try:
+        return user_cache(os.environ) / "native"
+    except RuntimeError as error:
+        raise NativeBuildFailed(f"there is no folder for libraries: {error}", "set XDG_CACHE_HOME") from error
 
 
 def compiler() -> str:
@@ -118,7 +128,7 @@ def cached(source: Path, suffix: str, parts: Iterable[str], make: Callable[[Path
         make: writes the file to the path it is given.
 
     Raises:
-        NativeBuildFailed: what ``make`` raises; or there is no source, or no folder to keep the file in.
+        NativeBuildFailed: what ``make`` raises; or there is no source, or no folder of this user's to keep the file in.
     """
     digest = hashlib.sha256()
     for part in (*(path.read_bytes() for path in included(source)), *(text.encode() for text in parts)):
@@ -126,13 +136,12 @@ def cached(source: Path, suffix: str, parts: Iterable[str], make: Callable[[Path
         digest.update(b"\0")
     folder = cache_folder()
     kept = folder / f"{source.stem}-{digest.hexdigest()[:24]}{suffix}"
-    if kept.exists():
-        return kept
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{source.stem}.lock"):
-            if not kept.exists():
-                _make(kept, make)
+        _make_private(folder)
+        if not _is_private(kept):
+            with _locked(folder / f"{source.stem}.lock"):
+                if not _is_private(kept):
+                    _make(kept, make)
     except OSError as error:
         raise NativeBuildFailed(
             f"{folder} cannot be written: {error.strerror or error}", "set XDG_CACHE_HOME to a writable folder"
@@ -217,9 +226,41 @@ def _processor() -> str:
     return platform.machine() + platform.processor()
 
 
+def _make_private(folder: Path) -> None:
+    """Make the folder, so that only this user writes into it; of one that is there, take others' permission to write.
+
+    Raises:
+        NativeBuildFailed: it is another user's, or others keep their permission.
+        OSError: it cannot be made or changed.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise NativeBuildFailed(
+            f"{folder} belongs to user {status.st_uid}, this is user {os.geteuid()}: libraries in it are not loaded",
+            "set XDG_CACHE_HOME to a folder of yours",
+        )
+    if status.st_mode & _OTHERS_WRITE:
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
+        if folder.stat().st_mode & _OTHERS_WRITE:
+            raise NativeBuildFailed(
+                f"others can write into {folder}: libraries in it are not loaded",
+                "set XDG_CACHE_HOME to a folder on a file system that has permissions",
+            )
+
+
+def _is_private(file: Path) -> bool:
+    """Whether a file is there that this user wrote and nobody else can write."""
+    try:
+        status = file.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w", encoding="utf-8") as lock:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600), "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -50,3 +50,8 @@ def parse_kinds(text: str) -> tuple[str, ...] | None:
             "give all, none, or some of them separated by commas",
         )
     return words
+
+
+def only_exact(kinds: tuple[str, ...] | None) -> bool:
+    """Whether ``parse_kinds``' result allows nothing but what is bitwise identical to eager."""
+    return kinds is not None and (EXACT in kinds or not kinds)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from monetrun.core.graph import check_bytes
+
 # A plain run that leaves this share of the budget free needs no plan.
 _ROOM = 0.05
 
@@ -27,6 +29,16 @@ class PlainPeaks:
     steps: int
     device: int = 0
     outside_bytes: int = 0
+
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: a number cannot be right.
+        """
+        check_bytes(allocated=self.allocated_bytes, reserved=self.reserved_bytes, outside=self.outside_bytes)
+        if min(self.retries, self.steps, self.device) < 0:
+            raise ValueError("retries, steps or device are negative")
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether the plain run stays within a budget, with room for what it does later."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from monetrun.core import codec
-from monetrun.core.graph import Graph
+from monetrun.core.graph import Graph, Operator, check_bytes
 
 PLAN_SCHEMA = 2  # of a plan in JSON; goes up when an older plan cannot be read or would mean something else
+STATUSES = ("optimal", "feasible", "infeasible", "unknown")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,11 +36,51 @@ class Schedule:
     backward: tuple[Step, ...]
 
 
-def plain_schedule(graph: Graph) -> Schedule:
-    """Every operator once, with its default implementation: what the plain step runs."""
+def each_once(graph: Graph) -> Schedule:
+    """Every operator of the plain step once, with its default implementation."""
     steps = [Step(op.id) for op in graph.operators if op.plain]
     cut = sum(s.operator < graph.forward_count for s in steps)
     return Schedule(tuple(steps[:cut]), tuple(steps[cut:]))
+
+
+def plain_schedule(graph: Graph) -> Schedule:
+    """What the plain step runs: every operator once, and those of the script's checkpoint regions a second time.
+
+    A region runs again at once, right before the first backward operator that reads what it has dropped, and up to the
+    last operator that the backward needs, as ``torch.utils.checkpoint`` does.
+    """
+    once = each_once(graph)
+    before: dict[int, list[Step]] = {}
+    for region in _checkpoint_regions(graph):
+        dropped = _dropped_in(graph, region)
+        readers = [s.operator for s in once.backward if not dropped.isdisjoint(graph.operators[s.operator].inputs)]
+        needed = dropped.intersection(t for i in readers for t in graph.operators[i].inputs)
+        last = max((i for i, op in enumerate(region) if not needed.isdisjoint(op.outputs)), default=-1)
+        again = [Step(op.id) for op in region[: last + 1] if not dropped.isdisjoint(op.outputs)]
+        if again:
+            before.setdefault(readers[0], []).extend(again)
+    return Schedule(once.forward, tuple(r for s in once.backward for r in (*before.get(s.operator, ()), s)))
+
+
+def _checkpoint_regions(graph: Graph) -> list[list[Operator]]:
+    """The operators of each checkpoint region, in order."""
+    regions: dict[int, list[Operator]] = {}
+    for op in graph.operators[: graph.forward_count]:
+        if op.checkpoint is not None and op.plain:
+            regions.setdefault(op.checkpoint, []).append(op)
+    return list(regions.values())
+
+
+def _dropped_in(graph: Graph, region: Sequence[Operator]) -> set[int]:
+    """The tensors that the script's checkpoint of ``region`` does not keep for the backward.
+
+    What the rest of the forward reads is kept: it may be an argument of the next checkpoint, which keeps its arguments.
+    """
+    inside = {op.id for op in region}
+    others = (op for op in graph.operators[: graph.forward_count] if op.plain and op.id not in inside)
+    read_outside = {t for op in others for t in op.inputs}
+    written = {t for op in region if op.replayable and not op.checkpoint_keeps for t in op.outputs}
+    return {t for t in written - read_outside if not graph.tensors[t].kept}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +151,20 @@ class GraphPlan:
             named.append(NamedImplementation(operator, index, chosen.name, chosen.inputs, chosen.in_place_of))
         return cls(graph.fingerprint, graph.structural_fingerprint, schedule, tuple(named))
 
+    def check(self) -> None:
+        """Check what can be checked without the graph; ``simulate.judge`` checks the rest.
+
+        Raises:
+            ValueError: a step is not one of any graph, or it uses an implementation that has no name.
+        """
+        steps = (*self.schedule.forward, *self.schedule.backward)
+        if any(s.operator < 0 or s.implementation < 0 for s in steps):
+            raise ValueError("a step has a negative operator or implementation")
+        used = {(s.operator, s.implementation) for s in steps if s.implementation}
+        named = [(n.operator, n.index) for n in self.implementations]
+        if len(named) != len(used) or used != set(named):
+            raise ValueError("the schedule's implementations are not the named ones")
+
     def schedule_for(self, graph: Graph) -> Schedule:
         """The same steps with the indices of ``graph``, which has this plan's structural fingerprint.
 
@@ -167,11 +221,22 @@ class Pool:
         plain_bytes: what the plain run reserves.
         small_bytes: reserved for requests of up to 1 MiB.
         large_bytes: reserved for larger ones.
+        other_streams_bytes: part of ``large_bytes``: reserved on streams on which no graph runs.
     """
 
     plain_bytes: int
     small_bytes: int
     large_bytes: int
+    other_streams_bytes: int = 0
+
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: bytes are negative, or more than any device has.
+        """
+        check_bytes(plain=self.plain_bytes, small=self.small_bytes, large=self.large_bytes)
+        check_bytes(other_streams=self.other_streams_bytes)
 
     @property
     def planned_bytes(self) -> int:
@@ -202,6 +267,27 @@ class Plan:
     pool: Pool | None = None
     schema: int = PLAN_SCHEMA
 
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: it is of another schema, or a number cannot be right; the message names it.
+        """
+        if self.schema != PLAN_SCHEMA:
+            raise ValueError(f"it has schema {self.schema}, this monetrun reads schema {PLAN_SCHEMA}")
+        check_bytes(budget=self.budget_bytes, plain_peak=self.plain_peak_bytes, planned_peak=self.planned_peak_bytes)
+        check_bytes(**{f"ledger's_{name}": abs(nbytes) for name, nbytes in self.ledger.items()})
+        if self.budget_bytes == 0:
+            raise ValueError("the budget is 0 bytes")
+        if self.pool is None and self.planned_peak_bytes > self.budget_bytes:
+            raise ValueError(
+                f"the planned peak is {self.planned_peak_bytes} bytes, over the budget of {self.budget_bytes}"
+            )
+        if min(self.overhead, self.bound) < -1.0:  # all of the step's time
+            raise ValueError(f"the overhead is {self.overhead}, its bound {self.bound}")
+        if self.status not in STATUSES:
+            raise ValueError(f"the status is {self.status!r}, it must be one of {', '.join(STATUSES)}")
+
     @cached_property
     def digest(self) -> str:
         """Hash of the plan, by which ranks check that they run the same one."""
@@ -219,7 +305,7 @@ def parse_plan(text: str) -> Plan:
     Raises:
         ValueError: not a plan, or one of another schema; the message says which.
     """
-    plain = json.loads(text)
+    plain = codec.parse_json(text)
     schema = plain.get("schema", PLAN_SCHEMA) if isinstance(plain, dict) else PLAN_SCHEMA
     if schema != PLAN_SCHEMA:
         raise ValueError(f"it has schema {schema!r}, this monetrun reads schema {PLAN_SCHEMA}")

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Graph
 from monetrun.core.plan import Schedule
 from monetrun.core.simulate import last_reads
-from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, Event, StepRecord
+from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, Event, StepRecord, events_under
 
 _STEPS = 3
 
@@ -74,7 +75,8 @@ def reserved_under(record: StepRecord, schedules: Sequence[Schedule], settings: 
     replay.find_batch([_Block(address, nbytes) for address, nbytes in zip(base, sizes, strict=True)])
     for number in range(_STEPS):
         replay.step(first=number == 0)
-    return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, allocator.large_bytes)
+    large_bytes = allocator.large_bytes + record.memory.other_streams_bytes
+    return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, large_bytes)
 
 
 @dataclass(slots=True)
@@ -115,6 +117,7 @@ class _Replay:
         self._calls: dict[int, list[_Call]] = {}
         self._batch: list[_Block] = []
         self._script: dict[int, _Block] = {}  # by the number of the request
+        self._events = events_under(record, schedules)
         self._last = {
             k: last_reads(g, s.forward + s.backward)
             for k, (g, s) in enumerate(zip(record.graphs, schedules, strict=True))
@@ -137,8 +140,8 @@ class _Replay:
         if not first:
             last_batch, self._batch = self._batch, [self._new(block.nbytes) for block in self._batch]
             self._free_all(last_batch)
-        held_over = {event.name for event in self.record.events if event.delta_bytes > 0}
-        for event in self.record.events:
+        held_over = {event.name for event in self._events if event.delta_bytes > 0}
+        for event in self._events:
             if event.kind == FORWARD:
                 self._forward(event.graph)
             elif event.kind == BACKWARD:
@@ -184,9 +187,13 @@ class _Replay:
                 self.outputs.append(self._new(event.delta_bytes))
             self.allocator.free(temporary.address)
         # what it frees beside its own requests: gradients that were added to others, then outputs
-        surplus = self._held_bytes() - before - event.delta_bytes
+        surplus = self._held_bytes() - before - (event.delta_bytes - event.elsewhere_bytes)
         for blocks in (self.gradients, self.outputs):
             surplus -= self._free_some(blocks, surplus)
+        for k, t in event.dropped:
+            call = next((c for c in reversed(self._calls.get(k, ())) if t in c.addresses), None)
+            if call is not None:
+                self.allocator.free(call.addresses.pop(t))
 
     def _held_bytes(self) -> int:
         return sum(b.nbytes for blocks in (self.gradients, self.outputs, self._script.values()) for b in blocks)
@@ -235,16 +242,11 @@ class _Replay:
             of.append(_Block(address, graph.tensors[t].nbytes))
 
     def _leaving(self, event: Event, graph: Graph, schedule: Schedule) -> dict[int, list[int]]:
-        """The tensors that are released after each step: after the last that reads them."""
+        """The tensors that are released after each step."""
         cut = len(schedule.forward)
         leaving: dict[int, list[int]] = {}
-        after = dict.fromkeys(event.released, cut - 1)
-        for i, step in enumerate(schedule.backward, cut):
-            for t in graph.operators[step.operator].implementations[step.implementation].inputs:
-                if t in after:
-                    after[t] = i
-        for t, i in after.items():
-            leaving.setdefault(i, []).append(t)
+        for t, i in freed_after(graph, schedule, event.released).items():
+            leaving.setdefault(cut + i, []).append(t)
         return leaving
 
     def _release(self, call: _Call, graph: Graph, t: int) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from monetrun.core.freed import gradients_among
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor
 from monetrun.core.plan import Schedule, Step
 from monetrun.core.step import OUTSIDE, Event, StepRecord
@@ -84,15 +85,32 @@ def outside_operator(
     return Operator(operator, name, OUTSIDE, phase, outputs, implementations, replayable=False)
 
 
-def outputs_freed_in_backward(graph: Graph, released: Collection[int]) -> set[int]:
+def outputs_freed_in_backward(graph: Graph, released: Sequence[int]) -> set[int]:
     """The outputs among ``released`` that can be written as tensors freed after their last reader.
 
     Such an output is held by another graph until the backward begins: it must not be freed before and written again.
     So the operator that writes it must not run again, and none of its other outputs may have a reader.
     """
     read = {t for op in graph.operators for impl in op.implementations for t in impl.inputs}
-    outputs = {t for t in released if not graph.tensors[t].external}
+    outputs = {t for t in released if not graph.tensors[t].external} - {*gradients_among(graph, released)}
     return {t for t in outputs if not read.intersection(graph.operators[graph.writer[t]].outputs) - {t}}
+
+
+def waiting_gradients(graph: Graph, released: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The gradients among ``released`` that wait for their turn, by the operator after which they are taken.
+
+    Made inputs of that operator, they are freed then.
+    """
+    last: dict[int, int] = {}
+    for op in graph.operators[graph.forward_count :]:
+        last.update((t, op.id) for t in (*op.outputs, *(t for i in op.implementations for t in i.inputs)))
+    found: dict[int, tuple[int, ...]] = {}
+    turn = -1
+    for t in gradients_among(graph, released):
+        turn = max(turn, last[t])
+        if last[t] < turn:
+            found[turn] = (*found.get(turn, ()), t)
+    return found
 
 
 def without_unreplayable_reruns(graph: Graph, backward: Sequence[Step]) -> list[Step]:
@@ -112,6 +130,7 @@ class _RoundBuilder:
         self.members: list[tuple[int, int] | None] = []
         self.joined_tensor: dict[tuple[int, int], int] = {}  # (graph index, tensor id) -> tensor id in the joined graph
         self.script_tensors: list[int] = []  # what the script holds, the latest last
+        self.dropped: set[tuple[int, int]] = set()  # outputs (graph index, tensor id) that the script holds no more
 
     def build(self, events: Sequence[Event]) -> RoundGraph:
         phase = FORWARD
@@ -132,29 +151,39 @@ class _RoundBuilder:
         graph, costs = self.record.graphs[event.graph], self.record.costs[event.graph]
         self._release_script_tensors(event)
         self._release_outputs(event)
+        gradients = gradients_among(graph, event.released)
+        waiting = waiting_gradients(graph, event.released)
+        for t in gradients:
+            joined = self.joined_tensor[event.graph, t]
+            self.tensors[joined] = dataclasses.replace(self.tensors[joined], kept=False)
         if event.kind == FORWARD:
             for tensor in graph.tensors:
                 self.joined_tensor[event.graph, tensor.id] = len(self.tensors)
                 self.tensors.append(dataclasses.replace(tensor, id=len(self.tensors)))
         for op in graph.operators:
             if op.phase == event.kind:
-                self.operators.append(self._renumbered(event.graph, op))
+                self.operators.append(self._renumbered(event.graph, op, gradients, waiting.get(op.id, ())))
                 self.seconds.append(costs.seconds[op.id])
                 self.workspace.append(costs.workspace_bytes[op.id])
                 self.members.append((event.graph, op.id))
 
-    def _renumbered(self, k: int, op: Operator) -> Operator:
-        """``op`` of graph ``k`` with the ids of the joined graph."""
+    def _renumbered(self, k: int, op: Operator, taken: Collection[int], waiting: tuple[int, ...]) -> Operator:
+        """``op`` of graph ``k`` with the ids of the joined graph.
+
+        It must not write over gradients that are ``taken``, and frees those that are ``waiting`` for it.
+        """
         implementations = tuple(
             dataclasses.replace(
                 i,
-                inputs=tuple(self.joined_tensor[k, t] for t in i.inputs),
+                inputs=tuple(self.joined_tensor[k, t] for t in dict.fromkeys((*i.inputs, *waiting))),
                 in_place_of=None if i.in_place_of is None else self.joined_tensor[k, i.in_place_of],
+                usable=i.usable and i.in_place_of not in taken,
             )
             for i in op.implementations
         )
         outputs = tuple(self.joined_tensor[k, t] for t in op.outputs)
-        return dataclasses.replace(op, id=len(self.operators), outputs=outputs, implementations=implementations)
+        number = len(self.operators)  # regions are numbered within one graph
+        return dataclasses.replace(op, id=number, outputs=outputs, implementations=implementations, checkpoint=None)
 
     def _release_script_tensors(self, event: Event) -> None:
         """Make each released external tensor one that the script has written, so that its last reader frees it.
@@ -174,7 +203,10 @@ class _RoundBuilder:
                 self.joined_tensor[event.graph, t] = found
 
     def _release_outputs(self, event: Event) -> None:
-        """Let the graph's released outputs be freed in this backward, and live until it begins whatever it reads."""
+        """Let the graph's released outputs be freed in this backward.
+
+        They live until it begins whatever it reads, but for those that the script has dropped before.
+        """
         own = sorted(outputs_freed_in_backward(self.record.graphs[event.graph], event.released))
         outputs = tuple(self.joined_tensor[event.graph, t] for t in own)
         for i, op in enumerate(self.operators):
@@ -182,8 +214,9 @@ class _RoundBuilder:
                 self.operators[i] = dataclasses.replace(op, replayable=False)
         for t in outputs:
             self.tensors[t] = dataclasses.replace(self.tensors[t], kept=False)
-        if outputs:
-            self._add_outside_operator(OUTSIDE, BACKWARD, outputs, (), 0)
+        held = tuple(self.joined_tensor[event.graph, t] for t in own if (event.graph, t) not in self.dropped)
+        if held:
+            self._add_outside_operator(OUTSIDE, BACKWARD, held, (), 0)
 
     def _add_script(self, event: Event, phase: str) -> None:
         """Append the script's work between two calls: it allocates or frees ``delta_bytes``, ``peak_bytes`` at most."""
@@ -191,9 +224,17 @@ class _RoundBuilder:
         if event.delta_bytes > 0:
             written = (self._new_script_tensor(event.delta_bytes),)
         freed = self._free(-event.delta_bytes) if event.delta_bytes < 0 else []
-        workspace = max(0, event.peak_bytes - max(0, event.delta_bytes))
+        self.dropped.update(event.dropped)
+        freed += [self.joined_tensor[output] for output in event.dropped if output in self.joined_tensor]
+        saved = sum(self.record.graphs[k].tensors[t].nbytes for k, t in event.dropped if self._may_be_saved(k, t))
+        workspace = max(0, event.peak_bytes + saved - max(0, event.delta_bytes))
         self._add_outside_operator(event.name or OUTSIDE, phase, tuple(freed), written, workspace)
         self.script_tensors += written
+
+    def _may_be_saved(self, k: int, t: int) -> bool:
+        """Whether the backward of graph ``k`` reads its output ``t`` under some schedule."""
+        operators = (op for op in self.record.graphs[k].operators if op.phase == BACKWARD)
+        return any(t in implementation.inputs for op in operators for implementation in op.implementations)
 
     def _add_outside_operator(
         self, name: str, phase: str, inputs: tuple[int, ...], outputs: tuple[int, ...], workspace_bytes: int

@@ -89,6 +89,19 @@ def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Timeline:
     )
 
 
+def judge(graph: Graph, schedule: Schedule) -> None:
+    """Check that ``schedule`` keeps the rules of the replay for ``graph``, whatever it costs.
+
+    For schedules from files: one pass in plain Python, which takes no longer than ``flatten`` alone, and no compiler.
+
+    Raises:
+        ScheduleError: it breaks a rule; the message names step, operator and tensor.
+    """
+    counts = [len(op.implementations) for op in graph.operators]
+    free = Costs("none", tuple((0.0,) * n for n in counts), tuple((0,) * n for n in counts))
+    simulate_reference(graph, free, schedule)
+
+
 def simulate_reference(graph: Graph, costs: Costs, schedule: Schedule) -> Timeline:
     """``simulate`` in plain Python: the definition that the native replay is tested against.
 

@@ -8,20 +8,24 @@ under any schedules comes from ``simulate`` and from measured bytes alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from monetrun.core.allocator_settings import AllocatorSettings
-from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
-from monetrun.core.plain import PlainPeaks
-from monetrun.core.plan import Schedule, plain_schedule
+from monetrun.core.freed import freed_after
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, check_bytes
+from monetrun.core.graph import check as check_graph
+from monetrun.core.plan import Schedule
+from monetrun.core.reductions import Reductions
 from monetrun.core.simulate import simulate
 
 OUTSIDE = "outside"
 LAST_GRADIENTS = "last step's gradients"
 LAST_OUTPUTS = "last step's outputs"
 LIBRARIES = "cuBLAS workspaces"
+HELD_SINCE = "held since the recorded step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,16 @@ class Event:
         kind: ``"forward"`` or ``"backward"`` (a call of a graph), or ``"outside"`` (the script between two calls).
         graph: index of the graph, -1 outside.
         delta_bytes: outside: allocated at its end, less at its start.
-        peak_bytes: outside: the most allocated during it, less at its start.
+        peak_bytes: outside: the most allocated during it, less at its start, where ``dropped`` is freed.
         name: for messages (``"SGD.step"``).
         released: backward: ids of the graph's external tensors (its arguments, tangents) and outputs that only its
-            saved values hold by then; they are freed within the call, after their last reader.
+            saved values hold by then, then of gradients that are taken in this order as soon as they are final, and not
+            kept; all are freed within the call (see ``freed_after``).
+        dropped: outside: outputs (graph, id) that the script holds no more at its end; they are freed then, beside
+            ``delta_bytes``, if the backward under the schedule does not read them.
         requests: outside, where the allocator records them (CUDA): bytes requested, in order; ``-n`` frees what the
             step's ``n``-th such request got.
+        elsewhere_bytes: the part of ``delta_bytes`` on other streams than the default one, which ``requests`` have not.
     """
 
     kind: str
@@ -46,7 +54,9 @@ class Event:
     peak_bytes: int = 0
     name: str = ""
     released: tuple[int, ...] = ()
+    dropped: tuple[tuple[int, int], ...] = ()
     requests: tuple[int, ...] = ()
+    elsewhere_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,7 @@ class DeviceMemory:
         plain_reserved_bytes: the same of reserved bytes.
         batch: part of ``base``: inputs that each step replaces, new ones before the old ones are freed.
         excess_bytes: what planned steps were seen to reserve beyond what ``core.requests`` derives.
+        other_streams_bytes: reserved for requests on other streams, on which no graph runs.
     """
 
     settings: AllocatorSettings
@@ -87,6 +98,44 @@ class DeviceMemory:
     plain_reserved_bytes: int = 0
     batch: tuple[int, ...] = ()
     excess_bytes: int = 0
+    other_streams_bytes: int = 0
+
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: an amount cannot be right.
+        """
+        check_bytes(
+            device=self.device_bytes,
+            base=sum(abs(n) for segment in self.base for n in segment.blocks),
+            library=self.library_bytes,
+            plain_allocated=self.plain_allocated_bytes,
+            plain_reserved=self.plain_reserved_bytes,
+            excess=self.excess_bytes,
+            other_streams=self.other_streams_bytes,
+            **{f"batch_{i}": nbytes for i, nbytes in enumerate(self.batch)},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Why a module is not captured whole.
+
+    Attributes:
+        module: which of the process's models, and the path in it (``"0:encoder.layers"``).
+        name: the module's class.
+        where: the file and line that cannot be captured.
+        reason: why not.
+        in_python: the module's forward runs in Python, and modules in it are captured; False: TorchDynamo captures
+            graphs before and after the break, and modules in it only where it captures nothing.
+    """
+
+    module: str
+    name: str
+    where: str
+    reason: str
+    in_python: bool
 
 
 @dataclass(frozen=True)
@@ -103,6 +152,8 @@ class StepRecord:
         torch_version: of the trial run.
         exact: whether bytes were counted by the allocator.
         memory: of the device, where its allocator reserves more than it gives out; None on a CPU.
+        breaks: modules that were not captured whole, the outer ones first.
+        reductions: the gradients that DistributedDataParallel reduces, if any.
     """
 
     graphs: tuple[Graph, ...]
@@ -114,6 +165,53 @@ class StepRecord:
     torch_version: str
     exact: bool = True
     memory: DeviceMemory | None = None
+    breaks: tuple[Break, ...] = ()
+    reductions: Reductions | None = None
+
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: a graph, its costs or an event contradict the documentation of their fields.
+        """
+        if len(self.graphs) != len(self.costs):
+            raise ValueError(f"{len(self.graphs)} graphs, and costs of {len(self.costs)}")
+        for k, (graph, costs) in enumerate(zip(self.graphs, self.costs, strict=True)):
+            try:
+                check_graph(graph, costs)
+            except ValueError as error:
+                raise ValueError(f"graph {k}: {error}") from error
+        check_bytes(base=self.base_bytes, **{f"ledger's_{name}": abs(n) for name, n in self.ledger.items()})
+        if self.reductions is not None:
+            self.reductions.check_in(self.graphs)
+        for i, event in enumerate(self.events):
+            try:
+                self._check_event(event)
+            except ValueError as error:
+                raise ValueError(f"event {i}: {error}") from error
+
+    def _check_event(self, event: Event) -> None:
+        check_bytes(
+            peak=event.peak_bytes,
+            delta=abs(event.delta_bytes),
+            elsewhere=abs(event.elsewhere_bytes),
+            requests=sum(abs(n) for n in event.requests),
+        )
+        if event.kind == OUTSIDE:
+            if event.released:
+                raise ValueError("it releases tensors, but is not a backward")
+            for k, t in event.dropped:
+                if not 0 <= k < len(self.graphs) or not 0 <= t < len(self.graphs[k].tensors):
+                    raise ValueError("it drops a tensor that does not exist")
+                if not self.graphs[k].tensors[t].kept:
+                    raise ValueError("it drops a tensor that is no output")
+            return
+        if event.kind not in (FORWARD, BACKWARD):
+            raise ValueError(f"it is of kind {event.kind!r}")
+        if not 0 <= event.graph < len(self.graphs):
+            raise ValueError(f"it calls graph {event.graph}, of {len(self.graphs)}")
+        if any(not 0 <= t < len(self.graphs[event.graph].tensors) for t in event.released):
+            raise ValueError("it releases a tensor that does not exist")
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, int], ...]:
@@ -135,47 +233,6 @@ class StepRecord:
         return tuple(found)
 
 
-def with_plain_peaks(record: StepRecord, plain: PlainPeaks) -> StepRecord:
-    """The record with the measured peaks of the plain run.
-
-    They also tell when the script drops the last step's outputs, which one recorded step does not: as soon as it has
-    new ones, or not before the backward begins.
-    """
-    if record.memory is None:
-        return record
-    measured = replace(
-        record.memory,
-        plain_allocated_bytes=plain.allocated_bytes,
-        plain_reserved_bytes=plain.reserved_bytes,
-    )
-    late = replace(record, memory=measured)
-    early = replace(late, events=_dropping_outputs_early(record.events))
-
-    def error(candidate: StepRecord) -> int:
-        peak = replay(candidate, [plain_schedule(g) for g in candidate.graphs]).peak_bytes
-        return abs(peak - plain.allocated_bytes)
-
-    return min(late, early, key=error)
-
-
-def with_excess(record: StepRecord, excess_bytes: int) -> StepRecord:
-    """The record with what planned steps were seen to reserve beyond the plan; the same one where that is not more."""
-    if record.memory is None or excess_bytes <= record.memory.excess_bytes:
-        return record
-    return replace(record, memory=replace(record.memory, excess_bytes=excess_bytes))
-
-
-def _dropping_outputs_early(events: Sequence[Event]) -> tuple[Event, ...]:
-    """The events with the last step's outputs freed right after the first forward."""
-    drops = [e for e in events if e.name == LAST_OUTPUTS and e.delta_bytes < 0]
-    forward = next((i for i, e in enumerate(events) if e.kind == FORWARD), None)
-    if not drops or forward is None:
-        return tuple(events)
-    rest = [e for e in events if e not in drops]
-    forward = rest.index(events[forward])
-    return (*rest[: forward + 1], *drops, *rest[forward + 1 :])
-
-
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
     """What a step allocates and costs under given schedules.
@@ -186,6 +243,7 @@ class StepTimeline:
         peak_name: the operator, or the stretch, that reaches it.
         start_bytes: allocated at the start of each event.
         seconds: of all graph calls.
+        high_bytes: the most allocated during each event.
     """
 
     peak_bytes: int
@@ -193,6 +251,36 @@ class StepTimeline:
     peak_name: str
     start_bytes: tuple[int, ...]
     seconds: float
+    high_bytes: tuple[int, ...] = ()
+
+
+def events_under(record: StepRecord, schedules: Sequence[Schedule]) -> list[Event]:
+    """The record's events as they are under these schedules.
+
+    What the script drops is freed then unless the backward reads it; if it is, the backward does not free it again.
+    """
+    read = (
+        [
+            {t for s in own.backward for t in graph.operators[s.operator].implementations[s.implementation].inputs}
+            for graph, own in zip(record.graphs, schedules, strict=True)
+        ]
+        if any(event.dropped for event in record.events)
+        else []
+    )
+    gone: Counter[tuple[int, int]] = Counter()
+    found = []
+    for event in record.events:
+        if event.dropped:
+            freed = tuple((k, t) for k, t in event.dropped if t not in read[k])
+            saved_bytes = sum(record.graphs[k].tensors[t].nbytes for k, t in event.dropped if t in read[k])
+            event = replace(event, dropped=freed, peak_bytes=event.peak_bytes + saved_bytes)
+            gone.update(freed)
+        elif gone and event.kind == BACKWARD:
+            absent = {t for t in event.released if gone[event.graph, t]}
+            gone.subtract((event.graph, t) for t in absent)
+            event = replace(event, released=tuple(t for t in event.released if t not in absent))
+        found.append(event)
+    return found
 
 
 def replay(record: StepRecord, schedules: Sequence[Schedule]) -> StepTimeline:
@@ -212,23 +300,25 @@ def replay(record: StepRecord, schedules: Sequence[Schedule]) -> StepTimeline:
 
     now, peak, at, name = record.base_bytes, record.base_bytes, 0, "before the first forward"
     seconds = 0.0
-    starts = []
-    for i, event in enumerate(record.events):
+    starts, highs = [], []
+    for i, event in enumerate(events_under(record, schedules)):
         starts.append(now)
         if event.kind == OUTSIDE:
-            high, after = now + event.peak_bytes, now + event.delta_bytes
+            dropped = sum(record.graphs[k].tensors[t].nbytes for k, t in event.dropped)
+            high, after = now + event.peak_bytes, now + event.delta_bytes - dropped
         elif event.kind == FORWARD:
             high, after = now + footprint(event).forward_peak_bytes, now + footprint(event).saved_bytes
             seconds += footprint(event).seconds
         else:
             high, after = now + footprint(event).backward_peak_bytes, now + footprint(event).backward_delta_bytes
+        highs.append(high)
         if high > peak:
-            peak, at, name = high, i, event.name
+            peak, at, name = high, i, event.name or _outside_name(record, i)
             if event.kind != OUTSIDE:
                 step = footprint(event).peak_steps[event.kind == BACKWARD]
                 name = _step_name(record.graphs[event.graph], schedules[event.graph], step, event.kind)
         now = after
-    return StepTimeline(peak, at, name, tuple(starts), seconds)
+    return StepTimeline(peak, at, name, tuple(starts), seconds, tuple(highs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +343,7 @@ class CallFootprint:
 
 
 def call_footprint(graph: Graph, costs: Costs, schedule: Schedule, released: Sequence[int] = ()) -> CallFootprint:
-    """Simulate ``schedule``; the tensors ``released`` in the backward are freed after their last reader there.
+    """Simulate ``schedule``; tensors ``released`` in the backward are freed there (see ``freed_after``).
 
     Raises:
         ScheduleError: the schedule is not valid for the graph.
@@ -263,14 +353,9 @@ def call_footprint(graph: Graph, costs: Costs, schedule: Schedule, released: Seq
     saved = timeline.after_bytes[cut - 1] if cut else 0
     forward, backward = timeline.during_bytes[:cut], list(timeline.during_bytes[cut:])
     freed = 0
-    for t in released:
-        readers = [
-            i
-            for i, step in enumerate(schedule.backward)
-            if t in graph.operators[step.operator].implementations[step.implementation].inputs
-        ]
+    for t, last in freed_after(graph, schedule, released).items():
         freed += graph.tensors[t].nbytes
-        for i in range(readers[-1] + 1 if readers else 0, len(backward)):
+        for i in range(last + 1, len(backward)):
             backward[i] -= graph.tensors[t].nbytes
     high = (max(forward, default=0), max(backward, default=0))
     steps = (
@@ -279,6 +364,17 @@ def call_footprint(graph: Graph, costs: Costs, schedule: Schedule, released: Seq
     )
     end = timeline.after_bytes[-1] if timeline.after_bytes else 0
     return CallFootprint(high[0], saved, high[1] - saved, end - saved - freed, steps, timeline.seconds)
+
+
+def _outside_name(record: StepRecord, i: int) -> str:
+    """What the script does in event ``i``, by the calls before and after it."""
+
+    def call(events: Sequence[Event]) -> str:
+        return next((f"{record.graphs[e.graph].name}'s {e.kind}" for e in events if e.kind != OUTSIDE), "")
+
+    before, after = call(record.events[i::-1]), call(record.events[i:])
+    place = f"between {before} and {after}" if before and after else f"after {before}" if before else f"before {after}"
+    return f"what the script runs outside the captured graphs, {place}"
 
 
 def _step_name(graph: Graph, schedule: Schedule, step: int, phase: str) -> str:

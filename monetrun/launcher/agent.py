@@ -10,24 +10,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import logging
 import os
 import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 from monetrun.core.errors import MonetrunError
 from monetrun.launcher.failure import report_failure
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.process import restored_environment, restored_signal_handlers
+from monetrun.launcher.process import restored_environment, restored_signal_handlers, temporary_folder
 from monetrun.launcher.ranks import local_world_size
+from monetrun.runtime.settings import AS_IS_MARK, PROBED, Settings
 
 # After Ctrl-C, wait this long for workers that are stuck outside Python. torchrun waits 30 s; --shutdown-timeout sets
 # both.
 INTERRUPT_GRACE_SECONDS = 5
+
+# What ``launch`` gives where a worker has ended so that the launch starts anew (``unplannable_use``).
+START_ANEW = PROBED
 
 # torch's messages that repeat what monetrun prints: (logger, how the message begins). LOGLEVEL shows them all.
 _REDUNDANT_MESSAGES = (
@@ -40,7 +45,12 @@ _REDUNDANT_MESSAGES = (
 )
 
 
-def launch(options: LaunchOptions, environment: Mapping[str, str]) -> int:
+# Called when the nodes have met, with the store that they share, this node's rank, how many they are, and whether they
+# cannot meet anew; gives the variables of this node's workers, or None: the nodes have to meet anew.
+Joined = Callable[[Any, int, int, bool], Mapping[str, str] | None]
+
+
+def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joined | None = None) -> int:
     """Run the workers as torchrun does until all have ended.
 
     This process's environment and signal handlers are restored at the end.
@@ -48,13 +58,14 @@ def launch(options: LaunchOptions, environment: Mapping[str, str]) -> int:
     Args:
         options: of the launch.
         environment: variables to add to the workers' environment.
+        joined: gives further ones each time the nodes have met, before workers start.
 
     Returns:
-        0; or the exit code of the worker that failed first, 128 + n for signal n; or 128 + n if signal n stopped the
-        launcher. The reason of a failure has then been printed to stderr.
+        0; ``START_ANEW``; or the exit code of the worker that failed first, 128 + n for signal n; or 128 + n if signal
+        n stopped the launcher. The reason of a failure has then been printed to stderr.
 
     Raises:
-        MonetrunError: the nodes did not find one another.
+        MonetrunError: the nodes did not find one another; or from ``joined``.
     """
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -69,6 +80,7 @@ def launch(options: LaunchOptions, environment: Mapping[str, str]) -> int:
         _filtered_torch_logs(),
         _prompt_shutdown(args) as stopped_pids,
         _log_folder(options, args),
+        _agreeing(joined),
     ):
         if workers > 1 and "OMP_NUM_THREADS" not in os.environ and not options.quiet:
             print("monetrun: OMP_NUM_THREADS=1 in each worker, as under torchrun; set it to change it", file=sys.stderr)
@@ -76,6 +88,8 @@ def launch(options: LaunchOptions, environment: Mapping[str, str]) -> int:
             # record() writes the reason to the error file that a scheduler may have given to this process.
             record(run.run)(args)
         except ChildFailedError as error:
+            if wants_to_start_anew(error.failures, environment):
+                return START_ANEW
             return report_failure(options, error.failures, stopped_pids)
         except SignalException as error:
             print(f"monetrun: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
@@ -87,6 +101,50 @@ def launch(options: LaunchOptions, environment: Mapping[str, str]) -> int:
                 "check --rdzv-endpoint or --master-addr and --master-port; --standalone needs neither",
             ) from error
     return 0
+
+
+def launch_until_decided(options: LaunchOptions, environment: Mapping[str, str], joined: Joined | None = None) -> int:
+    """``launch``, and a second time where a worker has found before its first step that models have to run as they are.
+
+    The second launch's workers find the reason in the report folder.
+    """
+    exit_code = launch(options, environment, joined)
+    if exit_code == START_ANEW:
+        gc.collect()  # frees the first one's store, and with it the port
+        exit_code = launch(options, environment, joined)
+    return exit_code
+
+
+@contextlib.contextmanager
+def _agreeing(joined: Joined | None) -> Iterator[None]:
+    """Call ``joined`` at the end of each rendezvous."""
+    if joined is None:
+        yield
+        return
+    from torch.distributed.elastic.rendezvous import registry
+
+    original = registry.get_rendezvous_handler
+
+    def get_rendezvous_handler(parameters: Any) -> Any:
+        handler = original(parameters)
+        meet = handler.next_rendezvous
+
+        def next_rendezvous() -> Any:
+            while True:
+                met = meet()
+                variables = joined(met.store, met.rank, met.world_size, handler.get_backend() == "static")
+                if variables is not None:
+                    os.environ.update(variables)  # workers inherit this process's environment
+                    return met
+
+        handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
+        return handler
+
+    setattr(registry, "get_rendezvous_handler", get_rendezvous_handler)  # noqa: B010 - mypy rejects the assignment
+    try:
+        yield
+    finally:
+        setattr(registry, "get_rendezvous_handler", original)  # noqa: B010
 
 
 @contextlib.contextmanager
@@ -142,6 +200,13 @@ def _prompt_shutdown(args: argparse.Namespace) -> Iterator[Set[int]]:
         setattr(PContext, "close", close)  # noqa: B010
 
 
+def wants_to_start_anew(failures: Mapping[int, Any], environment: Mapping[str, str]) -> bool:
+    """Whether a worker ended since models have to run as they are, which it has noted in the report folder."""
+    folder = Settings.from_environment(environment).report_folder
+    ended = any(failure.exitcode == START_ANEW for failure in failures.values())
+    return ended and bool(folder) and (Path(folder) / AS_IS_MARK).exists()
+
+
 def _is_running(child: int) -> bool:
     try:
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
@@ -158,7 +223,7 @@ def _log_folder(options: LaunchOptions, args: argparse.Namespace) -> Iterator[No
     if args.log_dir or args.logs_specs:
         yield
         return
-    args.log_dir = tempfile.mkdtemp(prefix="torchelastic_")
+    args.log_dir = str(temporary_folder("torchelastic_"))
     if options.keeps_worker_logs and not options.quiet:
         print(f"monetrun: the workers' output goes to {args.log_dir}; --log-dir puts it elsewhere", file=sys.stderr)
     try:

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from monetrun.core import codec
 from monetrun.core.budget import Budget, parse, resolve
 from monetrun.core.errors import NeverTrained, UsageError
 from monetrun.core.plain import PlainPeaks
-from monetrun.core.plan import Plan, StepSchedules
-from monetrun.core.step import StepRecord, with_excess, with_plain_peaks
-from monetrun.launcher import keys, memory, report
+from monetrun.core.plan import Plan
+from monetrun.core.step import StepRecord
+from monetrun.core.step_changes import with_excess, with_plain_peaks
+from monetrun.launcher import keys, memory, page, report
+from monetrun.launcher.decision import Decision
+from monetrun.launcher.kept import keep_measured_step, kept_plan, kept_record, kept_schedules
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.plain import budget_that_fits, find_plain
 from monetrun.launcher.plan_file import read_plan
-from monetrun.launcher.process import exit_on_sigterm, restored_environment
+from monetrun.launcher.process import exit_on_signals, full_disks_explained, restored_environment, temporary_folder
 from monetrun.launcher.progress import SolverProgress
 from monetrun.launcher.ranks import Ranks, find_ranks
-from monetrun.launcher.trial import allocator_variables, run_trial
+from monetrun.launcher.trial import end_outer_trial, run_trial
 from monetrun.machine.store import Store, default_root
 from monetrun.planning import planner
 from monetrun.planning.explain import describes
@@ -41,8 +42,14 @@ _FROM_CACHE = "  (plan from the cache)"
 
 @contextmanager
 def open_job(options: LaunchOptions) -> Iterator[Job]:
-    """A job that is closed at the end, on SIGTERM too; then this process's environment is restored."""
-    with exit_on_sigterm(), restored_environment(), timing.within(options.solver_seconds):
+    """A job that is closed at the end, on signals too; then this process's environment is restored."""
+    end_outer_trial()
+    with (
+        exit_on_signals(),
+        full_disks_explained(),
+        restored_environment(),
+        timing.within(options.solver_seconds),
+    ):
         job = Job(options)
         try:
             yield job
@@ -82,7 +89,7 @@ class Job:
         self.plan: Plan | None = None
         self.from_cache = False
         self._store = Store(default_root()) if options.use_cache else None
-        self._folder = Path(tempfile.mkdtemp(prefix="monetrun_"))
+        self._folder = temporary_folder("monetrun_")
         self._reports = self._folder / "reports"
         self._reports.mkdir()
         self._settings = _settings(options, self._reports, self._store)
@@ -101,6 +108,13 @@ class Job:
         Returns:
             The variables to add to the workers' environment.
 
+        Raises: as ``decide``.
+        """
+        return self.follow(self.decide())
+
+    def decide(self) -> Decision:
+        """Plan.
+
         Raises:
             MonetrunError: there is no plan; see ``core.errors``.
         """
@@ -112,20 +126,20 @@ class Job:
         elif self.options.probe:
             self.plain = self._find_plain()
             if budget_bytes := budget_that_fits(self.plain, self.budget, self.ranks):
-                return self._run_plainly(budget_bytes)
-            self._find_record()
+                return Decision(PLAIN, self.budget, budget_bytes, None, None, self.plain, plan_given=False)
+            self._find_record(needed=False)
             if self.record is not None:
                 self._find_plan(self.record)
-        if self.plan is not None:
-            self.print_plan(f"monetrun  {Path(self.options.script).name}{_FROM_CACHE * self.from_cache}")
-        settings = replace(
-            self._settings,
-            mode=RUN,
-            budget_bytes=self.plan.budget_bytes if self.plan else memory.given_bytes(self.budget),
-            plan_file=_written(self._folder / "plan.json", self.plan),
-            record_file=_written(self._folder / "record.json", self.record),
-        )
-        return {**settings.to_environment(), **allocator_variables(self.ranks.kind)}
+        budget_bytes = self.plan.budget_bytes if self.plan else memory.given_bytes(self.budget)
+        found = self.plan, self.record, self.plain
+        return Decision(RUN, self.budget, budget_bytes, *found, bool(self.options.plan_file), self._settings.as_is)
+
+    def follow(self, decision: Decision, *, shown: bool = True) -> dict[str, str]:
+        """Print what was decided, here or by another node; gives the variables of this node's workers."""
+        self.plan, self.record, self.plain = decision.plan, decision.record, decision.plain
+        if shown:
+            _print_decision(self, decision)
+        return decision.environment(self._settings, self._folder, self.ranks.kind)
 
     def trial(self) -> StepRecord:
         """The script's step: from the cache, else from a trial run.
@@ -174,42 +188,32 @@ class Job:
         """Print the plan, unless ``--quiet``."""
         assert self.plan is not None
         if not self.options.quiet:
-            for line in report.plan_lines(self.plan, title, self.record.graphs if self.record else ()):
+            for line in report.plan_lines(self.plan, title, self.record):
                 self.console.print(line)
 
-    def _find_record(self) -> None:
-        """Set ``record``, from the cache or by a trial run; None after one that a launch can do without."""
+    def _find_record(self, needed: bool = True) -> None:
+        """Set ``record``, from the cache or by a trial run; see ``run_trial``."""
         if self.record is not None:
             return
         key = keys.record_key(self.options, self.ranks)
-        self.record = self._store.get("probe", key, StepRecord) if self._store else None
+        self.record = kept_record(self._store, key)
         self.from_cache = self.record is not None
         if self.record is None:
-            settings = replace(
-                self._settings,
-                mode=PROBE,
-                budget_bytes=memory.given_bytes(self.budget),
-                record_file=str(self._folder / "record.json"),
-            )
-            self.record = run_trial(self.options, self.ranks, settings, self._folder, self.console)
+            file, given = self._folder / "record.json", memory.given_bytes(self.budget)
+            settings = replace(self._settings, mode=PROBE, budget_bytes=given, record_file=str(file))
+            trial = run_trial(self.options, self.ranks, settings, self._folder, self.console, needed=needed)
+            self.record, self._settings = trial.record, replace(self._settings, as_is=trial.as_is)
             if self.record is not None and self._store is not None:
                 self._store.put("probe", key, self.record)
         if self.record is not None and self.plain is not None:
             self.record = with_plain_peaks(self.record, self.plain)
-
-    def _run_plainly(self, budget_bytes: int) -> dict[str, str]:
-        """The variables of workers that run the script as it is, under the budget."""
-        if self.plain is not None and not self.options.quiet:
-            for line in report.plain_lines(self.plain, budget_bytes, Path(self.options.script).name):
-                self.console.print(line)
-        return replace(self._settings, mode=PLAIN, budget_bytes=budget_bytes).to_environment()
 
     def _find_plan(self, record: StepRecord) -> Plan:
         """Set ``plan``, from the cache or by the solver."""
         record_key = keys.record_key(self.options, self.ranks)
         budget_bytes = self.budget_bytes()
         plan_key = keys.plan_key(self.options, record_key, budget_bytes, record)
-        self.plan = self._store.get("plan", plan_key, Plan) if self._store else None
+        self.plan = kept_plan(self._store, plan_key, record, self.budget, budget_bytes)
         if self.plan is None:
             self.from_cache = False
             self.plan = self._solve(record, keys.smallest_budget_key(record_key, record), budget_bytes)
@@ -220,8 +224,7 @@ class Job:
     def _solve(self, record: StepRecord, smallest_key: str, budget_bytes: int | None) -> Plan:
         # BudgetBelowSmallest names the smallest budget. A later launch with exactly that must succeed, even if its own
         # search finds nothing as small: so the schedules are kept.
-        smallest = self._store.get("plan", smallest_key, StepSchedules) if self._store else None
-        base = planner.baseline(record, smallest.schedules_for(record.graphs) if smallest else None)
+        base = planner.baseline(record, kept_schedules(self._store, smallest_key, record.graphs))
         if budget_bytes is None:
             budget_bytes = resolve(self.budget, None, planner.plain_bytes(record, base))
         try:
@@ -236,20 +239,31 @@ class Job:
     def finish(self, exit_code: int) -> None:
         """Report what the workers measured, and keep it for ``monetrun explain --measured``.
 
-        Args:
-            exit_code: of the launch.
+        Raises:
+            UsageError: the report cannot be written where the options say.
         """
         outcome = report.read_outcome(self._reports)
-        if self._store is not None and outcome.plan is not None and outcome.measured_step is not None:
-            self._store.put("measured", keys.measured_key(outcome.plan), outcome.measured_step)
+        if self._store is not None:
+            keep_measured_step(self._store, (self.plan, outcome.plan), outcome.measured_step)
         seen = None if self.record is None else with_excess(self.record, outcome.excess_bytes)
         if self._store is not None and seen is not None and seen is not self.record:  # the next launch plans with it
             self._store.put("probe", keys.record_key(self.options, self.ranks), seen)
+        if self.options.report_folder:
+            page.write_report(self.options, outcome, seen)
         if self.options.json:
             print(json.dumps(report.outcome_json(outcome)))
         if not self.options.quiet:
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
+
+
+def _print_decision(job: Job, decision: Decision) -> None:
+    name = Path(job.options.script).name
+    if decision.plan is not None:
+        job.print_plan(f"monetrun  {name}{_FROM_CACHE * job.from_cache}")
+    elif decision.mode == PLAIN and decision.plain is not None and not job.options.quiet:
+        for line in report.plain_lines(decision.plain, decision.budget_bytes, name):
+            job.console.print(line)
 
 
 def _not_here(cost_model: str) -> UsageError:
@@ -260,22 +274,9 @@ def _not_here(cost_model: str) -> UsageError:
 
 
 def _record_of(plan: Plan, store: Store | None, options: LaunchOptions, ranks: Ranks) -> StepRecord | None:
-    """The record that a given plan was made from, if the cache has it: with it, workers measure intervals.
-
-    None on several nodes: ranks with a record plan again together, and another node's cache may have none.
-    """
-    if store is None or str(options.torchrun.nnodes) not in ("1", "1:1"):
-        return None
-    record = store.get("probe", keys.record_key(options, ranks), StepRecord)
+    """The record that a given plan was made from, if the cache has it: with it, workers measure intervals."""
+    record = kept_record(store, keys.record_key(options, ranks))
     return record if record is not None and describes(record, plan) else None
-
-
-def _written(path: Path, value: Plan | StepRecord | None) -> str:
-    """Write ``value`` to ``path`` for the workers; gives the path, empty for None."""
-    if value is None:
-        return ""
-    path.write_text(codec.dumps(value))
-    return str(path)
 
 
 def _settings(options: LaunchOptions, report_folder: Path, store: Store | None) -> Settings:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from monetrun import __version__
 from monetrun.core.allocator_settings import settings_text
+from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.plan import PLAN_SCHEMA, Plan
 from monetrun.core.step import StepRecord
 from monetrun.launcher.options import LaunchOptions
@@ -30,6 +31,7 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
         _source(options).decode("utf-8", "replace"),
         list(options.script_args),
         options.cost_model,
+        only_exact(parse_kinds(options.implementations)),  # decides whether a model may be captured as compiled code
         ranks.local,
         ranks.world_size,
         ranks.kind,

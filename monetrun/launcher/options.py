@@ -66,6 +66,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> frozenset[str]:
     )
     add("--no-cache", action="store_true", help="neither read nor write the cache of plans and costs")
     add("--json", action="store_true", help="report as JSON, on stdout")
+    add("--report", default="", metavar="DIR", help="write the report there, as a page for a browser and as JSON")
     add("--quiet", action="store_true", help="print nothing but errors")
     add("--version", action="version", version=f"monetrun {__version__}", help="print the version")
     return frozenset(action.dest for action in group._group_actions)
@@ -111,6 +112,7 @@ class LaunchOptions:
         cost_model: ``"measured"``, or a name that ``capture.roofline.parse`` knows.
         use_cache: read and write the cache.
         json: print the report as JSON on stdout.
+        report_folder: where to write the report; empty: nowhere.
         quiet: print nothing but errors.
         torchrun: torchrun's own options, script and script arguments, as ``torch.distributed.run`` reads them. torch
             writes into the namespace it runs, so pass it a copy.
@@ -129,6 +131,7 @@ class LaunchOptions:
     cost_model: str
     use_cache: bool
     json: bool
+    report_folder: str
     quiet: bool
     torchrun: argparse.Namespace
     reusable_words: tuple[str, ...] = ()
@@ -155,6 +158,7 @@ class LaunchOptions:
             cost_model=args.cost_model,
             use_cache=not args.no_cache,
             json=args.json,
+            report_folder=args.report,
             quiet=args.quiet,
             torchrun=argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in own}),
             reusable_words=tuple(reusable_words),
@@ -179,6 +183,11 @@ class LaunchOptions:
     def min_nodes(self) -> int:
         """The number of nodes; the smallest one for an elastic launch (``--nnodes MIN:MAX``)."""
         return int(str(self.torchrun.nnodes).partition(":")[0])
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether the launch may have more nodes than one."""
+        return int(str(self.torchrun.nnodes).rpartition(":")[2]) > 1
 
     @property
     def keeps_worker_logs(self) -> bool:

@@ -1,14 +1,23 @@
-"""The launcher's own process during a launch: its environment and signal handlers are restored afterwards."""
+"""The launcher's own process during a launch: its environment, signal handlers and temporary files."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+from monetrun.core.errors import StorageFailed
+
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FEW_BYTES = 64 << 10
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -37,14 +46,65 @@ def restored_signal_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Raise ``SystemExit`` on SIGTERM, so that what was begun is cleaned up, as it is on Ctrl-C."""
+def exit_on_signals() -> Iterator[None]:
+    """Raise ``SystemExit`` on signals that end a process, so that what was begun is cleaned up, as it is on Ctrl-C.
+
+    A signal that is ignored stays so (``nohup``). After the first one, no further one interrupts the cleaning up.
+    """
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
         sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    found = {number: signal.getsignal(number) for number in _ENDING_SIGNALS}
+    before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def full_disks_explained() -> Iterator[None]:
+    """Raise ``StorageFailed`` where a file cannot be written for want of space."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        raise _not_written(error) from error
+
+
+def temporary_folder(prefix: str) -> Path:
+    """A new folder for temporary files, which the caller removes.
+
+    Raises:
+        StorageFailed: there is no place for it.
+    """
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise _not_written(error) from error
+
+
+def check_space(folder: Path) -> None:
+    """Check that a process whose output goes to files in ``folder`` was able to write its last words there.
+
+    Raises:
+        StorageFailed: the disk is full.
+    """
+    space = os.statvfs(folder)
+    if space.f_bavail * space.f_frsize < _FEW_BYTES:
+        raise _not_written(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)))
+
+
+def _not_written(error: OSError) -> StorageFailed:
+    where = f"{error.filename}: " if error.filename else ""
+    return StorageFailed(
+        f"a temporary file cannot be written: {where}{error.strerror}",
+        "make room there, or set TMPDIR to a folder on another disk",
+    )

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from monetrun.core import codec
-from monetrun.core.budget import format_bytes
+from monetrun.core.budget import format_budget, format_bytes
+from monetrun.core.clocks import StepClocks
 from monetrun.core.errors import BudgetExceeded
-from monetrun.core.graph import Graph
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Pool
+from monetrun.core.step import StepRecord
+from monetrun.planning.coverage import coverage
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 
 _PIPE_WIDTH = 200
@@ -53,21 +56,22 @@ def share(nbytes: int, whole: int) -> str:
 # ---- before training
 
 
-def plan_lines(plan: Plan, title: str, graphs: Sequence[Graph] = ()) -> list[str]:
+def plan_lines(plan: Plan, title: str, record: StepRecord | None = None) -> list[str]:
     """A plan's peak, its ledger (the parts add up to the planned peak), and what the plan does.
 
     Args:
         plan: the plan.
         title: the first line.
-        graphs: the plan's graphs; with them, other implementations are counted by kind.
+        record: of the planned step; with it, other implementations are counted by kind.
     """
+    graphs = () if record is None else record.graphs
     lines = [
-        f"[bold]{title}[/bold]",
+        f"[bold]{escape(title)}[/bold]",
         f"  plain peak {format_bytes(_plain(plan))} | budget {format_bytes(plan.budget_bytes)} | "
         f"planned {format_bytes(_planned(plan))} ({share(_planned(plan), _plain(plan))}) | "
         f"overhead {plan.overhead:+.1%} (bound {plan.bound:.1%}, gap {plan.gap:.1%})",
         *_allocated_lines(plan),
-        "  " + " + ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in plan.ledger.items()),
+        "  " + " + ".join(f"{escape(name)} {format_bytes(nbytes)}" for name, nbytes in plan.ledger.items()),
     ]
     total = sum(len(g.schedule.forward) for g in plan.graphs)
     others = sum(s.implementation > 0 for g in plan.graphs for s in (*g.schedule.forward, *g.schedule.backward))
@@ -78,17 +82,19 @@ def plan_lines(plan: Plan, title: str, graphs: Sequence[Graph] = ()) -> list[str
         if s.implementation
     ]
     kinds = Counter(implementation.kind for implementation in chosen)
-    counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()) or str(others)
+    counts = ", ".join(f"{escape(kind)} {count}" for kind, count in kinds.most_common()) or str(others)
     lines.append(f"  {_recomputations(plan)} of {total} forward operators run again; other implementations: {counts}")
     if inexact := sum(not implementation.exact for implementation in chosen):
         lines.append(f"  {inexact} of these differ from eager by rounding; --implementations exact leaves them out")
+    if record is not None and (parts := coverage(record)):
+        lines.append(f"  {escape(parts)}")
     return lines
 
 
 def plain_lines(plain: PlainPeaks, budget_bytes: int, script: str) -> list[str]:
     """What is printed where the plain run fits the budget."""
     return [
-        f"[bold]monetrun  {script}[/bold]",
+        f"[bold]monetrun  {escape(script)}[/bold]",
         f"  plain peak {format_bytes(plain.reserved_bytes)} reserved, {format_bytes(plain.allocated_bytes)} allocated |"
         f" budget {format_bytes(budget_bytes)} | fits: nothing to plan, the script runs as it is",
     ]
@@ -121,6 +127,33 @@ def _recomputations(plan: Plan) -> int:
     return count
 
 
+def clock_lines(plain: StepClocks, planned: StepClocks, ranks: int, link: str) -> list[str]:
+    """How long a step takes on several ranks, the optimizer's and the script's own work left out."""
+    if not planned.buckets:
+        return [f"  on {ranks} ranks nothing is reduced: the model is not in DistributedDataParallel"]
+    lines = [f"  on {ranks} ranks over {link}, without the optimizer's and the script's own work:"]
+    for name, clocks in (("plain", plain), ("planned", planned)):
+        lines.append(
+            f"    {name:8} step {clocks.step_seconds:.4g} s = compute {clocks.compute_seconds:.4g} s + all-reduce "
+            f"{clocks.communication_seconds:.4g} s in {clocks.buckets} buckets - {clocks.hidden_seconds:.4g} s of it "
+            "hidden behind the backward"
+        )
+    return [*lines, f"    overhead {_more(plain, planned):+.1%}"]
+
+
+def clock_json(plain: StepClocks, planned: StepClocks, ranks: int, link: str) -> dict[str, Any]:
+    """The same figures, for ``--json``."""
+    sides = {
+        name: {**codec.to_plain(clocks), "hidden_seconds": clocks.hidden_seconds}
+        for name, clocks in (("plain", plain), ("planned", planned))
+    }
+    return {"ranks": ranks, "link": link, **sides, "overhead": _more(plain, planned)}
+
+
+def _more(plain: StepClocks, planned: StepClocks) -> float:
+    return planned.step_seconds / plain.step_seconds - 1 if plain.step_seconds else 0.0
+
+
 # ---- after training
 
 
@@ -139,6 +172,8 @@ class Outcome:
         steps: training steps of rank 0.
         warnings: of all ranks.
         measured_step: planned and measured bytes of one settled step; None if no rank measured them.
+        needed_bytes: where memory has run out: the least budget that the failed allocation needs; 0 if not known.
+        held: then, by kind, in the rank that needed most.
     """
 
     plan: Plan | None
@@ -150,6 +185,8 @@ class Outcome:
     steps: int
     warnings: tuple[str, ...]
     measured_step: MeasuredStep | None
+    needed_bytes: int = 0
+    held: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_outcome(folder: Path) -> Outcome:
@@ -164,6 +201,8 @@ def read_outcome(folder: Path) -> Outcome:
     reserved = [int(r["measured_reserved_bytes"]) for r in reports if r.get("measured_reserved_bytes")]
     overheads = [float(r["measured_overhead"]) for r in reports if r.get("measured_overhead") is not None]
     warnings = sorted({w for r in reports for w in r.get("warnings", ())})
+    shortages: list[Mapping[str, Any]] = [r["short"] for r in reports if r.get("short")]
+    short = max(shortages, key=lambda s: int(s.get("needed_bytes", 0)), default={})
     return Outcome(
         plan=plans[0] if plans else None,
         measured_peak_bytes=max(peaks) if peaks else None,
@@ -174,6 +213,8 @@ def read_outcome(folder: Path) -> Outcome:
         steps=max((int(r.get("steps", 0)) for r in reports), default=0),
         warnings=tuple(warnings),
         measured_step=_measured_step(reports),
+        needed_bytes=int(short.get("needed_bytes", 0)),
+        held=short.get("held", {}),
     )
 
 
@@ -190,8 +231,7 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     """The report at the end of a run: planned and measured figures; of a failed run, only why memory ran out."""
     plan = outcome.plan
     if exit_code == BudgetExceeded.exit_code and plan is not None:
-        planned, budget = format_bytes(plan.planned_peak_bytes), format_bytes(plan.budget_bytes)
-        return [f"monetrun: out of memory: planned {planned}, budget {budget}; memory outside the plan grew"]
+        return _out_of_memory_lines(outcome, plan)
     if exit_code != 0:
         return []
     if plan is None:
@@ -212,6 +252,19 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
         f"  measured peak  {peak}",
         f"  overhead       {plan.overhead:+.1%} planned; extra work "
         + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
+    ]
+
+
+def _out_of_memory_lines(outcome: Outcome, plan: Plan) -> list[str]:
+    """How much was needed, planned and held, and what to do."""
+    planned, budget = format_bytes(_planned(plan)), format_bytes(plan.budget_bytes)
+    line = f"monetrun: out of memory: planned {planned}, budget {budget}"
+    if not outcome.needed_bytes:
+        return [f"{line}; memory outside the plan grew"]
+    return [
+        f"{line}, needed at least {format_bytes(outcome.needed_bytes)}",
+        f"  held: {', '.join(f'{name} {format_bytes(nbytes)}' for name, nbytes in outcome.held.items() if nbytes)}",
+        f"  give that much or more: --budget {format_budget(outcome.needed_bytes)}",
     ]
 
 

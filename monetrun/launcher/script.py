@@ -38,6 +38,8 @@ def check_script(options: LaunchOptions) -> None:
         UsageError: it exists, but cannot be run.
     """
     name = options.script
+    if not (options.torchrun.run_path or options.torchrun.no_python):
+        _check_interpreter()
     if options.torchrun.run_path:
         _check_file(name)
     elif options.torchrun.no_python:
@@ -46,6 +48,14 @@ def check_script(options: LaunchOptions) -> None:
         _check_module(name)
     elif name != "-":  # Python reads a script from stdin
         _check_file(name)
+
+
+def _check_interpreter() -> None:
+    named = os.environ.get("PYTHON_EXEC")
+    if named is not None and shutil.which(named) is None:
+        raise UsageError(
+            f"PYTHON_EXEC is {named!r}, which is not a program that can be run", "unset it, or name a Python"
+        )
 
 
 def _check_program(name: str) -> None:

@@ -1,29 +1,67 @@
-"""The trial run: the script runs up to its first optimizer step, in a process of its own that records the step."""
+"""The trial run: the script runs up to its first optimizer step, in a process of its own that records the step.
+
+What the trial cannot see or do decides nothing: the launch goes on, and plans in its workers at the first step.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
+import psutil
 from rich.console import Console
 
 from monetrun.core import codec
-from monetrun.core.errors import MonetrunError, NeverTrained, ScriptFailed
+from monetrun.core.errors import CaptureFailed, MonetrunError, NeverTrained, ScriptFailed, UsageError
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
+from monetrun.launcher import stdin
 from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.process import check_space
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
-from monetrun.runtime.settings import PREFIX, PROBED, Settings
+from monetrun.launcher.trial_environment import allocator_variables, trial_environment
+from monetrun.runtime import trial_files
+from monetrun.runtime.probe import BEGUN, UNSEEN
+from monetrun.runtime.settings import TRIAL, Settings
+
+# How often the launcher looks whether the trial has left its record, and how long its processes may take to end.
+_LOOK_SECONDS, _END_SECONDS = 0.1, 1.0
+
+# A trial that calls no model in training ends so long after it has begun, unless a plan is needed; and where its
+# processes have worked for less than this share of a core for so long: they wait, as a server does.
+_MOST_SECONDS, _WAITING_SECONDS, _WAITING_SHARE = 1800.0, 60.0, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a trial run found.
+
+    Attributes:
+        record: the recorded step; None if there is none.
+        as_is: why no model of the script can be planned; empty: one can, or that is not known.
+    """
+
+    record: StepRecord | None
+    as_is: str = ""
+
+
+_HOW_TO_START = "PYTHON_EXEC names the interpreter; with --no-python the script needs a line such as #!/bin/sh"
 
 
 def run_trial(
-    options: LaunchOptions, ranks: Ranks, settings: Settings, folder: Path, console: Console
-) -> StepRecord | None:
+    options: LaunchOptions, ranks: Ranks, settings: Settings, folder: Path, console: Console, *, needed: bool = True
+) -> Trial:
     """Run the script up to its first optimizer step, as rank 0.
 
     Args:
@@ -32,40 +70,49 @@ def run_trial(
         settings: for the trial's process, which writes its record to ``settings.record_file``.
         folder: for the process's stderr and error file.
         console: where progress is shown.
+        needed: False: where the trial finds no step, print a line, and let the workers plan at their first step.
 
     Returns:
-        The recorded step; None if no graph was captured, or if the trial of a launch of several ranks failed (rank 0
-        then plans at its first step).
+        The recorded step. It is None where no model could be planned (the run itself warns why), and after a trial
+        that found no step if that was not ``needed``.
 
     Raises:
-        NeverTrained: the script ended without a training step.
+        NeverTrained: the script ended without a training step, or the trial could not see it; also where it failed,
+            in a launch with ``--strict``.
+        CaptureFailed: no model of it can be planned, and a plan is ``needed`` or ``--strict`` was given.
         ScriptFailed: the script failed; its stderr has been printed.
         MonetrunError: monetrun ended the trial run with this error.
     """
     error_file, stderr_file = folder / "probe_error.json", folder / "probe_stderr.txt"
-    shown = not options.quiet
-    with status(console, "trial run up to the first optimizer step", shown=shown):
-        environment = {**_environment(ranks, settings, error_file), **allocator_variables(ranks.kind)}
-        code = _run(options, environment, stderr_file)
-    if code == PROBED:
-        record = codec.loads(StepRecord, Path(settings.record_file).read_text())
-        return record if record.graphs else None
-    if code == 0:
-        raise NeverTrained(
-            f"{options.script} ended without a training step, so there is nothing to plan",
-            "monetrun plans scripts that call backward() and an optimizer's step(); run others with torchrun",
-        )
-    if (error := _read_own_error(error_file)) is not None:
-        raise error
-    output = stderr_file.read_text(errors="replace")
-    if ranks.world_size > 1:
-        if shown:
-            print(output.rstrip(), file=sys.stderr)
-            warning = "monetrun: warning: the trial run failed; planning at the first step instead (--no-probe)"
-            print(warning, file=sys.stderr, flush=True)
-        return None
-    sys.stderr.write(output)
-    raise ScriptFailed(f"{options.script} failed in its trial run", exit_code=code)
+    environment = trial_environment(options, ranks, settings, error_file) | allocator_variables(ranks.kind)
+    with status(console, "trial run up to the first optimizer step", shown=not options.quiet):
+        most_seconds = math.inf if needed else _MOST_SECONDS  # without a plan there is nothing to go on with
+        code = _run(options, environment, stderr_file, settings.record_file, most_seconds)
+    if (text := _read(settings.record_file)) is not None:
+        record = codec.loads(StepRecord, text)
+        return Trial(record if record.graphs else None)
+    unseen = json.loads(_read(settings.record_file + UNSEEN) or "{}")
+    if unseen.get("as_is"):
+        if needed or options.strict:
+            raise CaptureFailed(unseen["reason"], "without --strict a launch runs it as it is, outside the plan")
+        return Trial(None, unseen["reason"])
+    own_error = _read_own_error(error_file)
+    if own_error is not None and (needed or options.strict):
+        raise own_error
+    if unseen:
+        why = f"the trial run cannot see {options.script} train: {unseen['reason']}"
+    elif code == 0:
+        why = f"{options.script} ended without a training step in its trial run"
+    else:
+        why = f"{options.script} failed in its trial run: {_how(code, error_file)}"
+    if needed and code != 0 and not unseen:
+        sys.stderr.write(stderr_file.read_text(errors="replace"))
+        raise ScriptFailed(why, exit_code=code)
+    if needed or options.strict:
+        raise NeverTrained(why, "monetrun --no-probe plans it while it trains; torchrun runs it without a plan")
+    if not options.quiet:
+        print(f"monetrun: {why}; planning at the first step instead", file=sys.stderr, flush=True)
+    return Trial(None)
 
 
 def measure_plain_run(
@@ -83,76 +130,150 @@ def measure_plain_run(
     Returns:
         The peaks; None where the script ran out of memory, failed, or trained nothing on the device.
     """
-    environment = _environment(ranks, settings, folder / "plain_error.json")
+    environment = trial_environment(options, ranks, settings, folder / "plain_error.json")
     with status(console, "trial run of the plain step", shown=not options.quiet):
-        _run(options, environment, folder / "plain_stderr.txt")
-    try:
-        return codec.loads(PlainPeaks, Path(settings.record_file).read_text())
-    except FileNotFoundError:
-        return None
+        _run(options, environment, folder / "plain_stderr.txt", settings.record_file)
+    text = _read(settings.record_file)
+    return None if text is None else codec.loads(PlainPeaks, text)
 
 
-def _run(options: LaunchOptions, environment: Mapping[str, str], stderr_file: Path) -> int:
-    """Run the script in a process of its own; gives its exit code."""
-    with stderr_file.open("wb") as stderr:
-        return subprocess.run(
-            _command(options),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            check=False,
-        ).returncode
+def end_outer_trial() -> None:
+    """In a trial run of another launch, end that trial: it sees nothing of a launch that the script starts."""
+    if TRIAL in os.environ and (record_file := Settings.from_environment(os.environ).record_file):
+        from monetrun.runtime import probe
+
+        probe.leave_unseen("it launches monetrun itself", record_file)
+
+
+def _run(
+    options: LaunchOptions,
+    environment: Mapping[str, str],
+    stderr_file: Path,
+    record_file: str,
+    most_seconds: float = math.inf,
+) -> int:
+    """Run the script in a process of its own; gives its exit code.
+
+    Once the record is there, or the reason why there is none, all processes that the script has started are ended. They
+    are found by their process group, which has this process's terminal no more: it also ends with this process.
+
+    Raises:
+        UsageError: the system cannot start the interpreter, or the program.
+        StorageFailed: it failed without a word, where the disk is full.
+    """
+    command = _command(options)
+    found = (Path(record_file), Path(record_file + UNSEEN))
+    with stderr_file.open("wb") as stderr, stdin.lent() as standard_input:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=standard_input,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UsageError(f"{command[0]} cannot be started: {error.strerror}", _HOW_TO_START) from error
+        try:
+            code = _wait(process, found, Path(record_file + BEGUN), most_seconds)
+        finally:
+            _end(process)
+            trial_files.remove(record_file)
+    if code and not stderr_file.stat().st_size:
+        check_space(stderr_file.parent)
+    return code
+
+
+def _wait(process: subprocess.Popen[bytes], found: Sequence[Path], begun: Path, most_seconds: float) -> int:
+    """Wait until the process ends, or one of the files is there: then 0.
+
+    Where it does not begin to train (``begun`` is not there), the reason is written to the last of ``found``.
+    """
+    began = looked = time.monotonic()
+    worked = 0.0
+    while not any(file.exists() for file in found):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_LOOK_SECONDS)
+        now, reason = time.monotonic(), ""
+        if now - looked >= _WAITING_SECONDS:
+            before, worked = worked, _worked_seconds(process.pid)
+            if worked - before < _WAITING_SHARE * (now - looked):
+                reason = f"it waits, for {now - looked:.0f} s now"
+            looked = now
+        if now - began > most_seconds:
+            reason = f"it has called no model in training for {now - began:.0f} s"
+        if reason and not begun.exists():
+            found[-1].write_text(json.dumps({"reason": reason}))
+    return 0
+
+
+def _worked_seconds(pid: int) -> float:
+    """Processor time of a process and its children."""
+    seconds = 0.0
+    with contextlib.suppress(psutil.Error):
+        first = psutil.Process(pid)
+        for one in (first, *first.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = one.cpu_times()
+                seconds += times.user + times.system
+    return seconds
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the trial run, and wait for it: the run may need its ports and its devices."""
+    deadline = time.monotonic() + _END_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        while time.monotonic() < deadline:  # an error once there is none left
+            os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 def _command(options: LaunchOptions) -> list[str]:
     command = [] if options.torchrun.no_python else [os.environ.get("PYTHON_EXEC", sys.executable), "-u"]
     command += ["-m"] if options.is_module else []
-    return [*command, options.script, *options.script_args]
+    # as torchrun does, which gives each worker its local rank
+    words = [Template(word).safe_substitute(local_rank="0") for word in options.script_args]
+    return [*command, options.script, *words]
 
 
-def _environment(ranks: Ranks, settings: Settings, error_file: Path) -> dict[str, str]:
-    """What torchrun would give to rank 0, and monetrun's settings."""
-    environment = {
-        **os.environ,
-        **settings.to_environment(),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "GROUP_RANK": "0",
-        "ROLE_RANK": "0",
-        "WORLD_SIZE": str(ranks.world_size),
-        "LOCAL_WORLD_SIZE": str(ranks.local),
-        "ROLE_WORLD_SIZE": str(ranks.world_size),
-        "GROUP_WORLD_SIZE": str(ranks.nodes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "monetrun-probe",
-        "TORCHELASTIC_ERROR_FILE": str(error_file),
-    }
-    if ranks.local > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")
-    return environment
+def _how(code: int, error_file: Path) -> str:
+    """How a process failed: the signal that killed it, its exception, or its exit code."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            memory = ", which the kernel sends when memory runs out" if name == "SIGKILL" else ""
+            return f"killed by {name}{memory}"
+        return f"killed by signal {-code}"
+    message = _read_message(error_file)
+    if message is not None:
+        return str(message["message"]).partition("\n")[0]
+    return f"exit code {code}"
 
 
-def allocator_variables(kind: str) -> dict[str, str]:
-    """The variables that configure torch's allocator, unless the user has configured it.
-
-    On CUDA they make its segments expandable, which keeps reserved memory close to allocated memory.
-    """
-    if kind != "cuda" or "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
-        return {}
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", PREFIX + "OWN_ALLOCATOR": "1"}
-
-
-def _read_own_error(path: Path) -> MonetrunError | None:
-    """The monetrun error that ended the trial run, if one did."""
+def _read(path: str) -> str | None:
     try:
-        message = json.loads(path.read_text())["message"]
+        return Path(path).read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _read_message(error_file: Path) -> Mapping[str, object] | None:
+    """What an uncaught exception has left in the error file."""
+    try:
+        message = json.loads(error_file.read_text())["message"]
     except (OSError, ValueError, KeyError):
         return None
-    if not isinstance(message, Mapping) or "errorCode" not in message:
+    return message if isinstance(message, Mapping) else None
+
+
+def _read_own_error(error_file: Path) -> MonetrunError | None:
+    """The monetrun error that ended the trial run, if one did."""
+    message = _read_message(error_file)
+    if message is None or "errorCode" not in message:
         return None
-    text = str(message["message"]).partition(": ")[2]
-    error = MonetrunError(text)
-    error.exit_code = int(message["errorCode"])
+    error = MonetrunError(str(message["message"]).partition(": ")[2])
+    error.exit_code = int(str(message["errorCode"]))
     return error

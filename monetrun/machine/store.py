@@ -4,8 +4,9 @@
     <root>/.lock                  one advisory lock for all writers
 
 A file is written under a temporary name, synced and renamed, so a reader sees the old or the new one, never half of
-one. On reading, the header is computed again from the value and compared, so any changed byte is a miss. An unusable
-file or folder is a miss (or a value that is not kept) and one warning: a cache must not stop a run.
+one. On reading, the header is computed again from the value and compared, so any changed byte is a miss, and the value
+is checked (see ``codec.from_plain``). An unusable file or folder is a miss (or a value that is not kept) and one
+warning: a cache must not stop a run. Only regular files are read: another process may never write into a FIFO.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from monetrun.core import codec
-from monetrun.core.errors import UsageError
+from monetrun.core.errors import MonetrunError, UsageError
+from monetrun.core.user_folders import user_cache
 
 T = TypeVar("T")
 
@@ -36,6 +39,7 @@ KINDS = ("plan", "probe", "plain", "costs", "measured")
 LOCK_SECONDS = 10.0
 
 _MAPPING = "mapping"
+_MOST_BYTES = 256 << 20  # the record of a network of 1,823 operators has 1 MiB
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # some network file systems
 _log = logging.getLogger("monetrun")
@@ -50,11 +54,8 @@ def default_root(environ: Mapping[str, str] | None = None) -> Path:
     environ = os.environ if environ is None else environ
     if own := environ.get("MONETRUN_CACHE"):
         return Path(os.path.abspath(os.path.expanduser(own)))
-    xdg = environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(xdg):  # a relative one is to be ignored (XDG Base Directory Specification)
-        return Path(xdg) / "monetrun"
     try:
-        return Path.home() / ".cache" / "monetrun"
+        return user_cache(environ)
     except RuntimeError as failure:
         raise UsageError(f"there is no folder for the cache: {failure}", "Set MONETRUN_CACHE to a folder.") from failure
 
@@ -115,15 +116,29 @@ class Store:
             raise ValueError(f"key {key!r} is not 1 to 128 of letters, digits, '_', '.', '-'")
         return self.root / kind / f"{key}.json"
 
-    def get(self, kind: str, key: str, type: type[T]) -> T | None:
-        """The value that ``put`` stored; None if there is none or it is unusable (one warning says why)."""
+    def get(self, kind: str, key: str, type: type[T], check: Callable[[T], object] | None = None) -> T | None:
+        """The value that ``put`` stored; None if there is none or it is unusable (one warning says why).
+
+        Args:
+            kind: as in ``put``.
+            key: as in ``put``.
+            type: of the value.
+            check: raises a ``MonetrunError`` where the value is not what the caller can use.
+        """
         path = self.path(kind, key)
         try:
             text = self._read(path, kind, key, type.__name__)
-            return None if text is None else codec.loads(type, text)
+            if text is None:
+                return None
+            value = codec.loads(type, text)
+            if check is not None:
+                check(value)
+            return value
+        except MonetrunError as failure:
+            self._warn(f"{path} is not used: {failure.message}")
         except (OSError, ValueError) as failure:
             self._warn(f"{path} is not used: {failure}")
-            return None
+        return None
 
     def put(self, kind: str, key: str, value: Any) -> Path | None:
         """Store a codec dataclass; it replaces the entry of that key.
@@ -148,7 +163,8 @@ class Store:
         path = self.path(kind, key)
         try:
             text = self._read(path, kind, key, _MAPPING)
-            return {} if text is None else codec.from_plain(types.GenericAlias(dict, (str, item)), json.loads(text))
+            kind_of_all = types.GenericAlias(dict, (str, item))
+            return {} if text is None else codec.from_plain(kind_of_all, codec.parse_json(text))
         except (OSError, ValueError) as failure:
             self._warn(f"{path} is not used: {failure}")
             return {}
@@ -190,7 +206,7 @@ class Store:
         found = []
         for kind in KINDS:
             for path in (self.root / kind).glob("*.json"):
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
                     found.append(_entry(kind, path))
         return tuple(sorted(found, key=lambda entry: (KINDS.index(entry.kind), -entry.modified_seconds, entry.key)))
 
@@ -223,7 +239,7 @@ class Store:
 
     def _read(self, path: Path, kind: str, key: str, type_name: str) -> str | None:
         try:
-            content = path.read_bytes()
+            content = _content(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return _checked(content, kind, key, type_name).decode()
@@ -247,7 +263,7 @@ class Store:
     def _locked(self) -> Iterator[None]:
         """Hold the store's lock; ``OSError`` if the folder cannot be written or the lock is not free in time."""
         self.root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
             deadline = time.monotonic() + self.lock_seconds
             while True:
@@ -274,6 +290,28 @@ class Store:
         if message not in self._warned:
             self._warned.add(message)
             _log.warning("%s", message)
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else, or too large for a file of the store.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would make the call wait for a writer
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a regular file")
+        if status.st_size > _MOST_BYTES:
+            raise ValueError(f"{status.st_size} bytes, where a file of the cache has {_MOST_BYTES} at most")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(_MOST_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def _header(kind: str, key: str, type_name: str, body: bytes) -> bytes:
@@ -321,10 +359,10 @@ def _fields(header: bytes) -> dict[str, Any] | None:
 
 
 def _entry(kind: str, path: Path) -> Entry:
-    stat, name, problem = path.stat(), path.name.removesuffix(".json"), ""
+    status, name, problem = path.lstat(), path.name.removesuffix(".json"), ""
     type_name = ""
     try:
-        content = path.read_bytes()
+        content = _content(path)
         fields = _fields(content.partition(b"\n")[0])
         type_name = str((fields or {}).get("type", ""))
         _checked(content, kind, name, type_name)
@@ -332,4 +370,4 @@ def _entry(kind: str, path: Path) -> Entry:
         raise
     except (OSError, ValueError) as failure:
         problem = str(failure)
-    return Entry(kind, name, type_name, path, stat.st_size, stat.st_mtime, problem)
+    return Entry(kind, name, type_name, path, status.st_size, status.st_mtime, problem)

@@ -64,7 +64,8 @@ DECOMPOSITIONS = {aten.bernoulli.p: _into}
 # ---- drawing again
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator(device: torch.device) -> torch.Generator:
+    """The default generator of ``device``, from which random operators draw."""
     if device.type == "cpu":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
@@ -72,7 +73,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 @torch.library.impl(_library, "generator_state", "CompositeExplicitAutograd")
 def _generator_state(device: torch.device) -> torch.Tensor:
-    return _generator(device).get_state()
+    return generator(device).get_state()
 
 
 @torch.library.register_fake("monet::generator_state", lib=_library)
@@ -89,13 +90,13 @@ def draw_again(
     """
     if isinstance(state, FakeTensor):
         return target(*args, **kwargs)
-    generator = _generator(device)
-    before = torch.from_numpy(generator.get_state().numpy().copy())  # NumPy's memory: torch's allocator would count it
-    generator.set_state(state)
+    drawn_from = generator(device)
+    before = torch.from_numpy(drawn_from.get_state().numpy().copy())  # NumPy's memory: torch's allocator would count it
+    drawn_from.set_state(state)
     try:
         return target(*args, **kwargs)
     finally:
-        generator.set_state(before)
+        drawn_from.set_state(before)
 
 
 def again(state: fx.Node, call: Call) -> Call:
@@ -136,6 +137,12 @@ def note_states(module: fx.GraphModule) -> None:
             state.meta["val"] = _fake_generator_state(device)
         state.meta.update({k: node.meta[k] for k in ("nn_module_stack", "partitioner_tag") if k in node.meta})
         node.meta[_STATE] = state
+
+
+def devices(module: fx.GraphModule) -> tuple[torch.device, ...]:
+    """The devices from whose generators a joint module draws."""
+    drawn = {d for node in module.graph.nodes if node.op == "call_function" and (d := _draws_on(node)) is not None}
+    return tuple(sorted(drawn, key=str))
 
 
 def _draws_on(node: fx.Node) -> torch.device | None:

@@ -17,6 +17,7 @@ from monetrun.core.options import Options
 from monetrun.core.plan import Plan, StepSchedules
 from monetrun.core.step import StepRecord, StepTimeline, replay
 from monetrun.planning import planner
+from monetrun.planning.batch_sizes import Sizes
 from monetrun.planning.planner import Baseline
 from monetrun.planning.rescale import check_alike, difference, rescaled
 
@@ -34,7 +35,7 @@ class BatchRequest:
     Attributes:
         budget_bytes: of a training step on one device.
         max_overhead: over the plain step's seconds, as a fraction.
-        multiple: the batch is a multiple of this.
+        sizes: the batches to choose from.
         trials: the two batches to begin with.
         algorithm: a name that ``solve.solver`` knows.
         options: for the solver; their seconds are for each plan that is verified, and for all predictions together.
@@ -42,7 +43,7 @@ class BatchRequest:
 
     budget_bytes: int
     max_overhead: float
-    multiple: int = 1
+    sizes: Sizes = field(default_factory=Sizes)
     trials: tuple[int, int] = (SMALLEST_TRIAL, 2 * SMALLEST_TRIAL)
     algorithm: str = "hierarchical"
     options: Options = field(default_factory=Options)
@@ -83,7 +84,7 @@ class Found:
 
     Attributes:
         batch: verified to fit in a trial run.
-        next_batch: the smallest that did not fit, in a trial run or by prediction.
+        next_batch: the smallest that did not fit, in a trial run or by prediction; 0 where there is no larger one.
         budget_bytes: the limit.
         max_overhead: the limit.
         plain_peak_bytes: of the step without monetrun.
@@ -159,8 +160,9 @@ class _Search:
         fails = self.smallest_failing
         batch = self.prediction.largest(self.samples, self.largest_fitting, fails)
         if self.verified and fails is not None and fails not in self.samples:  # it failed without giving a record
-            known = max(b for b in self.samples if b < fails)
-            batch = min(batch, self._multiple_below((known + fails) // 2))
+            known = max((b for b in self.samples if b < fails), default=0)
+            sizes = self.request.sizes
+            batch = min(batch, sizes[max(1, sizes.number((known + fails) // 2))])
         return batch
 
     def verify(self, batch: int) -> str:
@@ -192,7 +194,8 @@ class _Search:
             raise self._nothing_fits()
         next_batch = self.smallest_failing
         if next_batch is None:
-            next_batch = self.prediction.largest(self.samples, self.largest_fitting, None) + request.multiple
+            predicted = self.prediction.largest(self.samples, self.largest_fitting, None)
+            next_batch = request.sizes.next_after(predicted)
         return Found(
             batch=self.largest_fitting,
             next_batch=next_batch,
@@ -208,11 +211,11 @@ class _Search:
     def _tried(self, batch: int) -> tuple[Plan | None, str]:
         """The plan of ``batch`` and an empty reason, or None and why it does not fit."""
         record = self.script.trial(batch)
-        fed = self._multiple_below(_batch_fed(self.samples, record, batch))
+        fed = _batch_fed(self.samples, record, batch)
         if difference(self.samples[self.request.trials[0]], record):
             return None, "its step has another structure"
         if fed < _MIN_FED * batch:
-            self.samples[fed], self.smallest_failing = record, fed + self.request.multiple
+            self.samples[fed], self.smallest_failing = record, self.request.sizes.next_after(fed)
             return None, f"the script feeds {fed} only"
         self.samples[batch] = record
         plan = self.script.plan(batch)
@@ -220,23 +223,20 @@ class _Search:
             return None, f"it needs {plan.overhead:+.1%} overhead"
         return plan, ""
 
-    def _multiple_below(self, batch: int) -> int:
-        """The largest multiple that is at most ``batch``."""
-        return batch // self.request.multiple * self.request.multiple
-
     def _nothing_fits(self) -> InfeasibleBudget:
         """The error that says what the smallest batch needs."""
         request = self.request
-        base = self.prediction.baseline(rescaled(self.samples, request.multiple))
+        first = request.sizes[1]
+        base = self.prediction.baseline(rescaled(self.samples, first))
         smallest = base.frugal.peak_bytes
         budget = format_bytes(request.budget_bytes)
         hint = f"fits: --budget {format_budget(smallest)}"
         if smallest > request.budget_bytes:
             needed = format_bytes(smallest, exact=True)
-            message = f"batch {request.multiple} needs {needed} at least, the budget is {budget}"
+            message = f"batch {first} needs {needed} at least, the budget is {budget}"
         else:
             share = f"{request.max_overhead:.0%}"
-            message = f"no batch from {request.multiple} on trains within {budget} at {share} overhead"
+            message = f"no batch from {first} on trains within {budget} at {share} overhead"
             more = min(0.99, 2 * request.max_overhead or 0.1)
             hint = f"give more (--budget), or allow more: --max-overhead {more:.0%}"
         for one in self.verified:
@@ -271,23 +271,25 @@ class _Prediction:
 
     def largest(self, samples: Mapping[int, StepRecord], fits: int, fails: int | None) -> int:
         """The largest batch predicted to be within both limits, at least ``fits`` and less than ``fails``."""
-        multiple = self.request.multiple
+        sizes = self.request.sizes
 
         def feasible(n: int) -> bool:
-            return self._feasible(samples, n * multiple)
+            return self._feasible(samples, sizes[n])
 
-        low = fits // multiple  # from here on counted in multiples; ``low`` is within the limits, or 0
+        low = sizes.number(fits)  # from here on numbers of sizes; ``low`` is within the limits, or 0
         if fails is None:
-            high = max(low, max(samples) // multiple, 1) + 1
-            farthest = _MAX_EXTRAPOLATION * max(samples) // multiple
-            while high < farthest and (feasible(high) or self._feasible_after_search(samples, high * multiple)):
+            end = sizes.number(_MAX_EXTRAPOLATION * max(samples)) + 1
+            high = max(low, sizes.number(max(samples)), 1) + 1
+            while high < end and (feasible(high) or self._feasible_after_search(samples, sizes[high])):
                 high *= 2
+            high = min(high, end)
         else:
-            high = -(-fails // multiple)
+            high = sizes.number(fails - 1) + 1
         most = _bisect(low, high, feasible)
-        while most + 1 < high and self._feasible_after_search(samples, (most + 1) * multiple):
+        while most + 1 < high and self._feasible_after_search(samples, sizes[most + 1]):
             most = _bisect(most, high, feasible)
-        return _bisect(low, most + 1, lambda n: self.within(samples, n * multiple)) * multiple
+        number = _bisect(low, most + 1, lambda n: self.within(samples, sizes[n]))
+        return sizes[number] if number else 0
 
     def within(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
         """Whether a plan within both limits is known for the step at ``batch``, or found now."""

@@ -50,10 +50,18 @@ Within = Callable[[int, Options, Sequence[Sequence[Schedule]]], Found]
 def plain_reserved_bytes(record: StepRecord) -> int:
     """What the plain run reserves: measured, else as the allocator's model has it under the user's own settings."""
     assert record.memory is not None
-    if record.memory.plain_reserved_bytes:
-        return record.memory.plain_reserved_bytes
-    plain = [plain_schedule(g) for g in record.graphs]
-    return reserved_under(record, plain, record.memory.plain_settings).peak_bytes
+    return record.memory.plain_reserved_bytes or _modelled_plain(record).peak_bytes
+
+
+def plain_allocated_bytes(record: StepRecord) -> int:
+    """The same of allocated bytes: with the rest of blocks that the allocator does not split, up to 1 MiB each."""
+    assert record.memory is not None
+    return record.memory.plain_allocated_bytes or _modelled_plain(record).allocated_peak_bytes
+
+
+def _modelled_plain(record: StepRecord) -> Reserved:
+    assert record.memory is not None
+    return reserved_under(record, [plain_schedule(g) for g in record.graphs], record.memory.plain_settings)
 
 
 def found_within(

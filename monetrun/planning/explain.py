@@ -10,11 +10,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from monetrun.core.errors import PlanMismatch
+from monetrun.core.errors import PlanMismatch, ScheduleError
+from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.core.plan import Plan, Schedule, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.core.step import OUTSIDE, StepRecord, replay
+from monetrun.core.step import OUTSIDE, StepRecord, events_under, replay
 from monetrun.planning import planner
 
 NO_MODULE = "(outside of modules)"
@@ -23,6 +24,8 @@ PARAMETERS, STATE, SCRIPT = "parameters", "optimizer state", "script (batch, buf
 ACTIVATIONS, GRADIENTS = "activations", "gradients of weights"
 PASSING, WORKSPACE = "gradients of activations", "workspace"
 
+_MOST_LARGE = 30
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleCost:
@@ -30,7 +33,7 @@ class ModuleCost:
 
     Attributes:
         module: its path in the model.
-        again: runs of its forward operators in the backward pass.
+        again: runs of its forward operators in the backward pass, less those of the plain step.
         seconds: of these runs, plus what its other implementations cost more than the defaults.
         saved_bytes: saved for the backward by the plain step and not by the plan (negative: by the plan only).
     """
@@ -47,6 +50,15 @@ class Held:
 
     module: str
     tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Large:
+    """A tensor of a graph that is alive at the peak: the operator that wrote it, that one's module, and its bytes."""
+
+    operator: str
+    module: str
     nbytes: int
 
 
@@ -74,6 +86,7 @@ class Explanation:
         peak_name: the operator, or the stretch of the script, at the peak.
         at_peak: bytes allocated there, by kind.
         alive: activations, and gradients of them, alive there, by module, the largest first.
+        largest: the largest single tensors of the graphs alive there.
         modules: all that the plan changes, the most expensive first.
         implementations: all that are not the default, the most frequent first.
         plain_profile: the most bytes during each step of the plain schedules and each stretch of the script, in order.
@@ -90,6 +103,7 @@ class Explanation:
     peak_name: str
     at_peak: dict[str, int]
     alive: tuple[Held, ...]
+    largest: tuple[Large, ...]
     modules: tuple[ModuleCost, ...]
     implementations: tuple[Used, ...]
     plain_profile: tuple[int, ...]
@@ -107,7 +121,7 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
     plain, fast = [plain_schedule(g) for g in record.graphs], planner.plain_in_place(record)
     planned = [g.schedule for g in plan.graphs]
     timeline = replay(record, planned)
-    at_peak, alive = _at_peak(record, planned, timeline.peak_event)
+    contents = _at_peak(record, planned, timeline.peak_event)
     return Explanation(
         plain_peak_bytes=plan.plain_peak_bytes,
         budget_bytes=plan.budget_bytes,
@@ -117,8 +131,9 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
         gap=plan.gap,
         plain_seconds=replay(record, fast).seconds,
         peak_name=timeline.peak_name,
-        at_peak=at_peak,
-        alive=alive,
+        at_peak={kind: nbytes for kind, nbytes in contents.by_kind.items() if nbytes},
+        alive=contents.alive(),
+        largest=contents.largest(),
         modules=_modules(record, fast, planned),
         implementations=_implementations(record, planned),
         plain_profile=_profile(record, plain),
@@ -127,10 +142,18 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
 
 
 def describes(record: StepRecord, plan: Plan) -> bool:
-    """Whether ``plan`` was made for ``record``: it has the same graphs, and the same peak when they are replayed."""
+    """Whether ``plan`` was made for ``record``: it has the same graphs, and the same peak when they are replayed.
+
+    Raises:
+        PlanMismatch: it has the same graphs, and a schedule that breaks the rules of the replay.
+    """
     if [g.fingerprint for g in record.graphs] != [g.fingerprint for g in plan.graphs]:
         return False
-    return replay(record, [g.schedule for g in plan.graphs]).peak_bytes == plan.planned_peak_bytes
+    try:
+        return replay(record, [g.schedule for g in plan.graphs]).peak_bytes == plan.planned_peak_bytes
+    except ScheduleError as error:
+        message = f"the plan's schedules cannot run its graphs: {error.message}"
+        raise PlanMismatch(message, "monetrun plan SCRIPT writes a new one") from error
 
 
 def find_record(plan: Plan, records: Iterable[StepRecord], name: str) -> StepRecord:
@@ -209,6 +232,7 @@ class _Contents:
         self.by_kind[SCRIPT] = record.base_bytes - sum(self.by_kind.values())
         self.by_module: Counter[str] = Counter()
         self.count: Counter[str] = Counter()
+        self.single: Counter[tuple[str, int]] = Counter()  # how many of an operator's name and these bytes
 
     def add(self, graph: Graph, tensors: Iterable[int], sign: int = 1) -> None:
         """Count tensors of ``graph`` as allocated, or as freed (``sign`` -1)."""
@@ -216,6 +240,7 @@ class _Contents:
             tensor, op = graph.tensors[t], graph.operators[graph.writer[t]]
             kind = ACTIVATIONS if op.phase == FORWARD else GRADIENTS if tensor.kept else PASSING
             self.by_kind[kind] += sign * tensor.nbytes
+            self.single[op.name, tensor.nbytes] += sign
             if kind != GRADIENTS:
                 self.by_module[module_of(op.name)] += sign * tensor.nbytes
                 self.count[module_of(op.name)] += sign
@@ -228,15 +253,25 @@ class _Contents:
             else:
                 self.add(graph, (t,), -1)
 
+    def alive(self) -> tuple[Held, ...]:
+        """Activations and their gradients, by module, the largest first."""
+        rows = [Held(m, self.count[m], nbytes) for m, nbytes in self.by_module.items() if nbytes]
+        return tuple(sorted(rows, key=lambda row: (-row.nbytes, row.module)))
 
-def _at_peak(
-    record: StepRecord, schedules: Sequence[Schedule], peak_event: int
-) -> tuple[dict[str, int], tuple[Held, ...]]:
-    """What is allocated at the step's peak, by kind and by module."""
+    def largest(self) -> tuple[Large, ...]:
+        """The largest tensors of the graphs."""
+        rows = [Large(n.rpartition(".")[2], module_of(n), nbytes) for n, nbytes in self.single.elements() if nbytes]
+        return tuple(sorted(rows, key=lambda row: (-row.nbytes, row.module, row.operator))[:_MOST_LARGE])
+
+
+def _at_peak(record: StepRecord, schedules: Sequence[Schedule], peak_event: int) -> _Contents:
+    """What is allocated at the step's peak."""
     contents = _Contents(record)
-    for i, event in enumerate(record.events[: peak_event + 1]):
+    for i, event in enumerate(events_under(record, schedules)[: peak_event + 1]):
         if event.kind == OUTSIDE:
             contents.by_kind[SCRIPT] += event.peak_bytes if i == peak_event else event.delta_bytes
+            for k, t in event.dropped if i < peak_event else ():
+                contents.release(record.graphs[k], (t,))
             continue
         graph, schedule = record.graphs[event.graph], schedules[event.graph]
         cut = len(schedule.forward)
@@ -256,9 +291,7 @@ def _at_peak(
         # writing a kept tensor again allocates a copy; an in-place output reuses storage that is counted already
         contents.add(graph, op.outputs if implementation.in_place_of is None else op.outputs[1:])
         contents.by_kind[WORKSPACE] += record.costs[event.graph].workspace_bytes[op.id][steps[at].implementation]
-    alive = [Held(m, contents.count[m], nbytes) for m, nbytes in contents.by_module.items() if nbytes]
-    by_kind = {kind: nbytes for kind, nbytes in contents.by_kind.items() if nbytes}
-    return by_kind, tuple(sorted(alive, key=lambda row: (-row.nbytes, row.module)))
+    return contents
 
 
 def _peak_step(graph: Graph, costs: Costs, schedule: Schedule, phase: str, released: Sequence[int]) -> int:
@@ -272,11 +305,9 @@ def _peak_step(graph: Graph, costs: Costs, schedule: Schedule, phase: str, relea
 
 
 def _freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> set[int]:
-    """Which of ``released`` the backward has freed before step ``at``: no step from ``at`` on reads them."""
-    freed = set(released)
-    for step in schedule.backward[at - len(schedule.forward) :] if freed else ():
-        freed.difference_update(graph.operators[step.operator].implementations[step.implementation].inputs)
-    return freed
+    """Which of ``released`` the backward has freed before step ``at``."""
+    cut = len(schedule.forward)
+    return {t for t, i in freed_after(graph, schedule, released).items() if cut + i < at}
 
 
 def _bytes_freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> int:
@@ -287,7 +318,7 @@ def _profile(record: StepRecord, schedules: Sequence[Schedule]) -> tuple[int, ..
     """The most that is allocated during each step of the schedules and each stretch of the script."""
     profile: list[int] = []
     starts = replay(record, schedules).start_bytes
-    for start, event in zip(starts, record.events, strict=True):
+    for start, event in zip(starts, events_under(record, schedules), strict=True):
         if event.kind == OUTSIDE:
             profile.append(start + event.peak_bytes)
             continue

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from monetrun.core import codec
 from monetrun.core.plan import Schedule
-from monetrun.core.step import OUTSIDE, Event, StepRecord, replay
+from monetrun.core.step import OUTSIDE, StepRecord, replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,27 @@ class MeasuredStep:
     ranks: tuple[RankIntervals, ...]
 
 
+def as_plain(step: MeasuredStep) -> list[dict[str, Any]]:
+    """The data for JSON; ``largest_...`` are indices in ``intervals``."""
+    return [
+        {
+            "rank": rank.rank,
+            "intervals": [
+                {
+                    **codec.to_plain(interval),
+                    "label": interval.label,
+                    "difference_bytes": interval.difference_bytes,
+                    "difference": interval.difference,
+                }
+                for interval in rank.intervals
+            ],
+            "largest_measured_peak": rank.largest_measured_peak,
+            "largest_difference": rank.largest_difference,
+        }
+        for rank in step.ranks
+    ]
+
+
 def intervals(record: StepRecord, schedules: Sequence[Schedule], measured: Sequence[Stretch]) -> tuple[Interval, ...]:
     """Pair what is planned for each stretch of a step with what was measured in it.
 
@@ -134,15 +157,9 @@ def optimizer_steps(record: StepRecord) -> int:
 
 def _planned(record: StepRecord, schedules: Sequence[Schedule]) -> list[Stretch]:
     """The record's events, with the bytes that ``replay`` derives."""
-    starts = replay(record, schedules).start_bytes
-    above_start: dict[Event, int] = {}
-    found = []
-    for event, start in zip(record.events, starts, strict=True):
-        if event not in above_start:
-            alone = replace(record, events=(event,), base_bytes=0)
-            above_start[event] = replay(alone, schedules).peak_bytes
-        found.append(Stretch(event.kind, event.graph, event.name, start, start + above_start[event], start))
-    return found
+    timeline = replay(record, schedules)
+    rows = zip(record.events, timeline.start_bytes, timeline.high_bytes, strict=True)
+    return [Stretch(e.kind, e.graph, e.name, start, max(start, high), start) for e, start, high in rows]
 
 
 def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:

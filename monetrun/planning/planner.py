@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from monetrun import solve
 from monetrun.core.budget import format_budget, format_bytes
-from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
-from monetrun.core.graph import EXACT, FORWARD, KINDS, Costs, Graph, dominated, without
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.graph import EXACT, FORWARD, KINDS, Graph, dominated, without
 from monetrun.core.options import Options
-from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, plain_schedule
+from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, each_once, plain_schedule
 from monetrun.core.requests import Reserved, reserved
 from monetrun.core.round_graph import RoundGraph, join_round
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, StepTimeline, replay
 from monetrun.planning import device_budget
-from monetrun.planning.device_budget import Found, plain_reserved_bytes
+from monetrun.planning.device_budget import Found, plain_allocated_bytes, plain_reserved_bytes
 from monetrun.planning.separate_graphs import SeparateRound
 from monetrun.solve import greedy
 from monetrun.solve.tidy import in_place_where_legal
@@ -31,13 +31,14 @@ INEXACT_MUST_SAVE = 0.05
 class Baseline:
     """What is known of a step before any budget: the plain step, and the most frugal one.
 
-    The plain step's bytes are those of every operator with its default implementation. Its seconds are fewer where
-    running in place is faster, since the script may do that itself: a plan's overhead is over the faster of the two.
+    The plain step's bytes are those of ``plain_schedule``. Its seconds are fewer where running in place is faster,
+    since the script may do that itself: a plan's overhead is over the faster of the two.
 
     Attributes:
         plain: the plain step.
         frugal: the step with the lowest peak known to be possible.
-        fast_schedules: the plain step, in place wherever an operand is read for the last time; never slower.
+        plain_schedules: the plain step, in place wherever an operand is read for the last time; never slower.
+        fast_schedules: the same, without the recomputation that the script asks for.
         frugal_schedules: of ``frugal``.
         rounds: of the record's rounds, each as one graph where its graphs can be joined.
         searched: the record without implementations that no schedule needs.
@@ -45,6 +46,7 @@ class Baseline:
 
     plain: StepTimeline
     frugal: StepTimeline
+    plain_schedules: tuple[Schedule, ...]
     fast_schedules: tuple[Schedule, ...]
     frugal_schedules: tuple[Schedule, ...]
     rounds: tuple[RoundGraph | SeparateRound, ...]
@@ -66,7 +68,7 @@ class BudgetBelowSmallest(InfeasibleBudget):
         super().__init__(
             f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}\n"
             f"  floor: {base.frugal.peak_name}",
-            f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(plain)})",
+            f"fits: --budget {format_budget(smallest, plain)} (the plain step takes {format_bytes(plain)})",
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
             plain_bytes=plain,
@@ -75,10 +77,15 @@ class BudgetBelowSmallest(InfeasibleBudget):
         self.smallest_schedules = StepSchedules.of(record.graphs, base.frugal_schedules)
 
 
-def plain_in_place(record: StepRecord, options: Options | None = None) -> tuple[Schedule, ...]:
-    """The plain step, in place wherever an operand is read for the last time and ``options`` allow it; never slower."""
+def plain_in_place(
+    record: StepRecord, options: Options | None = None, of: Callable[[Graph], Schedule] = plain_schedule
+) -> tuple[Schedule, ...]:
+    """The schedules ``of`` each graph, in place wherever an operand is read for the last time and ``options`` allow it.
+
+    They are never slower.
+    """
     pairs = zip(record.graphs, record.costs, strict=True)
-    return tuple(in_place_where_legal(g, c, plain_schedule(g), options or Options()) for g, c in pairs)
+    return tuple(in_place_where_legal(g, c, of(g), options or Options()) for g, c in pairs)
 
 
 def _without_dominated(record: StepRecord) -> StepRecord:
@@ -96,12 +103,12 @@ def baseline(record: StepRecord, frugal: Sequence[Schedule] | None = None) -> Ba
     """
     record = _without_dominated(record)
     plain = replay(record, [plain_schedule(g) for g in record.graphs])
-    fast = plain_in_place(record)
+    script, fast = plain_in_place(record), plain_in_place(record, of=each_once)
     rounds = tuple(join_round(record, bounds) or SeparateRound(record, bounds, fast) for bounds in record.rounds)
     pairs = zip(record.graphs, record.costs, strict=True)
     known = tuple(greedy.most_frugal(g, c) for g, c in pairs) if frugal is None else tuple(frugal)
-    fastest = replace(plain, seconds=replay(record, fast).seconds)
-    base = Baseline(fastest, replay(record, known), fast, known, rounds, record)
+    fastest = replace(plain, seconds=replay(record, script).seconds)
+    base = Baseline(fastest, replay(record, known), script, fast, known, rounds, record)
     if frugal is None:
         # the lowest peak of each graph need not give the step's lowest: what one graph saves adds to the others' peaks
         for joined in rounds:
@@ -109,6 +116,8 @@ def baseline(record: StepRecord, frugal: Sequence[Schedule] | None = None) -> Ba
                 base = _with_lower(record, base, joined.least_saving)
             else:
                 base = _with_lower(record, base, joined.split(greedy.most_frugal(joined.graph, joined.costs)))
+        for found in (fast, script):  # the searches may end above them
+            base = _with_lower(record, base, dict(enumerate(found)))
     return base
 
 
@@ -132,9 +141,8 @@ def _with_lower(record: StepRecord, base: Baseline, found: Mapping[int, Schedule
     """The baseline with ``found`` (schedules by graph index) in its most frugal step, where they lower its peak."""
     frugal = tuple(found.get(k, s) for k, s in enumerate(base.frugal_schedules))
     timeline = replay(record, frugal)
-    if timeline.peak_bytes >= base.frugal.peak_bytes:
-        return base
-    return replace(base, frugal=timeline, frugal_schedules=frugal)
+    lower = timeline.peak_bytes < base.frugal.peak_bytes
+    return replace(base, frugal=timeline, frugal_schedules=frugal) if lower else base
 
 
 def plan_step(
@@ -183,7 +191,7 @@ def plan_step(
         reserve = reserved(record, smallest)
         if reserve.peak_bytes > budget_bytes or not _allowed(record, smallest, options):
             raise BudgetBelowSmallest(record, budget_bytes, base) from None
-        found = Found(smallest, base.plain.seconds, "feasible")
+        found = Found(smallest, replay(record, base.fast_schedules).seconds, "feasible")
     return _plan(record, budget_bytes, algorithm, base, found, reserve)
 
 
@@ -220,7 +228,8 @@ def _found_within(
             f"{algorithm} has no plan within {format_bytes(budget_bytes)} after {options.seconds:g} s"
             f"{'' if options.recompute else ', without recomputation'}"
             f"{'' if options.implementations is None else ', with part of the implementations'}",
-            "give it more time (--solver-seconds), more memory, or --algorithm hierarchical",
+            "give it more time (--solver-seconds)"
+            + (" or more memory" if algorithm == "hierarchical" else ", more memory, or --algorithm hierarchical"),
         )
     return found
 
@@ -237,12 +246,13 @@ def _plan(
     overhead = timeline.seconds / plain_seconds - 1.0 if plain_seconds else 0.0
     rows, pool = ledger(record, timeline.peak_bytes), None
     if reserve is not None:
-        pool = Pool(plain_reserved_bytes(record), reserve.small_bytes, reserve.large_bytes)
+        aside = 0 if record.memory is None else record.memory.other_streams_bytes
+        pool = Pool(plain_reserved_bytes(record), reserve.small_bytes, reserve.large_bytes, aside)
         rows["fragmentation"] = pool.planned_bytes - timeline.peak_bytes
     return Plan(
         graphs=tuple(GraphPlan.of(g, s) for g, s in zip(record.graphs, found.schedules, strict=True)),
         budget_bytes=budget_bytes,
-        plain_peak_bytes=(record.memory and record.memory.plain_allocated_bytes) or base.plain.peak_bytes,
+        plain_peak_bytes=base.plain.peak_bytes if record.memory is None else plain_allocated_bytes(record),
         planned_peak_bytes=timeline.peak_bytes,
         overhead=overhead,
         bound=min(overhead, found.bound_seconds / plain_seconds - 1.0) if plain_seconds else 0.0,
@@ -312,8 +322,10 @@ def _solve_rounds(
     solver = solve.solver(algorithm)
     known: list[Sequence[Schedule]] = []
     if solve.algorithm(algorithm).uses_starts:
-        known = [s for s in (base.frugal_schedules, *starts) if _allowed(base.searched, s, options)]
-    schedules = plain_in_place(record, options)
+        known = [
+            s for s in (base.frugal_schedules, base.plain_schedules, *starts) if _allowed(base.searched, s, options)
+        ]
+    schedules = plain_in_place(record, options, each_once)
     # by the graphs of a round: by how much more seconds they cost at least (negative: other implementations are faster)
     added: dict[tuple[int, ...], float] = {}
     status = "optimal"
@@ -347,7 +359,7 @@ def _solve_rounds(
         status = solution.status if status == "optimal" else status
     if replay(record, schedules).peak_bytes > budget_bytes:
         schedules, status = base.frugal_schedules, "feasible"
-    return Found(schedules, base.plain.seconds + _disjoint_sum(added), status)
+    return Found(schedules, replay(record, base.fast_schedules).seconds + _disjoint_sum(added), status)
 
 
 def _disjoint_sum(added: dict[tuple[int, ...], float]) -> float:
@@ -385,16 +397,3 @@ def _peak_in(record: StepRecord, schedules: Sequence[Schedule], bounds: tuple[in
     timeline = replay(cut, schedules)
     own = replace(record, events=record.events[slice(*bounds)], base_bytes=timeline.start_bytes[bounds[0]])
     return replay(own, schedules).peak_bytes
-
-
-def carry_over(plan: GraphPlan, graph: Graph, costs: Costs, budget_bytes: int) -> Schedule | None:
-    """The schedule of ``plan`` for the same model at other shapes; None where it is not valid there or does not fit.
-
-    Implementations are resolved by name, see ``GraphPlan.schedule_for``.
-    """
-    schedule = plan.schedule_for(graph)
-    try:
-        peak = simulate(graph, costs, schedule).peak_bytes
-    except ScheduleError:
-        return None
-    return schedule if peak <= budget_bytes else None

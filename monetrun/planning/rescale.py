@@ -112,6 +112,7 @@ def rescaled(samples: Mapping[int, StepRecord], batch: int) -> StepRecord:
                 line(e.peak_bytes, v.peak_bytes),
                 v.name,
                 v.released,
+                v.dropped,
             )
             for e, v in zip(a.events, b.events, strict=True)
         ),

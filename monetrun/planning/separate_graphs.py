@@ -11,14 +11,20 @@ each graph is solved within its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from monetrun.core.freed import gradients_among
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Operator, Tensor
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, Solution, Step
-from monetrun.core.round_graph import outputs_freed_in_backward, outside_operator, without_unreplayable_reruns
+from monetrun.core.round_graph import (
+    outputs_freed_in_backward,
+    outside_operator,
+    waiting_gradients,
+    without_unreplayable_reruns,
+)
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, call_footprint, replay
 from monetrun.solve import greedy
@@ -44,8 +50,8 @@ class LimitedGraph:
     Two operators are added, which must run once and cost nothing: one before the forward pass, and one at its end,
     whose workspace leaves room for no more saved bytes than the limit. A tensor as large as the difference between
     what the two passes may allocate is alive before the second operator or after it. External tensors that every
-    backward releases are internal here, written by the first operator; they, and released outputs, are freed after
-    their last reader.
+    backward releases are internal here, written by the first operator; they, released outputs and released gradients
+    are freed after their last reader.
     """
 
     graph: Graph
@@ -53,7 +59,7 @@ class LimitedGraph:
     budget_bytes: int
 
     @classmethod
-    def of(cls, graph: Graph, costs: Costs, limits: GraphLimits, released: Collection[int] = ()) -> LimitedGraph:
+    def of(cls, graph: Graph, costs: Costs, limits: GraphLimits, released: Sequence[int] = ()) -> LimitedGraph:
         """``graph`` within ``limits``, where every backward frees ``released`` (external tensors, outputs)."""
         cut, size = graph.forward_count, len(graph.tensors)
         forward_filler = max(0, limits.backward_bytes - limits.forward_bytes)
@@ -61,11 +67,20 @@ class LimitedGraph:
         external = tuple(sorted(t for t in released if graph.tensors[t].external))
         outputs = outputs_freed_in_backward(graph, released)
         freed = (*external, *sorted(outputs))
-        own = [replace(t, external=False, kept=False) if t.id in freed else t for t in graph.tensors]
+        gradients = gradients_among(graph, released)
+        waiting = waiting_gradients(graph, released)
+        own = [
+            replace(t, external=False, kept=False) if t.id in freed or t.id in gradients else t for t in graph.tensors
+        ]
         tensors = (*own, Tensor(size, forward_filler), Tensor(size + 1, backward_filler, kept=True))
 
         def moved(op: Operator, by: int) -> Operator:
-            implementations = (replace(i, usable=i.usable and i.in_place_of not in freed) for i in op.implementations)
+            taken = {*gradients, *freed}
+            more = waiting.get(op.id, ())
+            implementations = (
+                replace(i, inputs=(*dict.fromkeys((*i.inputs, *more)),), usable=i.usable and i.in_place_of not in taken)
+                for i in op.implementations
+            )
             replayable = op.replayable and outputs.isdisjoint(op.outputs)
             return replace(op, id=op.id + by, implementations=tuple(implementations), replayable=replayable)
 
@@ -124,7 +139,7 @@ class SeparateRound:
         self._start_bytes = replay(record, plain).start_bytes[bounds[0]]
         self._calls = Counter(e.graph for e in self._events if e.kind == FORWARD)
         self._released = {
-            k: frozenset.intersection(*(frozenset(e.released) for e in calls))
+            k: [t for t in calls[0].released if all(t in e.released for e in calls)]
             for k in self._calls
             if (calls := [e for e in self._events if e.kind == BACKWARD and e.graph == k])
         }

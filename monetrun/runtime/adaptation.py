@@ -2,57 +2,111 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
 
 from monetrun.capture.joint import JointGraph
-from monetrun.core.budget import format_bytes
-from monetrun.core.errors import InfeasibleBudget, PlanMismatch
-from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.core.errors import PlanMismatch
+from monetrun.core.graph import BACKWARD, EXACT, FORWARD, KINDS, Costs, Graph
 from monetrun.core.options import Options
-from monetrun.core.plan import Plan, Schedule, Solution
-from monetrun.core.simulate import simulate
-from monetrun.core.step import StepRecord, call_footprint, replay
-from monetrun.planning import planner
+from monetrun.core.plan import Plan, Schedule
+from monetrun.core.step import OUTSIDE, Event, StepRecord, call_footprint, replay
+from monetrun.planning import kept, planner
 from monetrun.solve import greedy
 
 # What a loss allocates between forward and backward, as a multiple of the model's outputs, where no step was recorded:
 # log-probabilities, their gradient, and the logits' gradient.
 _LOSS_COPIES = 3
+# Inputs whose shapes a message names.
+_SHAPES_NAMED = 3
 
 
-def adapted_schedule(graph: Graph, costs: Costs, plan: Plan, available_bytes: int, options: Options) -> Schedule:
-    """A schedule for ``graph``: one of the plan's, if it fits at these shapes, or a new one.
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What the script allocates between a graph's forward and its backward, in bytes.
+
+    Attributes:
+        held_bytes: when the backward begins.
+        peak_bytes: at most.
+    """
+
+    held_bytes: int
+    peak_bytes: int
+
+
+def step_of(graph: Graph, costs: Costs, held_bytes: int, outside: Outside, exact: bool) -> StepRecord:
+    """A training step of one graph.
 
     Args:
         graph: without implementations that must not run.
         costs: of it.
+        held_bytes: allocated when its forward begins.
+        outside: what the script allocates between its forward and its backward.
+        exact: whether bytes are counted by the allocator.
+    """
+    events = (
+        Event(FORWARD, 0),
+        Event(OUTSIDE, -1, outside.held_bytes, outside.peak_bytes),
+        Event(BACKWARD, 0),
+        Event(OUTSIDE, -1, -outside.held_bytes, 0),
+    )
+    return StepRecord((graph,), (costs,), events, held_bytes, {}, costs.device, torch.__version__, exact)
+
+
+def adapted_schedule(step: StepRecord, plan: Plan, budget_bytes: int, options: Options) -> Schedule:
+    """A schedule for a step of one graph: one of the plan's, if it fits at these shapes, or a new one.
+
+    As in every plan, implementations that are not exact are used only where nothing else fits or they save enough.
+
+    Args:
+        step: see ``step_of``.
         plan: for other shapes.
-        available_bytes: the budget, less what is allocated outside this graph.
+        budget_bytes: what the step may have allocated.
         options: for the solver.
 
     Raises:
-        InfeasibleBudget: nothing fits.
+        InfeasibleBudget, NoPlanInTime: nothing fits.
     """
+    graph, costs = step.graphs[0], step.costs[0]
+    available = budget_bytes - step.base_bytes
+    starts = []
     for candidate in plan.graphs:
         if candidate.structural_fingerprint == graph.structural_fingerprint:
-            carried = planner.carry_over(candidate, graph, costs, available_bytes)
-            if carried is not None:
+            carried = kept.carry_over(candidate, graph, costs, available)
+            if carried is None or replay(step, [carried]).peak_bytes > budget_bytes:
+                continue
+            if not inexact(graph, carried):
                 return carried
-    solution: Solution = greedy.solve(graph, costs, available_bytes, options)
-    if solution.schedule is not None:
-        return solution.schedule
-    frugal = greedy.most_frugal(graph, costs)
-    peak = simulate(graph, costs, frugal).peak_bytes
-    if peak <= available_bytes:
-        return frugal
-    smallest = plan.budget_bytes - available_bytes + peak
-    raise InfeasibleBudget(
-        f"{graph.name} at these shapes needs {format_bytes(smallest, exact=True)} at least, "
-        f"the budget is {format_bytes(plan.budget_bytes)}",
-        "give more (--budget), or feed smaller batches",
-        budget_bytes=plan.budget_bytes,
-        smallest_bytes=smallest,
-    )
+            starts.append([carried])
+    kinds = KINDS if options.implementations is None else options.implementations
+    for allowed in (replace(options, implementations=(*kinds, EXACT)), options):
+        frugal = greedy.most_frugal(graph, costs, allowed, enough_bytes=available)
+        if replay(step, [frugal]).peak_bytes <= budget_bytes:
+            break
+    known = planner.baseline(step, [frugal])
+    made = planner.plan_step(step, budget_bytes, "greedy", options, known, starts)
+    return made.graphs[0].schedule_for(graph)
+
+
+def inexact(graph: Graph, schedule: Schedule) -> list[str]:
+    """The implementations in ``schedule`` that are not bitwise identical to eager, by name; each once."""
+    steps = (*schedule.forward, *schedule.backward)
+    used = (graph.operators[s.operator].implementations[s.implementation] for s in steps)
+    return sorted({implementation.name for implementation in used if not implementation.exact})
+
+
+def input_shapes(joint: JointGraph) -> str:
+    """The shapes of the inputs that each step replaces, for messages: ``"16x3x224x224, 16"``."""
+    shapes = []
+    for node in joint.primals:
+        if isinstance(node, torch.fx.Node) and joint.storage.get(node) in joint.transient:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                shapes.append("x".join(map(str, value.shape)) or "scalar")
+    return ", ".join(shapes[:_SHAPES_NAMED]) or "these shapes"
 
 
 def check_same_model(graph: Graph, plan: Plan) -> None:
@@ -68,10 +122,11 @@ def check_same_model(graph: Graph, plan: Plan) -> None:
         )
 
 
-def outside_bytes(joint: JointGraph, record: StepRecord | None, plan: Plan) -> int:
-    """An estimate of the bytes that the step allocates outside this graph between its forward and its backward.
+def outside(joint: JointGraph, record: StepRecord | None, schedules: Sequence[Schedule]) -> Outside:
+    """An estimate of what the step allocates outside this graph between its forward and its backward.
 
-    Scaled by the bytes of the graph's outputs from what ``record`` has of the same graph at other shapes.
+    Scaled by the bytes of the graph's outputs from what ``record`` has of the same graph at other shapes, under
+    ``schedules`` of its graphs.
     """
     graph = joint.graph
     outputs = {joint.storage[n] for n in joint.outputs if isinstance(n, torch.fx.Node) and n in joint.storage}
@@ -79,15 +134,26 @@ def outside_bytes(joint: JointGraph, record: StepRecord | None, plan: Plan) -> i
     for k, known in enumerate(record.graphs if record is not None else ()):
         if record is not None and known.structural_fingerprint == graph.structural_fingerprint:
             recorded = sum(t.nbytes for t in known.tensors if t.id in outputs and not t.external)
-            outside = _recorded_outside_bytes(record, [g.schedule for g in plan.graphs], k)
-            return int(outside * max(1.0, now / recorded)) if recorded else outside
-    return _LOSS_COPIES * now
+            growth = max(1.0, now / recorded) if recorded else 1.0
+            then = _recorded_outside(record, schedules, k)
+            return Outside(math.ceil(then.held_bytes * growth), math.ceil(then.peak_bytes * growth))
+    return Outside(_LOSS_COPIES * now, _LOSS_COPIES * now)
 
 
-def _recorded_outside_bytes(record: StepRecord, schedules: list[Schedule], k: int) -> int:
-    """How much more is allocated under graph ``k``'s backward than under its forward, at most."""
-    starts = list(zip(record.events, replay(record, schedules).start_bytes, strict=True))
+def _recorded_outside(record: StepRecord, schedules: Sequence[Schedule], k: int) -> Outside:
+    """How much more is allocated under graph ``k``'s backward, and before it, than under its forward, at most."""
+    timeline = replay(record, schedules)
     saved = call_footprint(record.graphs[k], record.costs[k], schedules[k]).saved_bytes
-    forward = [start for event, start in starts if event.graph == k and event.kind == FORWARD]
-    backward = [start - saved for event, start in starts if event.graph == k and event.kind == BACKWARD]
-    return max(0, max(backward, default=0) - min(forward, default=0))
+    held = peak = 0
+    forwards: list[int] = []  # calls without a backward yet: the events after them
+    for i, event in enumerate(record.events):
+        if event.graph != k:
+            continue
+        if event.kind == FORWARD:
+            forwards.append(i + 1)
+        elif forwards:
+            first = forwards.pop()
+            before = timeline.start_bytes[first - 1] + saved
+            held = max(held, timeline.start_bytes[i] - before)
+            peak = max(peak, *(high - before for high in timeline.high_bytes[first:i]), 0)
+    return Outside(held, max(held, peak))

@@ -1,62 +1,96 @@
-"""All ranks run one plan: rank 0's."""
+"""All ranks run one plan, rank 0's, within the smallest of their budgets.
+
+A launch's nodes agree before their workers start (``launcher.nodes``). Here ranks agree that plan as they train, over
+the store of their process group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+import json
+from collections.abc import Callable, Sequence
 
 import torch
 
 from monetrun.core import codec
 from monetrun.core.errors import MonetrunError, PlanMismatch
 from monetrun.core.plan import Plan
+from monetrun.runtime import exchange
+from monetrun.runtime.exchange import Refusal
+
+# How much later than another rank one may come to plan. Ranks that train one model have just made a step together; one
+# that does not come trains nothing, or something else.
+_PATIENCE_SECONDS = 60.0
+
+# Rank 0 is alive, and measures or plans: as long as a process group waits.
+_PLANNING_SECONDS = 1800.0
+
+_numbers = itertools.count()  # of agreements: all ranks come to the same ones in the same order
 
 
-def check_same_plan(plan: Plan, device: torch.device) -> None:
-    """Compare this rank's plan with rank 0's, over ``device``, this rank's; nothing to do in a process of its own.
+def largest(value: int) -> int:
+    """The largest ``value`` of all ranks, in all of them; 0 in a rank that waits in vain for another's."""
+    if not several_ranks():
+        return value
+    distributed = torch.distributed
+    store, rank = distributed.distributed_c10d._get_default_store(), distributed.get_rank()
+    prefix = f"monetrun/largest/{next(_numbers)}"
+    exchange.post(store, f"{prefix}/{rank}", str(value))
+    keys = [f"{prefix}/{k}" for k in range(distributed.get_world_size())]
+    if not exchange.wait_until(lambda: all(exchange.is_posted(store, key) for key in keys), _PATIENCE_SECONDS):
+        return 0
+    return max(int(exchange.read(store, key)) for key in keys)
+
+
+def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "") -> Plan:
+    """Call ``make`` in rank 0, with the budgets of all ranks, and give its plan in all of them.
+
+    Args:
+        make: gives the plan; rank 0's is called, and that of a rank which waits in vain for rank 0.
+        budget: this rank's.
 
     Raises:
-        PlanMismatch: they differ.
+        MonetrunError: in all ranks, what ``make`` raised in rank 0.
     """
     if not several_ranks():
-        return
-    digests = [plan.digest]
-    _broadcast(digests, device)
-    if digests[0] != plan.digest:
-        raise PlanMismatch(
-            f"rank {torch.distributed.get_rank()} has plan {plan.digest}, rank 0 has {digests[0]}",
-            "give all nodes the same --plan, or clear their caches (monetrun cache clear)",
-        )
+        return make([budget])
+    distributed = torch.distributed
+    store, rank, size = (
+        distributed.distributed_c10d._get_default_store(),
+        distributed.get_rank(),
+        distributed.get_world_size(),
+    )
+    prefix = f"monetrun/plan/{next(_numbers)}"
+    exchange.post(store, f"{prefix}/budget/{rank}", budget)
+    keys = [f"{prefix}/budget/{k}" for k in range(size)]
+    if rank:
+        if not exchange.wait_until(lambda: exchange.is_posted(store, keys[0]), _PATIENCE_SECONDS):
+            return make([budget])
+        return _rank_0s(store, prefix, size)
+    exchange.wait_until(lambda: all(exchange.is_posted(store, key) for key in keys), _PATIENCE_SECONDS)
+    try:
+        plan = make([exchange.read(store, key) for key in keys if exchange.is_posted(store, key)])
+    except MonetrunError as error:
+        exchange.post(store, f"{prefix}/made", json.dumps({"refusal": codec.to_plain(Refusal.of(error))}))
+        exchange.leave_together(store, f"{prefix}/left", size)
+        raise
+    exchange.post(store, f"{prefix}/made", json.dumps({"plan": codec.to_plain(plan)}))
+    return plan
 
 
-def plan_in_rank_0(make: Callable[[], Plan], device: torch.device) -> Plan:
-    """Call ``make`` in rank 0, and give its plan in all ranks; ``device``: this rank's, which NCCL needs.
-
-    Raises:
-        MonetrunError: in rank 0, what ``make`` raised.
-        PlanMismatch: in the others, rank 0 has no plan.
-    """
-    if not several_ranks():
-        return make()
-    plans: list[Any] = [None]
-    error: MonetrunError | None = None
-    if torch.distributed.get_rank() == 0:
-        try:
-            plans = [codec.dumps(make())]
-        except MonetrunError as failure:
-            error = failure
-    _broadcast(plans, device)
-    if error is not None:
-        raise error
-    if plans[0] is None:
-        raise PlanMismatch("rank 0 found no plan", "its own message says why")
-    return codec.loads(Plan, plans[0])
-
-
-def _broadcast(objects: list[Any], device: torch.device) -> None:
-    """Replace ``objects`` by rank 0's. NCCL sends over a CUDA device, and has to know which: not always the current."""
-    over = device if "gloo" not in torch.distributed.get_backend() else None
-    torch.distributed.broadcast_object_list(objects, src=0, device=over)
+def _rank_0s(store: torch.distributed.Store, prefix: str, size: int) -> Plan:
+    try:
+        found = exchange.wait_until(lambda: exchange.is_posted(store, f"{prefix}/made"), _PLANNING_SECONDS)
+        made = json.loads(exchange.read(store, f"{prefix}/made")) if found else {}
+    except RuntimeError as error:
+        raise PlanMismatch("rank 0 ended before it had a plan", "its own message says why") from error
+    if "refusal" in made:
+        exchange.leave_together(store, f"{prefix}/left", size)
+        raise codec.from_plain(Refusal, made["refusal"]).error()
+    if "plan" not in made:
+        raise PlanMismatch("rank 0 found no plan in time", "--solver-seconds sets how long it may plan")
+    plan: Plan = codec.from_plain(Plan, made["plan"])
+    return plan
 
 
 def several_ranks() -> bool:

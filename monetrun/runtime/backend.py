@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,13 +13,19 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from monetrun.capture import execute
+from monetrun.capture import execute, gradient_forms
+from monetrun.capture import program as programs
+from monetrun.capture.double_backward import repeatable
+from monetrun.capture.gradient_order import GradientOrder
 from monetrun.capture.guards import FailedGuards, Guards
+from monetrun.capture.in_turn import InTurn, Turns, in_turn
 from monetrun.capture.joint import JointGraph, capture
+from monetrun.capture.output_gradients import AbsentGradients, stay_absent
 from monetrun.capture.tracing import operators_kept_whole
-from monetrun.core.graph import BACKWARD, FORWARD
+from monetrun.core.graph import BACKWARD, FORWARD, Graph
 from monetrun.core.plan import Schedule
-from monetrun.ops.random import DECOMPOSITIONS
+from monetrun.ops import random
+from monetrun.runtime import breaks
 from monetrun.runtime.call_timing import CallTiming, Run
 from monetrun.runtime.step_meter import StepMeter
 
@@ -36,6 +42,13 @@ class Chooser(Protocol):
             MonetrunError: no schedule fits.
         """
 
+    def check_room(self, fingerprint: str) -> None:
+        """A graph's forward is about to run under a plan.
+
+        Raises:
+            MemoryShort: there is no room for its step.
+        """
+
 
 class CallObserver(Protocol):
     """Sees the calls of captured graphs with their tensors."""
@@ -44,7 +57,16 @@ class CallObserver(Protocol):
         """A graph's forward or backward is about to run on these arguments (see ``execute.build``)."""
 
     def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
-        """It has run, with these results."""
+        """It has run; a forward with these results."""
+
+    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """A graph's backward, which runs, is about to give gradients.
+
+        Args:
+            graph: its number.
+            nodes: their nodes in the joint graph.
+            gradients: the tensors.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +75,26 @@ class PlannedCallMeters:
 
     timing: CallTiming
     steps: StepMeter
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingBackward:
+    """What a backward that is compiled later has to know.
+
+    Attributes:
+        number: of its graph.
+        order: of the graph's gradients.
+        by_turns: the backward by turns; None: it gives all at once.
+        watched: with ``by_turns``, while a step is recorded: the joint graph's nodes of each turn's gradients.
+    """
+
+    number: int
+    order: GradientOrder
+    by_turns: InTurn | None
+    watched: Sequence[Sequence[Any]]
+
+    def __deepcopy__(self, memo: Any) -> _PendingBackward:
+        return self  # AOTAutograd copies the module with its meta
 
 
 class Backend:
@@ -82,20 +124,32 @@ class Backend:
         self.observer = observer
         self.meters = meters
         self.captured = 0
+        self._order = GradientOrder()  # of the graph that is being compiled
+        self._draws_on: tuple[torch.device, ...] = ()  # the same graph
         self._guards: list[Guards] = []  # of the schedules that run under a plan, for each graph that has any
         self._aot = aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
             inference_compiler=lambda module, inputs: execute.boxed(module),
             partition_fn=self._partition,
-            decompositions=DECOMPOSITIONS,
+            decompositions=random.DECOMPOSITIONS,
             keep_inference_input_mutations=True,
         )
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one of Dynamo's graphs."""
-        with operators_kept_whole(), torch._functorch.config.patch(donated_buffer=False):
-            return self._aot(module, inputs)  # type: ignore[no-any-return]
+        """Compile one of Dynamo's graphs.
+
+        Raises:
+            CaptureFailed: it cannot be captured.
+        """
+        breaks.check_static(module)
+        breaks.check_checkpoints(module)
+        self._order = order = GradientOrder()
+        self._draws_on = ()
+        without_donation = torch._functorch.config.patch(donated_buffer=False)
+        with operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
+            compiled = stay_absent(self._aot(module, inputs))
+            return order.kept(repeatable(compiled, module, self._draws_on))
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
@@ -111,8 +165,10 @@ class Backend:
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         started = time.perf_counter()
+        self._draws_on = random.devices(module)
         with unset_fake_temporarily():  # also in a trial run on fake tensors, real kernels are queried for their needs
             joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
+            self._order.captured(joint)
             number, schedule = self.chooser.choose(joint)
             costs = None if self.meters is None else self.meters.timing.costs_of(joint)
         modules = execute.build(joint, schedule, costs)
@@ -121,29 +177,66 @@ class Backend:
         guards = joint.guards if self.meters is None else joint.guards.of(schedule)
         if guards.used and self.meters is not None:
             self._guards.append(guards)
-        for part in modules:  # the backward may be compiled much later, after other graphs
-            part.meta["monetrun"] = (number, guards)
+        forward, backward = modules
+        forward.meta["monetrun"] = (number, guards)
+        # it may be compiled much later, after other graphs
+        by_turns = self._order.in_turn(backward)
+        watched: list[list[Any]] = []
+        if by_turns is not None and self.observer is not None:
+            watched = [[joint.gradients[k] for k in turn] for turn in by_turns.turns]
+        backward.meta["monetrun"] = _PendingBackward(number, self._order, by_turns, watched)
         return modules
 
     def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         number, guards = module.meta["monetrun"]
-        run = execute.boxed(module)
         if self.meters is None:
-            return self._observed(FORWARD, number, guards.watching(run))
-        timed = self._timed(run, module)
-        return guards.checking(_measured(self.meters.steps, FORWARD, number, timed))  # type: ignore[no-any-return]
+            return self._observed(FORWARD, number, guards.watching(execute.boxed(module)))
+        timed = self._timed(module)
+        return guards.checking(self._with_room(guards.graph, _measured(self.meters.steps, FORWARD, number, timed)))
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
-        number, _ = module.meta["monetrun"]
+        pending: _PendingBackward = module.meta["monetrun"]
+        number, by_turns = pending.number, pending.by_turns
+        absent = AbsentGradients(module, inputs)
+        if by_turns is not None:
+            turns = by_turns.run
+            if self.meters is not None:
+                turns = self._timed_by_turns(turns, module, pending.order)
+                turns = _measured_by_turns(self.meters.steps, number, turns)
+            elif self.observer is not None:
+                turns = _observed_by_turns(self.observer, number, pending.watched, turns)
+            turns = gradient_forms.fitting(absent.by_turns(by_turns, turns), module, inputs)
+            return pending.order.by_turns(by_turns, turns)
         if self.meters is None:
-            return self._observed(BACKWARD, number, execute.boxed(module))
-        return _measured(self.meters.steps, BACKWARD, number, self._timed(execute.boxed(module), module))
+            run = self._observed(BACKWARD, number, execute.boxed(module))
+        else:
+            run = _measured(self.meters.steps, BACKWARD, number, self._timed(module))
+        return gradient_forms.fitting(absent.at_once(run), module, inputs)
 
-    def _timed(self, run: Run, module: fx.GraphModule) -> Run:
-        """``run``, which runs ``module``, timed in its early calls."""
+    def _with_room(self, graph: Graph, run: Run) -> Run:
+        """``run``, which begins only where there is room for its step."""
+        check, fingerprint = self.chooser.check_room, graph.fingerprint
+
+        def checked(arguments: list[Any]) -> Any:
+            check(fingerprint)
+            return run(arguments)
+
+        checked._boxed_call = True  # type: ignore[attr-defined]
+        return checked
+
+    def _timed(self, module: fx.GraphModule) -> Run:
+        """Runs ``module``, timed in its early calls."""
         assert self.meters is not None
+        run = (programs.program(module) if programs.runs_on_cuda(module) else None) or execute.boxed(module)
         timed = execute.timed(module, self.meters.timing.extra)
         return self.meters.timing.early_calls(run, None if timed is None else execute.boxed(timed))
+
+    def _timed_by_turns(self, run: Turns, module: fx.GraphModule, order: GradientOrder) -> Turns:
+        """``_timed`` of a backward that gives its gradients by turns."""
+        assert self.meters is not None
+        timed = execute.timed(module, self.meters.timing.extra)
+        early = None if timed is None else in_turn(timed, order.results).run
+        return self.meters.timing.early_calls_by_turns(run, early)
 
     def _observed(self, phase: str, number: int, run: Run) -> Run:
         observer = self.observer
@@ -169,3 +262,25 @@ def _measured(steps: StepMeter, phase: str, number: int, run: Run) -> Run:
 
     measured._boxed_call = True  # type: ignore[attr-defined]
     return measured
+
+
+def _measured_by_turns(steps: StepMeter, number: int, run: Turns) -> Turns:
+    def measured(arguments: list[Any]) -> Generator[list[Any], None, Any]:
+        steps.call_begins()
+        results = yield from run(arguments)
+        steps.call_ended(BACKWARD, number)
+        return results
+
+    return measured
+
+
+def _observed_by_turns(observer: CallObserver, number: int, turns: Sequence[Sequence[Any]], run: Turns) -> Turns:
+    def observed(arguments: list[Any]) -> Generator[list[Any], None, Any]:
+        observer.call_begins(BACKWARD, number, arguments)
+        for nodes, gradients in zip(turns, run(arguments), strict=True):
+            observer.gradients_given(number, nodes, gradients)
+            yield gradients
+        observer.call_ended(BACKWARD, number, ())
+        return None
+
+    return observed

@@ -7,26 +7,31 @@ import torch
 from monetrun.capture.meter import Meter
 from monetrun.core.budget import AUTO, CUDA_RESERVE_BYTES, SHARE_OF_FREE, parse, resolve
 from monetrun.machine.device import MemoryInfo, query
+from monetrun.runtime.settings import Settings
 
 
-def budget_here(text: str, device: torch.device, meter: Meter, plain_bytes: int) -> int:
-    """The budget in bytes; what this process holds already counts as free.
+def budget_here(settings: Settings, device: torch.device, meter: Meter) -> str:
+    """The budget of this process, in ``--budget``'s grammar: in bytes, or as a share of the plain peak.
+
+    What this process holds already counts as free.
 
     Args:
-        text: in ``--budget``'s grammar.
+        settings: of the process.
         device: of the models.
         meter: of that device.
-        plain_bytes: what the plain step takes.
 
     Raises:
         DeviceQueryFailed: the free memory could not be read.
+        UsageError: nothing is left on the device.
     """
-    budget = parse(text)
-    free = None
-    if budget.kind in (AUTO, SHARE_OF_FREE):
-        held = max(meter.current_bytes(), meter.reserved_peak_bytes())
-        free = _own_memory(device).free_bytes + held
-    return resolve(budget, free, plain_bytes, CUDA_RESERVE_BYTES if device.type == "cuda" else 0)
+    budget = parse(settings.budget)
+    if settings.budget_bytes:
+        return f"{settings.budget_bytes}B"
+    if budget.kind not in (AUTO, SHARE_OF_FREE):
+        return budget.text
+    held = max(meter.current_bytes(), meter.reserved_peak_bytes())
+    free = _own_memory(device).free_bytes + held
+    return f"{resolve(budget, free, None, CUDA_RESERVE_BYTES if device.type == 'cuda' else 0)}B"
 
 
 def _own_memory(device: torch.device) -> MemoryInfo:

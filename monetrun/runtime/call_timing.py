@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from monetrun.capture import cost
 from monetrun.capture.clock import clock_of
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.execute import Stopwatch
+from monetrun.capture.in_turn import Turns
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
 from monetrun.core.graph import Costs
@@ -67,20 +69,29 @@ class CallTiming:
 
     def early_calls(self, run: Run, timed: Run | None = None) -> Run:
         """``run``, timed in a few early calls, in which ``timed`` runs in its place if given."""
-        calls = 0
+        numbers = itertools.count()
 
         def call(arguments: list[Any]) -> Any:
-            nonlocal calls
-            if calls >= _TIMED_CALLS.stop:
+            if next(numbers) not in _TIMED_CALLS:
                 return run(arguments)
-            calls += 1
-            return self._time(timed or run, arguments) if calls - 1 in _TIMED_CALLS else run(arguments)
+            self.calls.start()
+            result = (timed or run)(arguments)
+            self.calls.stop()
+            return result
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-    def _time(self, run: Run, arguments: list[Any]) -> Any:
-        self.calls.start()
-        result = run(arguments)
-        self.calls.stop()
-        return result
+    def early_calls_by_turns(self, run: Turns, timed: Turns | None = None) -> Turns:
+        """``early_calls`` of a backward that gives its gradients by turns; what takes these is timed with it."""
+        numbers = itertools.count()
+
+        def call(arguments: list[Any]) -> Generator[list[Any], None, Any]:
+            if next(numbers) not in _TIMED_CALLS:
+                return (yield from run(arguments))
+            self.calls.start()
+            result = yield from (timed or run)(arguments)
+            self.calls.stop()
+            return result
+
+        return call

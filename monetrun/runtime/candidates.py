@@ -7,14 +7,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
+from monetrun.runtime import sharding
 from monetrun.runtime.planned_calls import PlannedCall, Trigger
-
-
-def optimizers() -> list[Optimizer]:
-    """All optimizers that exist in the process."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
 
 
 def owners(trained: set[int]) -> list[nn.Module]:
@@ -34,6 +29,13 @@ def owners(trained: set[int]) -> list[nn.Module]:
     return [m for m in modules if "_parameters" in m.__dict__ and "_modules" in m.__dict__ and check(m)]
 
 
+def outermost_name(modules: Iterable[nn.Module]) -> str:
+    """The kind of the module among these that no other of them contains."""
+    modules = list(modules)
+    within = {id(child) for module in modules for child in module.modules() if child is not module}
+    return ", ".join(dict.fromkeys(type(m).__name__ for m in modules if id(m) not in within)) or "a model"
+
+
 def unplannable(module: nn.Module) -> str | None:
     """Why a module cannot be planned, or None."""
     if isinstance(module, torch.jit.ScriptModule):
@@ -41,8 +43,8 @@ def unplannable(module: nn.Module) -> str | None:
     if isinstance(module, nn.DataParallel):
         return "DataParallel replicates it in one process; use DistributedDataParallel"
     kind = type(module).__name__
-    if kind in ("FullyShardedDataParallel", "FSDPModule") or kind.startswith("FSDP"):
-        return "FSDP shards its parameters, which a plan of the whole model does not see"
+    if reason := sharding.unplannable(module):
+        return reason
     if kind == "OptimizedModule" or (
         module._compiled_call_impl is not None and not isinstance(module._compiled_call_impl, (Trigger, PlannedCall))
     ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,28 +32,43 @@ class DeviceRecorder:
         self._base: tuple[Segment, ...] = ()
         self._batch: tuple[int, ...] = ()
         self._library_bytes = 0
+        self._elsewhere: list[int] = []  # of each stretch
+        self._other_streams_bytes = 0
 
     def begin(self, joints: Sequence[JointGraph], joint: JointGraph, arguments: Sequence[Any]) -> None:
         """The step begins with the forward of ``joint``: from now on only the step itself allocates."""
         targets = {op.target for j in joints for op in j.graph.operators}
-        if allocator_history.use_library_workspaces(targets):
+        self._begin(allocator_history.use_library_workspaces(targets), _transient(joint, arguments))
+
+    def begin_before_graphs(self, arguments: Iterable[Any]) -> None:
+        """The step begins with a model's call on ``arguments``; its graphs are not known yet."""
+        self._begin(True, (value for value in arguments if isinstance(value, torch.Tensor)))
+
+    def _begin(self, libraries: bool, batch: Iterable[torch.Tensor]) -> None:
+        if libraries:
             allocator_history.warm_up_libraries(self.device)
         torch.cuda.empty_cache()
         self._base = allocator_history.segments(self.device)
-        self._batch = _batch(joint, arguments)
+        self._batch = _bytes_of(batch)
         self._history.start()
 
     def stretch_ended(self, kind: str) -> None:
         """A stretch of the step has ended."""
         self._requests.append(self._history.piece() if kind == OUTSIDE else self._history.skip())
+        self._elsewhere.append(self._history.elsewhere_bytes)
 
     def requests(self, stretch: int) -> tuple[int, ...]:
         """The script's requests in a stretch, see ``Event.requests``."""
         return self._requests[stretch]
 
+    def elsewhere_bytes(self, stretch: int) -> int:
+        """What the script has allocated on other streams in a stretch, see ``Event.elsewhere_bytes``."""
+        return self._elsewhere[stretch]
+
     def end(self) -> int:
         """Nothing is recorded from now on; gives the bytes of the workspaces that cuBLAS keeps, and frees them."""
         self._history.stop()
+        self._other_streams_bytes = allocator_history.other_streams_bytes(self.device)
         self._library_bytes = allocator_history.clear_library_workspaces(self.device)
         return self._library_bytes
 
@@ -67,14 +82,22 @@ class DeviceRecorder:
             base=self._base,
             library_bytes=self._library_bytes,
             batch=self._batch,
+            other_streams_bytes=self._other_streams_bytes,
         )
 
 
-def _batch(joint: JointGraph, arguments: Sequence[Any]) -> tuple[int, ...]:
-    """Bytes of the inputs on a CUDA device that are neither parameters nor buffers, each storage once."""
-    found: dict[int, int] = {}
+def _transient(joint: JointGraph, arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The inputs that are neither parameters nor buffers."""
     for node, value in zip(joint.primals, arguments, strict=True):
         t = joint.storage.get(node) if isinstance(node, fx.Node) else None
-        if t in joint.transient and isinstance(value, torch.Tensor) and value.device.type == "cuda":
-            found[value.untyped_storage()._cdata] = block_bytes(value.untyped_storage())
+        if t in joint.transient and isinstance(value, torch.Tensor):
+            yield value
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Bytes of those on a CUDA device, each storage once."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            found[tensor.untyped_storage()._cdata] = block_bytes(tensor.untyped_storage())
     return tuple(found.values())

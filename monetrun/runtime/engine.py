@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import meter_for
 from monetrun.core import codec
 from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.budget import parse, resolve
 from monetrun.core.plan import Plan, Schedule
-from monetrun.core.step import StepRecord
+from monetrun.core.step import Break, StepRecord
 from monetrun.machine.store import Store
 from monetrun.ops import kernels
 from monetrun.planning import planner
-from monetrun.runtime import agreement, probe
+from monetrun.runtime import agreement
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.backend import Backend, PlannedCallMeters
 from monetrun.runtime.budget_here import budget_here
 from monetrun.runtime.call_timing import CallTiming
 from monetrun.runtime.recorder import Recorder
+from monetrun.runtime.room import Shortage
 from monetrun.runtime.running_plan import RunningPlan
+from monetrun.runtime.second_step import SecondStep, followed
 from monetrun.runtime.settings import PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
 
@@ -45,15 +49,17 @@ class Engine:
         trained_parameters: gives the parameters of all optimizers.
         warn: called with what the user should know.
         plan: to run; None: that of ``settings``, if any.
+        note: called with what happens to the plan.
 
     Attributes:
         generation: goes up when models have to be compiled anew.
         recorder: while a step is recorded.
         running: from then on, the plan that runs.
         known: measured costs, by the operators' signatures.
+        breaks: modules that are not captured whole, by ``Break.module``.
 
     Raises:
-        PlanMismatch: the plan was made with another torch, or is not rank 0's.
+        PlanMismatch: the plan was made with another torch.
     """
 
     def __init__(
@@ -63,11 +69,12 @@ class Engine:
         trained_parameters: Callable[[], list[torch.Tensor]],
         warn: Callable[[str], None],
         plan: Plan | None = None,
+        note: Callable[[str], None] = _log.info,
     ) -> None:
         self.settings = settings
         self.device = device
         self.trained_parameters = trained_parameters
-        self.warn = warn
+        self.warn, self.note = warn, note
         self.meter = meter_for(device)
         if not kernels.load(device.type):
             _log.info("torch.ops.monet runs its references: %s", kernels.unavailable_reason(device.type))
@@ -75,21 +82,21 @@ class Engine:
         self.known = cost_store.load(self.store, device)
         self.meters = PlannedCallMeters(CallTiming(self.meter, self.known), StepMeter(self.meter))
         self.generation = 0
-        self.recorder: Recorder | None = None
+        self.breaks: dict[str, Break] = {}
+        self.recorder: Recorder | SecondStep | None = None
         self.running: RunningPlan | None = None
         self._step_recorded = False
         self._looked = False
-        self._compiled = False  # a graph, since traces were dropped last
-        if plan is None and settings.plan_file:
-            plan = codec.loads(Plan, Path(settings.plan_file).read_text())
+        self._traces = _Traces()
+        plan = _given_plan(plan, settings)
         if plan is None:
             model = roofline.parse(settings.cost_model)
             plain = AllocatorSettings() if settings.own_allocator else None
             self.recorder = Recorder(self.meter, device, self.known, model, plain)
             return
         record = codec.loads(StepRecord, Path(settings.record_file).read_text()) if settings.record_file else None
+        self.breaks = {b.module: b for b in record.breaks} if record is not None else {}
         self._run(plan, record)
-        agreement.check_same_plan(plan, self.device)
 
     def close(self) -> None:
         """Lift the allocation limit, and drop what refers to parameters: torch keeps its last backend, and so this."""
@@ -109,25 +116,19 @@ class Engine:
     # ---- the plan
 
     def _run(self, plan: Plan, record: StepRecord | None) -> None:
-        self.running = RunningPlan(self.settings, self.device, self.meters.steps, self.known, plan, record)
+        self.running = RunningPlan(self.settings, self.device, self.meters.steps, self.known, plan, record, self.note)
 
     def _plan_recorded_step(self) -> None:
         """Plan the recorded step, in rank 0 for all, and have all models compiled anew."""
         assert self.recorder is not None
-        self._drop_traces()
-        record = self.recorder.record(self.recorder.measure(self.store))
+        self._traces.drop()
+        record = self.recorder.record(self.recorder.measure(self.store), self.breaks.values())
         self.known.update(self.recorder.known)
-        plan = agreement.plan_in_rank_0(lambda: self._planned(record), self.device)
+        budget = budget_here(self.settings, self.device, self.meter)
+        plan = agreement.plan_in_rank_0(lambda budgets: _planned(self, record, budgets), budget)
         self._run(plan, record)
         self.recorder = None
         self.generation += 1
-
-    def _planned(self, record: StepRecord) -> Plan:
-        base = planner.baseline(record)
-        plain = planner.plain_bytes(record, base)
-        budget_bytes = self.settings.budget_bytes or budget_here(self.settings.budget, self.device, self.meter, plain)
-        options = self.settings.solver_options()
-        return planner.plan_step(record, budget_bytes, self.settings.algorithm, options, base)
 
     def plan_without(self, failed: FailedGuards) -> None:
         """Plan again without implementations whose guards failed, and have all models compiled anew.
@@ -143,7 +144,11 @@ class Engine:
         self.running.replan_without(failed)
         self.generation += 1
 
-    # ---- compiling
+    def make_room(self, shortage: Shortage) -> None:
+        """Plan again, in this rank alone, where more is held than planned: see ``RunningPlan.make_room``."""
+        assert self.running is not None
+        self.running.make_room(shortage)
+        self.generation += 1
 
     def backend(self, name: str) -> Backend:
         """The compiler backend for the model called ``name``."""
@@ -153,16 +158,15 @@ class Engine:
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number (-1: none), and its schedule: see ``Recorder.choose`` and ``RunningPlan.choose``."""
-        self._compiled = True
+        self._traces.made = True
         chooser = self.recorder or self.running
         assert chooser is not None
         return chooser.choose(joint)
 
-    def _drop_traces(self) -> None:
-        """After compiling: Dynamo's trace of a frame that it left alone holds that call's batch, in a cycle."""
-        if self._compiled:
-            self._compiled = False
-            gc.collect()
+    def check_room(self, fingerprint: str) -> None:
+        """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""
+        assert self.running is not None
+        self.running.check_room(fingerprint)
 
     # ---- the step
 
@@ -176,12 +180,23 @@ class Engine:
         if self.recorder is not None:
             self.recorder.call_ended(phase, graph, results)
 
-    def forward_begins(self) -> None:
-        """A planned model is called in training."""
+    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Its backward is about to give gradients."""
+        if self.recorder is not None:
+            self.recorder.gradients_given(graph, nodes, gradients)
+
+    @contextlib.contextmanager
+    def forward(self, hooked: Iterable[Any] | None = None) -> Iterator[None]:
+        """A planned model is called in training; ``hooked``: the call's values, if hooks allocate before its graphs."""
         if self.recorder is not None and self._step_recorded and self.settings.mode != PROBE:
             self._plan_recorded_step()
-        if self.recorder is None:
+        if self.recorder is not None and hooked is not None:
+            self.recorder.forward_begins(hooked)
+        if self.running is not None:
+            self.running.enforcement.call_begins()
             self.meters.steps.forward_begins()
+        yield
+        self._traces.drop()
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``."""
@@ -189,47 +204,77 @@ class Engine:
             self.recorder.zeroing_gradients(parameters, set_to_none)
 
     def optimizer_begins(self, again: bool) -> None:
-        """An optimizer's step begins. A trial run ends where one begins its second step (``again``)."""
+        """An optimizer's step begins (``again``: its second, where a trial run ends), or goes on after its closure."""
         if self.recorder is None:
             self.meters.steps.optimizer_begins()
-            return
-        if again and self.settings.mode == PROBE:
-            self._end_trial()
-        self.recorder.optimizer_begins()
+        else:
+            if again and self.settings.mode == PROBE:
+                self._end_trial()
+            self.recorder.optimizer_begins()
 
     def optimizer_ended(self, name: str, all_stepped: bool) -> None:
         """An optimizer's step has ended; ``all_stepped``: every optimizer has made at least one."""
-        if self.recorder is None:
+        if self.running is not None:
             self.meters.steps.optimizer_ended(name)
-            self._drop_traces()
+            self.running.step_ended()
+            self._traces.drop()
             if self.meters.steps.settled and not self._looked:
                 self._looked = True
-                assert self.running is not None
                 self.generation += self.running.correct(self.warn)
             return
+        assert self.recorder is not None
         self.recorder.optimizer_ended(name, self.trained_parameters())
         self._step_recorded |= all_stepped and self.recorder.complete
         if all_stepped and self.settings.mode == PROBE:
             self._end_trial()
 
     def _end_trial(self) -> None:
-        """Write the record and end the process."""
         assert self.recorder is not None
-        record = self.recorder.record(self.recorder.measure(self.store))
-        probe.leave(record, self.settings.record_file)
-
-    # ---- the report
+        record = self.recorder.record(self.recorder.measure(self.store), self.breaks.values())
+        self.recorder = followed(self.recorder, record, self.settings.record_file)
 
     def findings(self) -> dict[str, Any]:
         """What was planned and measured in this process, for the launcher."""
-        return {
-            "measured_peak_bytes": self.peak_bytes,
-            "measured_reserved_bytes": self.meters.steps.reserved_bytes,
-            "excess_bytes": 0 if self.running is None else self.running.excess_bytes,
-            "allocation_retries": self.meters.steps.retries,
-            "measured_overhead": self.meters.timing.overhead(),
-            "steps": self.meters.steps.steps,
-            "exact": self.meter.exact,
-            "plan": None if self.plan is None else codec.to_plain(self.plan),
-            "intervals": [] if self.running is None else codec.to_plain(self.running.intervals()),
-        }
+        return _findings(self)
+
+
+class _Traces:
+    """Dynamo's traces of frames that it left alone: they hold that call's tensors, in cycles."""
+
+    made = False
+
+    def drop(self) -> None:
+        """Collect those that were made since the last time."""
+        if self.made:
+            self.made = False
+            gc.collect()
+
+
+def _given_plan(plan: Plan | None, settings: Settings) -> Plan | None:
+    """The plan to run, the same in all ranks: rank 0's ``plan``, or the launcher's, which has given it to all."""
+    if plan is not None:
+        return agreement.plan_in_rank_0(lambda budgets: plan)
+    return codec.loads(Plan, Path(settings.plan_file).read_text()) if settings.plan_file else None
+
+
+def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan:
+    """The plan of the recorded step, within the smallest of all ranks' ``budgets``."""
+    settings, base = engine.settings, planner.baseline(record)
+    plain = planner.plain_bytes(record, base)
+    budget_bytes = min(resolve(parse(budget), None, plain) for budget in budgets)
+    return planner.plan_step(record, budget_bytes, settings.algorithm, settings.solver_options(), base)
+
+
+def _findings(engine: Engine) -> dict[str, Any]:
+    steps, running = engine.meters.steps, engine.running
+    return {
+        "measured_peak_bytes": engine.peak_bytes,
+        "measured_reserved_bytes": steps.reserved_bytes,
+        "excess_bytes": 0 if running is None else running.excess_bytes,
+        "allocation_retries": steps.retries,
+        "measured_overhead": engine.meters.timing.overhead(),
+        "steps": steps.steps,
+        "exact": engine.meter.exact,
+        "plan": None if engine.plan is None else codec.to_plain(engine.plan),
+        "intervals": [] if running is None else codec.to_plain(running.intervals()),
+    }

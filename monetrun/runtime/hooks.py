@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -24,17 +25,32 @@ class TrainingObserver(Protocol):
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``; the gradients are still there."""
 
+    def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
+        """The script differentiates ``roots``; ``create_graph``: to differentiate the gradients, too."""
+
+    def compiles(self, compiled: Any) -> None:
+        """The script compiles a function or a module (``torch.compile``)."""
+
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer's ``step`` begins."""
 
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """The closure that an optimizer's ``step`` was given has run; the optimizer goes on."""
+
     def step_ended(self, optimizer: Optimizer) -> None:
         """An optimizer's ``step`` has ended."""
+
+
+def optimizers() -> list[Optimizer]:
+    """All optimizers that exist in the process."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
 
 
 def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     """Patch torch so that ``observer`` sees the script's optimizers; closing ``undo`` restores torch."""
     init, add_group = Optimizer.__init__, Optimizer.add_param_group
     zero_optimizer, zero_module = Optimizer.zero_grad, nn.Module.zero_grad
+    backward, grad, compile_ = torch.autograd.backward, torch.autograd.grad, torch.compile
 
     def observed_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -52,7 +68,27 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         observer.zeroing_gradients(self.parameters(), set_to_none)
         zero_module(self, set_to_none)
 
+    def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+            observer.backward_begins(_listed(tensors), bool(create_graph))
+        backward(tensors, *args, **kwargs)
+
+    def observed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            create_graph = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
+            observer.backward_begins(_listed(outputs), bool(create_graph))
+        return grad(outputs, *args, **kwargs)
+
+    def observed_compile(model: Any = None, **kwargs: Any) -> Any:
+        if model is not None and not kwargs.get("disable"):  # None: a decorator with options, which calls this again
+            observer.compiles(model)
+        return compile_(model, **kwargs)
+
     for owner, name, function, original in (
+        (torch.autograd, "backward", observed_backward, backward),
+        (torch.autograd, "grad", observed_grad, grad),
+        (torch, "compile", observed_compile, compile_),
         (Optimizer, "__init__", observed_init, init),
         (Optimizer, "add_param_group", observed_add_group, add_group),
         (Optimizer, "zero_grad", observed_zero_optimizer, zero_optimizer),
@@ -61,8 +97,42 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         functools.update_wrapper(function, original)
         setattr(owner, name, function)
         undo.callback(setattr, owner, name, original)
+
+    def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        observer.step_begins(optimizer)
+        return _with_closure_observed(optimizer, args, kwargs, observer)
+
     for register, action in (
-        (register_optimizer_step_pre_hook, lambda optimizer, args, kwargs: observer.step_begins(optimizer)),
+        (register_optimizer_step_pre_hook, step_begins),
         (register_optimizer_step_post_hook, lambda optimizer, args, kwargs: observer.step_ended(optimizer)),
     ):
         undo.callback(register(action).remove)
+
+
+def _listed(tensors: Any) -> list[Any]:
+    """As torch takes them: one or several. What can be read only once is left to torch."""
+    if isinstance(tensors, (list, tuple)):
+        return list(tensors)
+    return [tensors] if isinstance(tensors, torch.Tensor) else []
+
+
+def _with_closure_observed(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], observer: TrainingObserver
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of ``step`` with its closure, if any, reporting its end; None where there is none.
+
+    Forward and backward may run in it (Lightning does so), and what the optimizer allocates comes after it.
+    """
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(given):
+        return None
+
+    @functools.wraps(given)
+    def closure(*values: Any, **named: Any) -> Any:
+        result = given(*values, **named)
+        observer.closure_ended(optimizer)
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs

@@ -10,6 +10,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -39,6 +40,8 @@ class PlainRun:
         self.device: torch.device | None = None
         self._steps: Counter[int] = Counter()  # of each optimizer, by its number
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._has_optimizer = False
+        self._backwards = 0
         self._undo = contextlib.ExitStack()
         self._reporter = Reporter(settings)
         self._free_before: tuple[int, ...] = ()  # of each device, before this process used any
@@ -55,6 +58,7 @@ class PlainRun:
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """The first one tells the device, whose memory is bounded from now on."""
+        self._has_optimizer = True
         if self.device is None and optimizer.param_groups:
             device = candidates.device_of_parameters(p for g in optimizer.param_groups for p in g["params"])
             if device.type == "cuda":
@@ -69,9 +73,23 @@ class PlainRun:
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """Nothing to do."""
 
+    def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
+        """A trial ends with the second time if there is no optimizer, whose steps would end it."""
+        self._backwards += 1
+        if self.settings.mode == MEASURE:
+            probe.begin(self.settings.record_file)
+        if self.settings.mode == MEASURE and self._backwards > 1 and not self._has_optimizer:
+            probe.leave_unseen(probe.NO_OPTIMIZER, self.settings.record_file)
+
+    def compiles(self, compiled: Any) -> None:
+        """Nothing to do."""
+
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer's step begins."""
         self.optimizer_made(optimizer)  # its parameters may have been moved after it was made
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """Nothing to do."""
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count it. A trial ends once every optimizer has made its steps."""

@@ -1,13 +1,18 @@
-"""What is called in place of a module's forward: a trigger until its first training forward, then the compiled call.
+"""What is called in place of a module's forward: a trigger until its first training forward, then the planned call.
 
 Both stand in the attribute that ``nn.Module.compile`` uses, which is no part of a module's state: a deep copy or a
 saved model comes out plain.
+
+A model that cannot be captured whole runs in parts: its forward runs in Python, or as TorchDynamo splits it, and every
+module in it that Python calls becomes a planned call of its own, down to where that is possible.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import logging
 import threading
 import types
 import weakref
@@ -17,14 +22,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from monetrun.core.errors import GuardFailed, MonetrunError
+from monetrun.capture.eager_answers import eager_answers, was_asked
+from monetrun.core.errors import CaptureFailed, GuardFailed, MemoryShort, MonetrunError
+from monetrun.core.options import only_exact, parse_kinds
+from monetrun.core.step import Break
+from monetrun.runtime import sharding
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
     from monetrun.runtime.backend import Backend
     from monetrun.runtime.engine import Engine
+    from monetrun.runtime.reporter import Reporter
 
 # Each input shape is compiled once; after torch's default of 8 shapes the ninth would run without a plan.
 _RECOMPILE_LIMIT = 1 << 14
+# Shapes within a model that is not captured whole may follow from the data, a new one in each step: after so many calls
+# that captured something, a module of it runs in Python.
+_UNSETTLED_CALLS = 16
+
+_ASKS = (
+    "asks whether it is being compiled, and is captured whole only if it is told so: results may differ from eager's by"
+    " rounding (--implementations exact: in parts, as eager)"
+)
+
+_log = logging.getLogger("monetrun")
+
+_torch_compile = torch.compile  # what stands there later notices what the script compiles
 
 
 class Nesting:
@@ -33,16 +55,14 @@ class Nesting:
     def __init__(self) -> None:
         self._local = threading.local()
 
+    @property
+    def outermost(self) -> bool:
+        """Whether no planned model runs."""
+        return not getattr(self._local, "depth", 0)
+
     def is_outermost_training(self, module: nn.Module) -> bool:
         """Whether this call of ``module`` is an outermost training forward."""
-        return (
-            torch.is_grad_enabled()
-            and module.training
-            and not getattr(self._local, "depth", 0)
-            and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()
-            and torch._C._functorch.peek_interpreter_stack() is None
-        )
+        return self.outermost and is_training(module)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -54,16 +74,27 @@ class Nesting:
             self._local.depth -= 1
 
 
+def is_training(module: nn.Module) -> bool:
+    """Whether this call of ``module`` is a training forward, and not one that something else traces."""
+    return (
+        torch.is_grad_enabled()
+        and module.training
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
 class Trigger:
     """Waits for a module's first outermost training forward.
 
     Args:
         module: to wait for.
         nesting: of the process.
-        plan: makes the planned call of ``module``; called once.
+        plan: gives what runs ``module`` in its place; called once.
     """
 
-    def __init__(self, module: nn.Module, nesting: Nesting, plan: Callable[[nn.Module], PlannedCall]) -> None:
+    def __init__(self, module: nn.Module, nesting: Nesting, plan: Callable[[nn.Module], Callable[..., Any]]) -> None:
         self.module = weakref.ref(module)
         self.nesting = nesting
         self.plan = plan
@@ -78,27 +109,54 @@ class Trigger:
 
 
 class PlannedCall:
-    """Runs a model on its schedules in training, and as it is in evaluation.
+    """Runs a model, or a module in it, on its schedules in training, and as it is in evaluation.
 
     Args:
-        module: the model.
+        module: the module.
         nesting: of the process.
         engine: chooses the schedules.
-        give_up: called with the reason where nothing of the model was captured.
+        reporter: says what keeps the model from being captured whole.
+        path: which module it is (see ``Break.module``).
+        model: of which ``module`` is a part; None: it is a model itself.
 
     Attributes:
-        backend: compiles the model's graphs; None before the first call.
+        backend: compiles the module's graphs; None before the first call.
+        broken: why it is not captured whole, once that is known.
+        parts: planned calls of the modules in it, where it is not captured whole. Only of a model.
     """
 
-    def __init__(self, module: nn.Module, nesting: Nesting, engine: Engine, give_up: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        nesting: Nesting,
+        engine: Engine,
+        reporter: Reporter,
+        path: str,
+        model: PlannedCall | None = None,
+    ) -> None:
         self.module = weakref.ref(module)
         self.name = type(module).__name__
         self.nesting = nesting
         self.engine = engine
-        self.give_up = give_up
+        self.reporter = reporter
+        self.path = path
+        self.model = model
         self.backend: Backend | None = None
+        self.parts: list[PlannedCall] = []
+        self.broken: Break | None = None
         self._generation = -1
+        self._as_compiled = False  # code that asks whether it is being compiled is told so
         self._run: Any = None
+        self._unsettled = 0  # calls that captured something
+        # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
+        self._compiled: dict[tuple[bool, type, bool, bool], tuple[int, Backend, Any]] = {}
+        self._said = False
+        self._sharded = sharding.is_sharded(module)
+        if path in engine.breaks:
+            self._break(engine.breaks[path])
+            self._said = True  # the launcher has printed what the record has
+        elif found := sharding.break_between_blocks(module, path):
+            self._breaks_at(found)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module.
@@ -106,47 +164,205 @@ class PlannedCall:
         Raises:
             MonetrunError: no schedule fits the budget, or (``strict``) nothing was captured.
         """
-        module, engine = self.module(), self.engine
+        module = self.module()
         assert module is not None
+        if torch.compiler.is_compiling():  # another module's graph includes this one
+            return module._call_impl(*args, **kwargs)
+        if self.model is not None:  # Dynamo may be at work on what calls this
+            return _without_dynamo(self._run_part, module, args, kwargs)
         if not self.nesting.is_outermost_training(module):
             return module._call_impl(*args, **kwargs)
-        engine.forward_begins()
+        result = self._run_outermost(module, args, kwargs)
+        if not self._said:
+            self._said = _reported(self)
+        return result
+
+    @property
+    def captured(self) -> int:
+        """How many graphs were captured for training, with those of parts; 0 after a call: none."""
+        return sum(b.captured for b in {call.backend for call in (self, *self.parts) if call.backend is not None})
+
+    def _run_outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hooked = _leaves(args, kwargs) if self._sharded else None
+        with self.engine.forward(hooked), self.nesting.entered():
+            return self._run_planned(module, args, kwargs)
+
+    def _run_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not is_training(module) or _autograd_is_at_work() or not self._carries_gradients(module, args, kwargs):
+            return module._call_impl(*args, **kwargs)
+        run = self._run_outermost if self.nesting.outermost else self._run_planned
+        return run(module, args, kwargs)
+
+    def _carries_gradients(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether a backward follows this call; looked up until something is captured."""
+        if self.backend is not None:
+            return True
+        given = itertools.chain(module.parameters(), _leaves(args, kwargs))
+        return any(p.requires_grad for p in given if isinstance(p, torch.Tensor))
+
+    def _run_planned(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._sharded:
+            return sharding.around_forward(module, self._run_captured, args, kwargs)
+        return self._run_captured(module, args, kwargs)
+
+    def _run_captured(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        engine, run_as_it_is = self.engine, module.forward if self._sharded else module._call_impl
         while True:
-            compiled = self.backend if self._generation == engine.generation else None
-            if compiled is not None and (failed := compiled.failed_guards()):
+            if self.broken is not None and self.broken.in_python:
+                return run_as_it_is(*args, **kwargs)
+            if engine.running is not None:
+                engine.running.room.call_begins()
+            if self._generation == engine.generation and self.backend and (failed := self.backend.failed_guards()):
                 engine.plan_without(failed)
-            first = self._generation != engine.generation
-            if first:
-                self._generation = engine.generation
-                self.backend = engine.backend(self.name)
-                self._run = torch.compile(_entry(), backend=self.backend, dynamic=False)
+            slow: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self._generation != engine.generation:
+                self._compile()
+                slow = self.reporter.if_slow(f"compiling {self.name}")
+            assert self.backend is not None
+            before = self.backend.captured
             try:
-                with self.nesting.entered():
-                    result = _with_own_errors(self._run, module, args, kwargs)
+                with slow:
+                    result = _with_own_errors(self._run, module, args, kwargs, as_eager=not self._as_compiled)
             except GuardFailed as failure:  # ends: each time there is one implementation less
                 engine.plan_without(failure.failed)
+            except MemoryShort as failure:  # ends: each time there is room for what is held, or an error
+                engine.make_room(failure.shortage)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                if self.broken is not None:
+                    raise  # a part of the forward may have run
+                if (
+                    was_asked()
+                    and not self._as_compiled
+                    and not only_exact(parse_kinds(engine.settings.implementations))
+                ):
+                    self._as_compiled, self._generation = True, -1
+                else:
+                    self._cannot_be_captured(error)
+            else:
+                self._unsettled += self.backend.captured > before
+                if self._unsettled > _UNSETTLED_CALLS and (self.broken or self.model):
+                    self._break(Break(self.path, self.name, "its inputs", "a new shape in each call", in_python=True))
+                if self._as_compiled and self.backend.captured and engine.running is not None:
+                    self.reporter.warn(f"{self.name} {_ASKS}")
+                return result
+            if self.broken is not None:
+                gc.collect()  # the trace that failed holds the inputs, in a cycle
+
+    def _compile(self) -> None:
+        """Have Dynamo compile the module anew; parts of one class share what is compiled."""
+        generation, whole = self.engine.generation, self.broken is None
+        shared = (self.model or self)._compiled
+        key = (self.model is None, type(self.module()), whole, self._as_compiled)
+        if key not in shared or shared[key][0] != generation:
+            backend = self.engine.backend(self.name)
+            run = _torch_compile(_entry(self._sharded), backend=backend, dynamic=False, fullgraph=whole)
+            shared[key] = (generation, backend, run)
+        self._generation, self.backend, self._run = shared[key]
+
+    # ---- parts
+
+    def _cannot_be_captured(self, error: Exception) -> None:
+        """Nothing of the module has run: run it in parts from now on."""
+        from monetrun.runtime import breaks
+
+        _log.debug("%s is not captured whole", self.path, exc_info=error)
+        self._breaks_at(breaks.of(error, self.path, self.name))
+
+    def _breaks_at(self, found: Break) -> None:
+        self.engine.breaks[self.path] = found
+        self._break(found)
+
+    def _break(self, found: Break) -> None:
+        self.broken, self._as_compiled = found, False
+        self._said = False  # a model that was captured whole so far may break later
+        self._generation, self.backend = -1, None
+        if self.model is None and not self.parts:
+            self._make_parts()
+
+    def _make_parts(self) -> None:
+        """Put a planned call on each module in this one that may be worth a plan of its own."""
+        module = self.module()
+        assert module is not None
+        for name, child in module.named_modules():
+            free = child._compiled_call_impl is None or isinstance(child._compiled_call_impl, Trigger)
+            if child is module or not free or isinstance(child, torch.jit.ScriptModule) or _is_one_call(child):
                 continue
-            if first and self.backend is not None and not self.backend.captured:
-                self.give_up(f"{self.name} runs without a plan: nothing of its forward was captured")
-            return result
+            part = PlannedCall(child, self.nesting, self.engine, self.reporter, f"{self.path}.{name}", self)
+            self.parts.append(part)
+            child._compiled_call_impl = part  # type: ignore[assignment]
+
+    def close(self) -> None:
+        """Have the module run as it is."""
+        for call in (self, *self.parts):
+            module = call.module()
+            if module is not None and module._compiled_call_impl is call:  # type: ignore[comparison-overlap]
+                module._compiled_call_impl = None
+
+
+def _reported(call: PlannedCall) -> bool:
+    """Say once what keeps the model from being captured whole, and what is planned; the latter with the plan."""
+    from monetrun.planning.coverage import planned_share
+
+    reason = f": {call.broken.reason} ({call.broken.where})" if call.broken else ""
+    running = call.engine.running
+    if not call.captured:
+        enforced = "" if running and running.enforcement.holds else "; its budget is not enforced"
+        call.reporter.give_up(f"{call.name} runs without a plan, nothing of its forward was captured{reason}{enforced}")
+    elif call.broken:
+        if running is None:
+            return False
+        share = f"; {planned_share(running.record):.0%} of the step's peak is planned" if running.record else ""
+        call.reporter.tell(f"{call.name} is planned in parts{reason}{share}, the budget holds for all of it")
+    return True
 
 
 def prepare_dynamo() -> None:
-    """Raise Dynamo's limits on how many shapes of one function it compiles."""
+    """Raise Dynamo's limits on how many shapes of one function it compiles; have it keep models whole."""
     import torch._dynamo
 
     config = torch._dynamo.config
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(config, name, max(_RECOMPILE_LIMIT, getattr(config, name)))
+    # Dynamo would split models at the borders of DistributedDataParallel's buckets, and the terms of a gradient from
+    # both sides of a border would be added in another order; gradients are given as they are computed without that
+    config.optimize_ddp = False
+    torch._dynamo.eval_frame.skip_code(PlannedCall.__call__.__code__)  # Dynamo may be at work where it is called
 
 
-def _with_own_errors(run: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _leaves(args: Any, kwargs: Any) -> list[Any]:
+    """The values of a call, out of whatever holds them."""
+    return torch.utils._pytree.tree_leaves((args, kwargs))
+
+
+def _is_one_call(module: nn.Module) -> bool:
+    """Whether the module is one of torch's own without others in it: a kernel or two, where nothing can be chosen."""
+    return type(module).__module__.startswith("torch.nn.") and not module._modules
+
+
+def _autograd_is_at_work() -> bool:
+    """Whether a backward runs, or the script's hooks take what is saved for one, as in a checkpointed region."""
+    autograd = torch._C._autograd
+    return torch._C._current_graph_task_id() != -1 or autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _without_dynamo(run: Callable[..., Any], *args: Any) -> Any:
+    """Call ``run`` without Dynamo, which may be at work on the caller's frame; ``run`` may start it again."""
+    from torch._dynamo.eval_frame import DisableContext
+
+    return DisableContext()(run)(*args)
+
+
+def _with_own_errors(run: Any, module: nn.Module, args: Any, kwargs: Any, *, as_eager: bool) -> Any:
     """Call ``run``; an error of monetrun's is raised without the one of Dynamo's that wraps it."""
     try:
-        return run(module, args, kwargs)
+        with eager_answers(as_eager):
+            return run(module, args, kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, MonetrunError):
-            raise error.inner_exception from None
+        cause = error.inner_exception
+        if isinstance(cause, torch.OutOfMemoryError) or (
+            isinstance(cause, MonetrunError) and not isinstance(cause, CaptureFailed)
+        ):
+            raise cause from None
         raise
 
 
@@ -155,11 +371,16 @@ def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+def _call_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)
+
+
 # Of the process, since Dynamo's tables are: some are keyed by file, line and name, and outlive whoever compiled.
 _entry_numbers = itertools.count(1)
 
 
-def _entry() -> types.FunctionType:
+def _entry(without_hooks: bool) -> types.FunctionType:
     """A copy of ``_call`` with a code object of its own, since Dynamo keeps compiled code per code object."""
-    code = _call.__code__.replace(co_name=f"monetrun_model_{next(_entry_numbers)}")
-    return types.FunctionType(code, _call.__globals__, code.co_name)
+    call = _call_forward if without_hooks else _call
+    code = call.__code__.replace(co_name=f"monetrun_model_{next(_entry_numbers)}")
+    return types.FunctionType(code, call.__globals__, code.co_name)

@@ -11,7 +11,7 @@ _MIB = 1 << 20
 
 
 def hold(device: torch.device, pool: Pool, libraries: bool) -> None:
-    """Reserve what ``pool`` says, so that a settled step needs nothing more from the driver.
+    """Reserve what ``pool`` says for the default stream, so that a settled step needs nothing more from the driver.
 
     Args:
         device: a CUDA device.
@@ -23,7 +23,8 @@ def hold(device: torch.device, pool: Pool, libraries: bool) -> None:
     torch.cuda.empty_cache()
     held = []
     try:
-        while (missing := pool.large_bytes - _reserved(device, "large_pool")) > 0:
+        large_bytes = pool.large_bytes - pool.other_streams_bytes
+        while (missing := large_bytes - _reserved(device, "large_pool")) > 0:
             held.append(torch.empty(max(missing, 2 * _MIB), dtype=torch.uint8, device=device))
         while pool.small_bytes > _reserved(device, "small_pool"):
             held.append(torch.empty(_MIB, dtype=torch.uint8, device=device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
@@ -15,11 +16,20 @@ from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.runtime.settings import PROBED
 
+# What is added to the path of a record that a trial run could not make, for the file that says why.
+UNSEEN = ".unseen"
+
+# The same, for an empty file that says that a model has been called in training.
+BEGUN = ".begun"
+
+NO_OPTIMIZER = "it computes gradients without an optimizer of torch.optim"
+
 
 def stand_in_for_the_other_ranks(world_size: int) -> None:
     """Make ``init_process_group`` create torch's fake process group: collectives return at once, without other ranks.
 
-    Such a collective returns None, which DistributedDataParallel rejects: a hook leaves its gradients as they are.
+    Such a collective returns None, which DistributedDataParallel rejects: a hook leaves its gradients as they are. It
+    compares its parameters' shapes with no one's, which would read memory that fake tensors do not have.
     """
     if not torch.distributed.is_available():
         return
@@ -40,6 +50,7 @@ def stand_in_for_the_other_ranks(world_size: int) -> None:
         register(self, None, lambda _, bucket: _future(bucket.buffer()))
 
     parallel.__init__ = initialize_alone
+    torch.distributed._verify_params_across_processes = lambda *args: None  # type: ignore[attr-defined]
     parallel.register_comm_hook = lambda self, state, hook: None
 
 
@@ -54,6 +65,25 @@ def write(record: StepRecord | PlainPeaks, path: str) -> None:
     part = Path(f"{path}.{os.getpid()}")
     part.write_text(codec.dumps(record))
     part.replace(path)
+
+
+def begin(path: str) -> None:
+    """A model is called in training: whatever its step takes, the launcher waits for it."""
+    Path(path + BEGUN).touch()
+
+
+def leave_unseen(reason: str, path: str, *, as_is: bool = False) -> NoReturn:
+    """End a trial run that cannot see the script's training step, from the trial's process or from a child of it.
+
+    Args:
+        reason: what it cannot see, in the words of the launch's warning.
+        path: of the record, which is not written; the launcher finds the reason beside it.
+        as_is: no model of the script can be planned, ``reason`` says why.
+    """
+    part = Path(f"{path}.{os.getpid()}")
+    part.write_text(json.dumps({"reason": reason, "as_is": as_is}))
+    part.replace(path + UNSEEN)
+    leave(None, path)
 
 
 def leave(record: StepRecord | PlainPeaks | None, path: str) -> NoReturn:

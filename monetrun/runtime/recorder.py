@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch.nn.parallel import DistributedDataParallel
 
 from monetrun.capture import cost, cost_store, roofline
 from monetrun.capture.cost import OperatorCost
@@ -16,17 +18,20 @@ from monetrun.capture.meter import CudaMeter, Meter
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, without
 from monetrun.core.plan import Schedule
+from monetrun.core.reductions import Reductions
 from monetrun.core.step import (
     LAST_GRADIENTS,
     LAST_OUTPUTS,
     LIBRARIES,
     OUTSIDE,
+    Break,
     Event,
     StepRecord,
     call_footprint,
 )
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
+from monetrun.runtime import sharding
 from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.ruled_out import usable_now
 from monetrun.runtime.stretches import StretchMeter
@@ -59,9 +64,7 @@ class Recorder:
         model: roofline.Device | None = None,
         plain_settings: AllocatorSettings | None = None,
     ) -> None:
-        self.meter = meter
-        self.device = device
-        self.model = model
+        self.meter, self.device, self.model = meter, device, model
         self.known = dict(known)
         self.joints: list[JointGraph] = []
         self.schedules: list[Schedule] = []
@@ -75,6 +78,8 @@ class Recorder:
         # parameters whose gradients of the last step would be zeroed in a stretch (None: zeroed, but not freed)
         self._zeroed: list[tuple[int | None, list[torch.Tensor]]] = []
         self._zeroed_ids: set[int] = set()
+        self._parallel: Any = None  # the DistributedDataParallel around the model
+        self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
         self._memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
@@ -83,26 +88,31 @@ class Recorder:
         if number is None:
             number = self._numbers[joint.graph.fingerprint] = len(self.joints)
             self.joints.append(joint)
-            # left out: what needs a guard, since the weights are not known here, and what is not known to be exact
-            unknown = {(g.operator, g.implementation) for g in joint.guards.guards}
-            for op in joint.graph.operators:
-                unknown.update((op.id, k) for k, impl in enumerate(op.implementations) if not impl.exact)
-            self.schedules.append(greedy.most_frugal(without(joint.graph, unknown), estimated(joint)))
+            self.schedules.append(_most_frugal(joint))
         return number, self.schedules[number]
 
     # ---- what happens in the step
 
+    def forward_begins(self, arguments: Iterable[Any]) -> None:
+        """A model is called whose hooks allocate before its first graph runs: they are of the step."""
+        if not self.stretches:
+            if self._memory is not None:
+                self._memory.begin_before_graphs(arguments)
+            self._stretch_meter.begin()
+            self._end_stretch(OUTSIDE)
+
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins, and what the script did since the last one has ended."""
-        if not self._stretches:
+        if not self.stretches:
             if self._memory is not None:
                 self._memory.begin(self.joints, self.joints[graph], arguments)
             self._stretch_meter.begin()
         self._end_stretch(OUTSIDE)
         if phase == FORWARD:
+            self._parallel = DistributedDataParallel._get_active_ddp_module() or self._parallel
             self._lifetimes.forward_begins(self.joints[graph], arguments)
         else:
-            self._lifetimes.backward_begins(self.joints[graph], len(self._stretches), arguments)
+            self._lifetimes.backward_begins(self.joints[graph], len(self.stretches), arguments)
 
     def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """A graph's call has ended."""
@@ -110,9 +120,18 @@ class Recorder:
             self._lifetimes.forward_ended(results)
         self._end_stretch(phase, graph)
 
+    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Its backward, which runs, is about to give ``gradients`` (see ``CallObserver``)."""
+        joint = self.joints[graph]
+        self._lifetimes.gradients_given(joint, len(self.stretches), nodes, gradients)
+        of_weights = _of_weights(joint)
+        for gradient in ((graph, joint.storage[node]) for node in nodes if node in of_weights):
+            self._given.pop(gradient, None)  # reduced after the last backward
+            self._given[gradient] = None
+
     def optimizer_begins(self) -> None:
         """An optimizer's step begins."""
-        if self._stretches:
+        if self.stretches:
             self._end_stretch(OUTSIDE)
 
     def optimizer_ended(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
@@ -120,9 +139,9 @@ class Recorder:
         self._parameters = list(parameters)
         self._gradient_bytes = {id(p): _bytes_of([p.grad]) for p in self._parameters}
         self._all_gradients_bytes = _bytes_of(p.grad for p in self._parameters)
-        if self._stretches:
+        if self.stretches:
             self._end_stretch(OUTSIDE, name=f"{name}.step")
-            stretch = self._stretches[-1]
+            stretch = self.stretches[-1]
             self._state_bytes += max(0, stretch.end_bytes - stretch.start_bytes)
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
@@ -133,21 +152,22 @@ class Recorder:
         """
         absent = [p for p in parameters if p.grad is None and id(p) not in self._zeroed_ids]
         self._zeroed_ids.update(id(p) for p in absent)
-        self._zeroed.append((len(self._stretches) if set_to_none else None, absent))
+        self._zeroed.append((len(self.stretches) if set_to_none else None, absent))
 
     @property
     def complete(self) -> bool:
         """Whether a backward was seen."""
-        return any(s.kind == BACKWARD for s in self._stretches)
+        return any(s.kind == BACKWARD for s in self.stretches)
 
     @property
-    def _stretches(self) -> list[Stretch]:
+    def stretches(self) -> list[Stretch]:
+        """Of the step, so far."""
         return self._stretch_meter.stretches
 
     def _end_stretch(self, kind: str, graph: int = -1, name: str = "") -> None:
         self.meter.synchronize()
         self._stretch_meter.end(kind, graph, name)
-        self._lifetimes.look(len(self._stretches) - 1)
+        self._lifetimes.look(len(self.stretches) - 1)
         if self._memory is not None:
             self._memory.stretch_ended(kind)
 
@@ -160,11 +180,11 @@ class Recorder:
         self.known = cost_store.measure(self.joints, self.known, self.meter, self.device, store)
         return [cost.costs_of(joint, self.known, cost_store.device_name(self.device)) for joint in self.joints]
 
-    def record(self, costs: list[Costs]) -> StepRecord:
+    def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
-        first = self._stretches[0].end_bytes if self._stretches else 0
-        end = self._stretches[-1].end_bytes if self._stretches else 0
-        gradients = self._last_gradients()
+        first = self.stretches[0].end_bytes if self.stretches else 0
+        end = self.stretches[-1].end_bytes if self.stretches else 0
+        gradients = _last_gradients(self.stretches, self._zeroed, self._gradient_bytes)
         events = self._events(costs, gradients)
         outputs = max(0, end - first - self._state_bytes - self._all_gradients_bytes)
         if outputs:  # the last step's are held until this step's forward has given new ones
@@ -191,21 +211,26 @@ class Recorder:
             torch_version=torch.__version__,
             exact=self.meter.exact,
             memory=None if self._memory is None else self._memory.memory(),
+            breaks=tuple(breaks),
+            reductions=_reductions(self._parallel, self._given),
         )
 
     def _events(self, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
         """The stretches from the first call on; ``gradients``: bytes of the last step's that are freed after each."""
         events: list[Event] = []
-        now = self._stretches[0].end_bytes if self._stretches else 0  # as ``replay`` will have it
-        for i, stretch in enumerate(self._stretches[1:], 1):
+        now = self.stretches[0].end_bytes if self.stretches else 0  # as ``replay`` will have it
+        for i, stretch in enumerate(self.stretches[1:], 1):
             if i - 1 in gradients:
                 events.append(Event(OUTSIDE, -1, -gradients[i - 1], 0, LAST_GRADIENTS))
             if stretch.kind == OUTSIDE:
                 absent = self._lifetimes.absent_bytes(i)
-                delta, peak = stretch.end_bytes + absent - now, max(0, stretch.peak_bytes + absent - now)
+                delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
                 grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
                 requests = () if self._memory is None else self._memory.requests(i)
-                events.append(Event(OUTSIDE, -1, delta - grown, max(0, peak - grown), stretch.name, requests=requests))
+                dropped = tuple((self.joints.index(joint), t) for joint, t in self._lifetimes.dropped(i))
+                high = max(0, peak - grown - sum(self.joints[k].graph.tensors[t].nbytes for k, t in dropped))
+                aside = 0 if self._memory is None else self._memory.elsewhere_bytes(i)
+                events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, (), dropped, requests, aside))
                 now = stretch.end_bytes + absent
                 continue
             joint, schedule = self.joints[stretch.graph], self.schedules[stretch.graph]
@@ -216,16 +241,45 @@ class Recorder:
             _log.debug("%s %d: simulated %d, measured %d", stretch.kind, stretch.graph, now, stretch.end_bytes)
         return events
 
-    def _last_gradients(self) -> dict[int, int]:
-        """Bytes of the last step's gradients, by the stretch after which they are freed."""
-        last_backward = max((i for i, s in enumerate(self._stretches) if s.kind == BACKWARD), default=0)
-        found: dict[int, int] = {}
-        for stretch, parameters in self._zeroed:
-            nbytes = sum(self._gradient_bytes.get(id(p), 0) for p in parameters)
-            if nbytes and stretch != 0:
-                after = last_backward if stretch is None else stretch
-                found[after] = found.get(after, 0) + nbytes
-        return found
+
+def _last_gradients(
+    stretches: Sequence[Stretch], zeroed: Iterable[tuple[int | None, list[torch.Tensor]]], nbytes_of: Mapping[int, int]
+) -> dict[int, int]:
+    """Bytes of the last step's gradients, by the stretch after which they are freed."""
+    last_backward = max((i for i, s in enumerate(stretches) if s.kind == BACKWARD), default=0)
+    found: dict[int, int] = {}
+    for stretch, parameters in zeroed:
+        nbytes = sum(nbytes_of.get(id(p), 0) for p in parameters)
+        if nbytes and stretch != 0:
+            after = last_backward if stretch is None else stretch
+            found[after] = found.get(after, 0) + nbytes
+    return found
+
+
+def _of_weights(joint: JointGraph) -> set[fx.Node]:
+    """The gradients that are of parameters."""
+    pairs = zip(joint.primals, joint.gradients, strict=False)
+    return {g for p, g in pairs if isinstance(g, fx.Node) and joint.storage.get(p) not in joint.transient}
+
+
+def _reductions(parallel: Any, given: Iterable[tuple[int, int]]) -> Reductions | None:
+    """What ``parallel``, the DistributedDataParallel around the model if there is one, reduces."""
+    gradients = tuple(given)
+    if parallel is None or not gradients:
+        return None
+    cap = int(parallel.bucket_bytes_cap)
+    return Reductions(gradients, cap, min(cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES))
+
+
+def _most_frugal(joint: JointGraph) -> Schedule:
+    """The schedule of the least peak without what needs a guard, since the weights are not known here.
+
+    What is not known to be exact is left out, too.
+    """
+    unknown = {(g.operator, g.implementation) for g in joint.guards.guards}
+    for op in joint.graph.operators:
+        unknown.update((op.id, k) for k, impl in enumerate(op.implementations) if not impl.exact)
+    return greedy.most_frugal(without(joint.graph, unknown), estimated(joint))
 
 
 def estimated(joint: JointGraph) -> Costs:
@@ -238,5 +292,6 @@ def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
     storages: dict[int, int] = {}
     for tensor in tensors:
         if tensor is not None and tensor.layout == torch.strided:
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            storage = sharding.local(tensor).untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from monetrun.core.errors import CaptureFailed
 from monetrun.runtime.settings import PROBE, Settings
+
+_SLOW_SECONDS = 2.0  # what takes longer is told
 
 
 class Reporter:
@@ -26,11 +31,34 @@ class Reporter:
 
     def warn(self, message: str) -> None:
         """Print a line on stderr, once, in rank 0. A trial run prints nothing: the run itself warns again."""
-        if message in self.warned:
-            return
-        self.warned.add(message)
+        if message not in self.warned:
+            self.warned.add(message)
+            self.tell(f"warning: {message}")
+
+    def tell(self, message: str) -> None:
+        """As ``warn``, of what needs no attention; the caller sees to it that this is done once."""
         if self.settings.rank == 0 and self.settings.mode != PROBE and not self.settings.quiet:
-            print(f"monetrun: warning: {message}", file=sys.stderr, flush=True)
+            print(f"monetrun: {message}", file=sys.stderr, flush=True)
+
+    def note(self, message: str) -> None:
+        """Print a line on stderr about this rank's memory. A trial run prints nothing."""
+        if self.settings.mode != PROBE and not self.settings.quiet:
+            rank = f" (rank {self.settings.rank})" if self.settings.world_size > 1 else ""
+            print(f"monetrun{rank}: {message}", file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def if_slow(self, what: str) -> Iterator[None]:
+        """Tell what is going on in this context once that takes 2 s, and at its end how long it took."""
+        started = time.monotonic()
+        timer = threading.Timer(_SLOW_SECONDS, self.tell, (f"{what} ...",))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if (seconds := time.monotonic() - started) >= _SLOW_SECONDS:
+                self.tell(f"{what}: {seconds:.1f} s")
 
     def give_up(self, message: str) -> None:
         """Warn that something runs unmodified.

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 
-from monetrun.capture import cost
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
-from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, PlanMismatch
+from monetrun.core.budget import format_bytes
+from monetrun.core.errors import InfeasibleBudget, MemoryShort, MonetrunError, NoPlanInTime, PlanMismatch, ScheduleError
+from monetrun.core.graph import Graph
 from monetrun.core.plan import Plan, Schedule
-from monetrun.core.step import LIBRARIES, StepRecord, with_excess
-from monetrun.planning import planner
+from monetrun.core.simulate import judge
+from monetrun.core.step import LIBRARIES, StepRecord
+from monetrun.core.step_changes import with_excess
+from monetrun.planning import kept, planner
 from monetrun.planning.intervals import Interval, intervals, optimizer_steps
-from monetrun.runtime import adaptation, agreement, pool
-from monetrun.runtime.allocation_limit import set_limit
+from monetrun.runtime import adaptation, agreement, moved_memory
+from monetrun.runtime.enforcement import Enforcement
+from monetrun.runtime.other_shapes import OtherShapes
+from monetrun.runtime.room import Room, Shortage
 from monetrun.runtime.ruled_out import RuledOut
 from monetrun.runtime.settings import Settings
 from monetrun.runtime.step_meter import StepMeter
 
-# A new shape is solved within a training step: no longer than this.
-_ADAPTATION_SECONDS = 2.0
+_log = logging.getLogger("monetrun")
 
 
 class RunningPlan:
@@ -35,6 +40,7 @@ class RunningPlan:
         known: measured costs, by the operators' signatures; those of new shapes are added.
         plan: to run.
         record: of the planned step, where known.
+        note: called with a line for the user.
 
     Attributes:
         schedules: by the graphs' fingerprints: the plan's, and those for other shapes.
@@ -52,30 +58,32 @@ class RunningPlan:
         known: dict[str, OperatorCost],
         plan: Plan,
         record: StepRecord | None,
+        note: Callable[[str], None],
     ) -> None:
         self.settings = settings
         self.device = device
         self.steps = steps
         self.known = known
         self.record = record
+        self.note = note
+        self._budget = "" if settings.plan_given else settings.budget
+        self.room = Room(steps.meter)
+        self.enforcement = Enforcement(device, steps.meter, note)
+        self._frugal: tuple[Schedule, ...] | None = None  # the most frugal schedules of the record's graphs
+        self._other_shapes = OtherShapes(settings, device, steps, known, note)
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
+        self._estimated: set[str] = set()  # graphs whose steps are known in part, under a share of the plain peak
         self._ruled_out = RuledOut()
         if record is not None:
             self._ruled_out.add_recorded(record)
         self._follow(plan)
 
     def _follow(self, plan: Plan) -> None:
-        if plan.torch_version.split("+")[0] != torch.__version__.split("+")[0]:
-            raise PlanMismatch(
-                f"the plan was made with torch {plan.torch_version}, this is {torch.__version__}",
-                "plan again: its graphs may differ",
-            )
+        kept.check_torch(plan.torch_version, torch.__version__, "the plan")
         self.plan = plan
         self.schedules: dict[str, Schedule] = {g.fingerprint: g.schedule for g in plan.graphs}
-        if plan.pool is not None and self.device.type == "cuda":
-            set_limit(self.device, None)
-            pool.hold(self.device, plan.pool, bool(plan.ledger.get(LIBRARIES)))
-        set_limit(self.device, plan.budget_bytes)
+        self.enforcement.plan_is(plan.budget_bytes, plan.pool, bool(plan.ledger.get(LIBRARIES)))
+        self.room.plan_is(self.record, self.schedules, moved_memory.allocated_limit(plan))
         self.steps.measure_a_settled_step(0 if self.record is None else optimizer_steps(self.record))
 
     def replan_without(self, failed: FailedGuards) -> None:
@@ -93,19 +101,17 @@ class RunningPlan:
         record = self._ruled_out.record_without(self.record)
         if record == self.record:
             return
-        self.record = record
+        self.record, self._frugal = record, None
         budget_bytes, algorithm = self.plan.budget_bytes, self.settings.algorithm
         options = self.settings.solver_options()
-        made = agreement.plan_in_rank_0(
-            lambda: planner.plan_step(record, budget_bytes, algorithm, options), self.device
-        )
+        made = agreement.plan_in_rank_0(lambda budgets: planner.plan_step(record, budget_bytes, algorithm, options))
         self._follow(made)
 
     def correct(self, warn: Callable[[str], None]) -> bool:
-        """Plan again, with a warning, where the first planned steps reserved more than the plan says.
+        """Plan again, with a warning, where the first planned steps of any rank reserved more than the plan says.
 
-        Gives whether that was done. Only in a process of its own, since ranks may see different excesses; the launcher
-        keeps what was seen, so that the next launch plans with it.
+        Gives whether that was done. All ranks come here in the same step, and plan with the largest excess; the
+        launcher keeps what was seen, so that the next launch plans with it.
         """
         memory = None if self.record is None else self.record.memory
         if self.record is None or memory is None or self.plan.pool is None:
@@ -113,16 +119,16 @@ class RunningPlan:
         excess = self.steps.reserved_bytes - self.plan.pool.planned_bytes
         if self.steps.retries:  # what was free in pieces was given back to the driver, so that it was not reserved
             excess = max(excess, memory.settings.large_segment_bytes)
-        if excess <= 0:
+        if (excess := agreement.largest(max(0, excess))) == 0:
             return False
         self.excess_bytes = memory.excess_bytes + excess
-        if agreement.several_ranks():
-            return False
         record = with_excess(self.record, self.excess_bytes)
         budget_bytes, options = self.plan.budget_bytes, self.settings.solver_options()
         try:
-            plan = planner.plan_step(record, budget_bytes, self.settings.algorithm, options)
-        except (InfeasibleBudget, NoPlanInTime) as failure:
+            plan = agreement.plan_in_rank_0(
+                lambda budgets: planner.plan_step(record, budget_bytes, self.settings.algorithm, options)
+            )
+        except MonetrunError as failure:
             warn(f"planned steps reserve more than was planned, and no other plan was found: {failure}")
             return False
         warn("the first planned steps reserved more than was planned: planned again with what was seen")
@@ -136,29 +142,84 @@ class RunningPlan:
 
         Raises:
             InfeasibleBudget: nothing fits beside what is allocated now.
-            PlanMismatch: the plan that the user gave is of another model.
+            PlanMismatch: the plan that the user gave is of another model, or its schedule cannot run.
         """
         fingerprint = joint.graph.fingerprint
+        if fingerprint in self.schedules:
+            if not _is_sound(joint.graph, self.schedules[fingerprint], self.settings):
+                del self.schedules[fingerprint]
+        elif self.settings.plan_given:
+            adaptation.check_same_model(joint.graph, self.plan)
+        self.enforcement.enforce()  # another model's plan may have less than this model's capture takes
         if fingerprint not in self.schedules:
-            self.schedules[fingerprint] = self._adapted(joint)
+            step, plain_bytes = self._other_shapes.step(joint, self._ruled_out, self.record, self.plan)
+            self._follow_plain_peak(plain_bytes, f"inputs of {adaptation.input_shapes(joint)}")
+            estimated = self.record is None or bool(self.record.breaks)
+            self.schedules[fingerprint] = self._other_shapes.schedule(joint, step, self.plan, estimated=estimated)
+            if estimated and moved_memory.is_share(self._budget):
+                self._estimated.add(fingerprint)
+            self.room.step_is(step, [self.schedules[fingerprint]])
         recorded = () if self.record is None else self.record.graphs
         number = next((k for k, graph in enumerate(recorded) if graph.fingerprint == fingerprint), -1)
         return number, self.schedules[fingerprint]
 
-    def _adapted(self, joint: JointGraph) -> Schedule:
-        """A schedule for a graph that the plan does not have, within what is left of the budget now."""
-        meter = self.steps.meter
-        self.steps.interrupt()
-        self.known.update(cost.measure(joint, self.known, meter, self.device))
-        meter.reset_peak()  # that of the measurement
-        graph = self._ruled_out.without(cost.as_tried(joint, self.known))
-        if self.settings.plan_given:
-            adaptation.check_same_model(graph, self.plan)
-        costs = cost.costs_of(joint, self.known, str(self.device))
-        outside = adaptation.outside_bytes(joint, self.record, self.plan)
-        available = self.plan.budget_bytes - meter.current_bytes() - outside
-        options = self.settings.solver_options(min(_ADAPTATION_SECONDS, self.settings.solver_seconds))
-        return adaptation.adapted_schedule(graph, costs, self.plan, available, options)
+    # ---- memory that moves
+
+    def step_ended(self) -> None:
+        """An optimizer's step has ended."""
+        self.room.optimizer_ended()
+        self.enforcement.lift()
+
+    def check_room(self, fingerprint: str) -> None:
+        """A graph's forward begins, and with it the budget holds; a call of which nothing was captured is not bounded.
+
+        Raises:
+            MemoryShort: more is held than its step has room for.
+        """
+        self.enforcement.enforce(suspended=fingerprint in self._estimated)
+        shortage = self.room.shortage(fingerprint) if self.enforcement.holds else None
+        if shortage is None:
+            return
+        plain = shortage.held_bytes + shortage.need.plain_bytes
+        self._follow_plain_peak(plain, f"{format_bytes(shortage.excess_bytes)} more are held before a forward")
+        if shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_bytes:
+            raise MemoryShort("too much is held for this schedule", "monetrun plans again", shortage=shortage)
+
+    def make_room(self, shortage: Shortage) -> None:
+        """Plan again, in this rank alone, for a step before which more is held.
+
+        Ranks may run different schedules of a graph: it gives the same gradients in the same order, all at its end.
+
+        Raises:
+            BudgetExceeded: no schedule fits beside what is held.
+        """
+        if self._other_shapes.more_is_held(shortage, self.plan.budget_bytes):
+            self.schedules.pop(shortage.fingerprint)
+            return
+        assert self.record is not None
+        try:
+            found = moved_memory.plan_with_more_held(self.record, self.plan, shortage, self.settings, self._frugal)
+        except (InfeasibleBudget, NoPlanInTime) as failure:
+            raise moved_memory.refused_step(self.plan, shortage, failure, self.device) from None
+        self.record, self._frugal = found.record, found.frugal
+        self._follow(found.plan)
+        self.note(
+            f"{format_bytes(shortage.excess_bytes)} more are held before the forward than planned:"
+            f" planned again within {format_bytes(self.plan.budget_bytes)}, overhead {self.plan.overhead:+.1%}"
+        )
+
+    def _follow_plain_peak(self, plain_bytes: int, why: str) -> None:
+        """A budget that is a share of the plain peak grows with it. ``plain_bytes``: allocated, at these shapes."""
+        grown = moved_memory.plan_at_plain_peak(self.plan, self._budget, plain_bytes)
+        if grown is None:
+            return
+        self.note(
+            f"{why}: the plain run takes {format_bytes(moved_memory.plain_bytes(grown))}, so that"
+            f" {self._budget} of it are {format_bytes(grown.budget_bytes)}"
+        )
+        self.plan = grown
+        self.room.limit_bytes = moved_memory.allocated_limit(grown)
+        self.enforcement.plan_is(grown.budget_bytes, grown.pool, bool(grown.ledger.get(LIBRARIES)))
 
     def intervals(self) -> tuple[Interval, ...]:
         """Planned and measured bytes of one settled step; empty where the plan does not cover what was measured."""
@@ -168,3 +229,20 @@ class RunningPlan:
         if not self.schedules.keys() >= set(fingerprints):
             return ()
         return intervals(self.record, [self.schedules[f] for f in fingerprints], self.steps.stretches)
+
+
+def _is_sound(graph: Graph, schedule: Schedule, settings: Settings) -> bool:
+    """Whether a schedule that was read from a file keeps the rules of the replay; one that does not is not run.
+
+    Raises:
+        PlanMismatch: the plan that the user gave has it.
+    """
+    try:
+        judge(graph, schedule)
+    except ScheduleError as error:
+        what = f"the plan's schedule of {graph.name} cannot run: {error.message}"
+        if settings.plan_given:
+            raise PlanMismatch(what, "monetrun plan writes a new one") from error
+        _log.warning("%s; another one is made now", what)
+        return False
+    return True

@@ -9,19 +9,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from monetrun.capture import cpu_allocator, fake_tensors, roofline
-from monetrun.core.errors import CaptureFailed
-from monetrun.runtime import candidates, hooks, planned_calls
+from monetrun.capture import cpu_allocator, double_backward, fake_tensors, roofline
+from monetrun.core.errors import BudgetExceeded, CaptureFailed
+from monetrun.runtime import candidates, hooks, planned_calls, sharding, unplannable_use
 from monetrun.runtime.planned_calls import Nesting, PlannedCall, Trigger
 from monetrun.runtime.reporter import Reporter
-from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, Settings
+from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, TRIALS, Settings
 from monetrun.solve import timing
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
@@ -36,10 +36,19 @@ def start(environ: Mapping[str, str]) -> None:
     global _session
     settings = Settings.from_environment(environ)
     if not settings.claim():
-        return  # a child of the worker, such as a DataLoader's process
+        from monetrun.runtime import children
+
+        children.watch(settings)  # a child of the worker, such as a DataLoader's process
+        return
     from monetrun.runtime.traceback_file import install_excepthook
 
-    install_excepthook()
+    install_excepthook(_out_of_memory)
+    if settings.mode in TRIALS:
+        from monetrun.runtime import silent_trackers, trial_files
+
+        silent_trackers.silence()
+        if settings.record_file:
+            trial_files.TrialFiles(settings.record_file).watch()
     if settings.mode in (MEASURE, PLAIN):
         from monetrun.runtime.plain_run import PlainRun
 
@@ -47,6 +56,22 @@ def start(environ: Mapping[str, str]) -> None:
         return
     _session = Session(settings)
     _session.watch_process()
+
+
+def _out_of_memory(error: BaseException) -> None:
+    """An uncaught error says that memory ran out: tell who holds what, unless it does."""
+    engine = None if _session is None else _session.engine
+    if _session is None or engine is None or engine.running is None:
+        return
+    from monetrun.runtime import out_of_memory
+
+    _session.short = out_of_memory.findings(error, engine.running)
+    if isinstance(error, BudgetExceeded):
+        return
+    for line in out_of_memory.lines(engine.running):
+        _session.reporter.note(line)
+    if path := out_of_memory.dump_snapshot(engine.device):
+        _session.reporter.note(f"torch's memory snapshot is in {path}")
 
 
 def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
@@ -77,7 +102,7 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     if _session is None:
         _session = Session(Settings(mode=RUN, budget=text or str(plan.budget_bytes if plan else ""), **options), plan)
         _session.watch_process()
-    for optimizer in candidates.optimizers():
+    for optimizer in hooks.optimizers():
         _session.optimizer_made(optimizer)
     _session.put_triggers([model])
     return model
@@ -94,6 +119,7 @@ class Session:
         planned: the planned call of each model, in the order of their first calls.
         engine: from the first training forward on.
         reporter: of this rank.
+        short: where memory has run out: how much was needed and held (``out_of_memory.findings``).
     """
 
     def __init__(self, settings: Settings, plan: Plan | None = None) -> None:
@@ -104,6 +130,12 @@ class Session:
         self.planned: list[PlannedCall] = []
         self.engine: Engine | None = None
         self.reporter = Reporter(settings)
+        self._as_is = unplannable_use.found_before(settings)
+        self._compilations = unplannable_use.Compilations()
+        self._backwards = 0
+        self._findings: dict[str, Any] = {}  # of an engine that is in use no more
+        self.short: dict[str, Any] = {}
+        self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have made a step before any backward
         self._nesting = Nesting()
         self._undo = contextlib.ExitStack()
 
@@ -125,9 +157,8 @@ class Session:
         global _session
         self._undo.close()
         atexit.unregister(self.report)
-        for module in [p.module() for p in self.planned]:
-            if module is not None:
-                module._compiled_call_impl = None
+        for planned in self.planned:
+            planned.close()
         if self.engine is not None:
             self.engine.close()
         if _session is self:
@@ -135,7 +166,8 @@ class Session:
 
     def report(self) -> None:
         """Leave what this rank measured for the launcher."""
-        self.reporter.write({} if self.engine is None else self.engine.findings())
+        found = self._findings if self.engine is None else self.engine.findings()
+        self.reporter.write({**found, "short": self.short})
 
     def trained_parameters(self) -> list[torch.Tensor]:
         """The parameters of all optimizers, each once."""
@@ -159,21 +191,69 @@ class Session:
         if self.engine is not None:
             self.engine.zeroing_gradients(parameters, set_to_none)
 
+    def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
+        """The script differentiates ``roots``. A trial run ends with the second time if there is no optimizer."""
+        if create_graph and self.planned and (calls := unplannable_use.compiled_calls(roots)):
+            self._plan_no_more(calls)
+        self._backwards += 1
+        if self.settings.mode == PROBE and self._backwards > 1 and not self.optimizers:
+            from monetrun.runtime import probe
+
+            probe.leave_unseen(probe.NO_OPTIMIZER, self.settings.record_file)
+
+    def _plan_no_more(self, calls: list[Any]) -> None:
+        """The script wants gradients of gradients: these compiled calls run again for them, further ones do not."""
+        if self.engine is not None:
+            names = [planned.name for planned in self.planned]
+            self._as_is = unplannable_use.double_backward(names, self.settings, has_stepped=bool(self.stepped))
+            self.reporter.warn(self._as_is)
+            for planned in self.planned:
+                planned.close()
+            for module in candidates.owners({id(p) for p in self.trained_parameters()}):
+                if isinstance(module._compiled_call_impl, Trigger):
+                    module._compiled_call_impl = None
+            self.engine.close()
+            self._findings, self.engine = self.engine.findings(), None
+        double_backward.differentiable(calls)
+
+    def compiles(self, compiled: Any) -> None:
+        """The script compiles a function or a module."""
+        self._compilations.add(compiled)
+
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer's step begins."""
+        if optimizer not in self.stepped:
+            self._look_for_a_plan(optimizer)
         if self.engine is not None:
             self.engine.optimizer_begins(again=optimizer in self.stepped)
         elif self.settings.mode == PROBE and optimizer in self.stepped:
             self._end_unplanned_trial()
 
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """The closure of an optimizer's step has run."""
+        if self.engine is not None:
+            self.engine.optimizer_begins(again=False)
+
     def step_ended(self, optimizer: Optimizer) -> None:
         """It has ended, and with it a training step or a part of one."""
+        if not self._backwards and self.engine is None and optimizer not in self._idle:
+            self._idle.add(optimizer)  # no training step: loading a checkpoint makes one to allocate the state
+            return
         self.stepped.add(optimizer)
         all_stepped = all(o in self.stepped for o in self.optimizers)
         if self.engine is not None:
             self.engine.optimizer_ended(type(optimizer).__name__, all_stepped)
         elif self.settings.mode == PROBE and all_stepped:
             self._end_unplanned_trial()
+
+    def _look_for_a_plan(self, optimizer: Optimizer) -> None:
+        """Warn before an optimizer's first step if what it trains was called within the script's own compilation."""
+        modules = [module for planned in self.planned if (module := planned.module()) is not None]
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        if reason := self._compilations.reason(trained, modules):
+            owners = candidates.owners({id(p) for p in trained})
+            if not any(candidates.unplannable(module) for module in owners):  # else it was warned of
+                self.reporter.give_up(f"{candidates.outermost_name(owners)} runs without a plan: it is {reason}")
 
     def _end_unplanned_trial(self) -> None:
         """End a trial run in which no model could be planned; the run itself warns why."""
@@ -186,10 +266,13 @@ class Session:
 
     def put_triggers(self, modules: Iterable[nn.Module]) -> None:
         """Wait for the first training forward of each of ``modules``; warn of those that cannot be planned."""
+        if self._as_is:
+            self.reporter.give_up(self._as_is)
+            return
+        modules = list(modules)
+        hidden = sharding.within_unplannable(modules)
         for module in modules:
-            if isinstance(module._compiled_call_impl, Trigger):
-                continue
-            if any(module is p.module() for p in self.planned):
+            if id(module) in hidden or isinstance(module._compiled_call_impl, (Trigger, PlannedCall)):
                 continue
             reason = candidates.unplannable(module)
             if reason is None and not isinstance(module, nn.parallel.DistributedDataParallel):
@@ -197,18 +280,29 @@ class Session:
             elif reason:
                 self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
 
-    def _plan_module(self, module: nn.Module) -> PlannedCall:
+    def _plan_module(self, module: nn.Module) -> Callable[..., Any]:
         """``module`` is the model, or one of several: from now on its training forwards are planned."""
         for child in module.modules():
             if isinstance(child._compiled_call_impl, Trigger):
                 child._compiled_call_impl = None
+        if reason := sharding.stage_of_a_pipeline(module):
+            self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
+            return module._call_impl
         if self.engine is None:
             from monetrun.runtime.engine import Engine
 
+            if self.settings.mode == PROBE:
+                from monetrun.runtime import probe
+
+                probe.begin(self.settings.record_file)
             planned_calls.prepare_dynamo()
             device = candidates.device_of(module)
-            self.engine = Engine(self.settings, device, self.trained_parameters, self.reporter.warn, self.plan)
-        planned = PlannedCall(module, self._nesting, self.engine, self.reporter.give_up)
+            reporter = self.reporter
+            self.engine = Engine(
+                self.settings, device, self.trained_parameters, reporter.warn, self.plan, reporter.note
+            )
+        path = f"{len(self.planned)}:{type(module).__name__}"
+        planned = PlannedCall(module, self._nesting, self.engine, self.reporter, path)
         self.planned.append(planned)
         module._compiled_call_impl = planned  # type: ignore[assignment]
         return planned

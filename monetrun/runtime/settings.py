@@ -15,10 +15,18 @@ PROBE = "probe"
 RUN = "run"
 MEASURE = "measure"
 PLAIN = "plain"
+TRIALS = (PROBE, MEASURE)  # nothing may train in these
+
+# Set in a trial run, for the script to recognise it.
+TRIAL = "MONETRUN_TRIAL"
 
 # The exit code of a trial run that left its record: one that scripts do not use.
 PROBED = 96
+
+# The file in the report folder where a worker leaves why models have to run as they are, before it ends with PROBED.
+AS_IS_MARK = "as_is"
 PREFIX = "MONETRUN_"
+CLAIM = PREFIX + "WORKER_PID"
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class Settings:
         strict: raise an error where something cannot be planned, instead of a warning.
         quiet: no warnings.
         own_allocator: CUDA's allocator is configured by the launcher, not by the user.
+        as_is: why no model of the script is planned, as a trial run has found; empty: models are planned.
         rank: of this process.
         world_size: of the whole run.
     """
@@ -66,17 +75,22 @@ class Settings:
     strict: bool = False
     quiet: bool = False
     own_allocator: bool = False
+    as_is: str = ""
     rank: int = 0
     world_size: int = 1
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that ``from_environment`` reads; rank and world size are torchrun's."""
+        """The variables that ``from_environment`` reads; rank and world size are torchrun's.
+
+        What a worker in which monetrun is called has claimed for itself (``claim``) is not passed on.
+        """
         names = [f.name for f in dataclasses.fields(self) if f.name not in ("rank", "world_size")]
         values = {name: getattr(self, name) for name in names}
-        return {
+        texts = {
             PREFIX + name.upper(): str(int(value)) if isinstance(value, bool) else str(value)
             for name, value in values.items()
         }
+        return {**texts, CLAIM: ""}
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -109,8 +123,7 @@ class Settings:
 
     def claim(self) -> bool:
         """Whether this process is the worker itself, and not a child that inherited its environment."""
-        mark = PREFIX + "WORKER_PID"
-        if os.environ.get(mark, "") not in ("", str(os.getpid())):
+        if os.environ.get(CLAIM, "") not in ("", str(os.getpid())):
             return False
-        os.environ[mark] = str(os.getpid())
+        os.environ[CLAIM] = str(os.getpid())
         return True

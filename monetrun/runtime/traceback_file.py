@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 from monetrun.core.errors import BudgetExceeded, MonetrunError
@@ -21,21 +22,30 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MARK = "__monetrun_traceback_file__"
 
 
-def install_excepthook() -> None:
+def install_excepthook(out_of_memory: Callable[[BaseException], None] | None = None) -> None:
     """Wrap ``sys.excepthook`` so that an uncaught exception is also written to the worker's error file.
 
     Does nothing outside a worker (``TORCHELASTIC_ERROR_FILE`` unset or empty) and nothing the second time.
     ``SystemExit`` never reaches an excepthook, so that exit codes are unchanged. ``KeyboardInterrupt`` is not written:
     it stops a worker from outside, and is no failure.
+
+    Args:
+        out_of_memory: called after an uncaught ``torch.OutOfMemoryError`` or ``BudgetExceeded``; tells who held what.
     """
     previous = sys.excepthook
     if not os.environ.get(ERROR_FILE) or hasattr(previous, _MARK):
         return
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        refusal = None if issubclass(kind, KeyboardInterrupt) else _shared(value)
         if not issubclass(kind, KeyboardInterrupt):
-            write(value, trace)
-        previous(kind, value, trace)
+            write(refusal or value, trace)
+        if refusal is not None or _is_refusal(value):
+            print(f"monetrun: error: {refusal or value}", file=sys.stderr, flush=True)
+        else:
+            previous(kind, value, trace)
+        if out_of_memory is not None and (_is_out_of_memory(value) or isinstance(value, BudgetExceeded)):
+            out_of_memory(value)
 
     setattr(hook, _MARK, True)
     sys.excepthook = hook
@@ -55,14 +65,16 @@ def write(value: BaseException, trace: TracebackType | None) -> None:
     message: dict[str, object] = {
         "message": f"{type(value).__name__}: {value}",
         "extraInfo": {
-            "py_callstack": "".join(traceback.format_exception(type(value), value, trace)),
+            "py_callstack": f"monetrun: error: {value}"
+            if _is_refusal(value)
+            else "".join(traceback.format_exception(type(value), value, trace)),
             "timestamp": str(now_ns // 10**9),
             "timestamp_ns": str(now_ns),
         },
     }
     if isinstance(value, MonetrunError):
         message["errorCode"] = value.exit_code
-    elif type(value).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+    elif _is_out_of_memory(value):
         message["errorCode"] = BudgetExceeded.exit_code
     # atomically: a worker may be killed while it writes, and the agent fails on half a file
     part = f"{path}.{os.getpid()}"
@@ -73,3 +85,26 @@ def write(value: BaseException, trace: TracebackType | None) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(part)
+
+
+def _shared(value: BaseException) -> MonetrunError | None:
+    """The refusal of another rank that made this one fail, if there is one; this rank's own goes to the others."""
+    from monetrun.runtime import exchange
+
+    if _is_refusal(value) or _is_out_of_memory(value):
+        error = value if isinstance(value, MonetrunError) else BudgetExceeded(f"out of memory: {value}")
+        exchange.post_failure(exchange.Refusal.of(error, os.environ.get("RANK", "")))
+        return None
+    if not isinstance(value, RuntimeError):  # as torch's collectives raise
+        return None
+    found = exchange.failure_elsewhere()
+    return None if found is None else found.error()
+
+
+def _is_refusal(value: BaseException) -> bool:
+    """Whether monetrun itself ended the script, by one of its rules: the message says all."""
+    return isinstance(value, MonetrunError) and value.exit_code != MonetrunError.exit_code
+
+
+def _is_out_of_memory(value: BaseException) -> bool:
+    return type(value).__name__ == "OutOfMemoryError"  # torch's, which is not imported here

@@ -2,14 +2,14 @@
 
 ``solver("greedy")(graph, costs, budget_bytes, options, starts) -> Solution``. ``starts`` are valid schedules of the
 graph, within the budget or not; what a solver does with them is in the table. Importing this package is cheap: an
-algorithm's module, and with it cvxpy, is imported by ``solver``.
+algorithm's module is imported by ``solver``, and cvxpy where a program is written.
 
 Other packages name an ``Algorithm`` in the entry point group ``monetrun.solvers`` (see docs/extending.md).
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -125,15 +125,15 @@ def solver(name: str) -> Solver:
             it needs it.
     """
     chosen = algorithm(name)
+    if chosen.needs_cvxpy and importlib.util.find_spec("cvxpy") is None:
+        others = ", ".join(other for other, row in ALGORITHMS.items() if not row.needs_cvxpy)
+        raise UsageError(
+            f"--algorithm {name} needs the package cvxpy, which is not installed",
+            f"pip install cvxpy, or choose one of {others}",
+        )
     try:
         found: Solver = getattr(importlib.import_module(chosen.module), chosen.function)
     except (ImportError, AttributeError) as error:
-        if chosen.needs_cvxpy and isinstance(error, ModuleNotFoundError) and error.name == "cvxpy":
-            others = ", ".join(other for other, row in ALGORITHMS.items() if not row.needs_cvxpy)
-            raise UsageError(
-                f"--algorithm {name} needs the package cvxpy, which is not installed",
-                f"pip install cvxpy, or choose one of {others}",
-            ) from error
         if name in ALGORITHMS:
             raise
         raise _unusable(name, str(error)) from error

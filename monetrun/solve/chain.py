@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from monetrun.core.graph import FORWARD, Costs, Graph
 from monetrun.core.options import Options
-from monetrun.core.plan import Schedule, Solution, Step, plain_schedule
+from monetrun.core.plan import Schedule, Solution, Step, each_once
 from monetrun.core.simulate import simulate
 from monetrun.solve import timing
 from monetrun.solve.checkpoints import SELECTIONS
@@ -116,7 +116,7 @@ def schedule_of(graph: Graph, chain: Chain, nodes: Sequence[int]) -> Schedule:
     operators, in their order, that backward's reads depend on. The last segment is not dropped, since backward reads it
     at once. Every operator runs its default implementation.
     """
-    plain = plain_schedule(graph)
+    plain = each_once(graph)
     free = _recomputable(graph)
     wanted = _read_by_backward(graph)
     segment_of: dict[int, int] = {}  # dropped tensors that backward reads
@@ -153,7 +153,7 @@ def schedule(graph: Graph, algorithm: str) -> Schedule:
     if algorithm not in SELECTIONS:
         raise ValueError(f"no chain algorithm {algorithm!r}; there are {', '.join(SELECTIONS)}")
     if algorithm == "none":
-        return plain_schedule(graph)
+        return each_once(graph)
     chain = linearize(graph)
     return schedule_of(graph, chain, SELECTIONS[algorithm](chain.node_bytes, chain.inner_bytes).nodes)
 

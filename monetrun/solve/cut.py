@@ -25,7 +25,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from monetrun.core.graph import FORWARD, Costs, Graph
 from monetrun.core.options import Options
-from monetrun.core.plan import Schedule, Step, plain_schedule
+from monetrun.core.plan import Schedule, Step, each_once
 from monetrun.core.simulate import simulate
 from monetrun.solve import tidy
 
@@ -55,7 +55,7 @@ def schedules(
     """
     if not options.recompute:
         return []
-    base = tidy.with_first_runs(graph, tidy.out_of_place(graph, base or plain_schedule(graph)))
+    base = tidy.with_first_runs(graph, tidy.out_of_place(graph, base or each_once(graph)))
     network = _Network(graph, costs, base)
     prices = np.full(len(graph.operators), 2.0 * network.seconds_per_byte() / len(graph.operators))
     found = []

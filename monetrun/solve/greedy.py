@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from monetrun.core.graph import Costs, Graph
 from monetrun.core.options import Options
-from monetrun.core.plan import Schedule, Solution, plain_schedule
+from monetrun.core.plan import Schedule, Solution, each_once
 from monetrun.core.simulate import Timeline, simulate
 from monetrun.solve import native_search, timing
 from monetrun.solve.native_search import Allowed, NativeSearch
@@ -64,7 +64,7 @@ def solve(graph: Graph, costs: Costs, budget_bytes: int, options: Options, start
         operator run once, each with its fastest implementation.
     """
     allowance = timing.current().greedy_patience * options.seconds
-    plain = plain_schedule(graph)
+    plain = each_once(graph)
     start: Schedule | None = None
     if starts and simulate(graph, costs, plain).peak_bytes > budget_bytes:
         found = nearest(graph, costs, budget_bytes, [plain, *starts])
@@ -110,7 +110,7 @@ def improve(
     def solution(status: str) -> Solution:
         return Solution(best, bound_seconds, status, "greedy", timing.now() - began)
 
-    for schedule in (*(() if start is None else (start,)), plain_schedule(graph), *known):
+    for schedule in (*(() if start is None else (start,)), each_once(graph), *known):
         offer(schedule)
     if best_seconds <= bound_seconds:
         return solution("optimal")
@@ -144,7 +144,7 @@ def most_frugal(
         allowance = timing.current().greedy_patience * options.seconds
     deadline = timing.now() + allowance
     search = _Search(graph, costs, options, deadline)
-    best = plain = plain_schedule(graph)
+    best = plain = each_once(graph)
     peak_bytes = simulate(graph, costs, plain).peak_bytes
     floor_bytes = max(least_step_bytes(graph, costs), enough_bytes)
     if peak_bytes > floor_bytes:
@@ -225,7 +225,7 @@ class _Search:
             return self.cuts_within(budget_bytes)
         total = self.iterations(self.options.seconds)
         cuts: list[Schedule] = []
-        with self._native(budget_bytes, start or plain_schedule(self.graph)) as search:
+        with self._native(budget_bytes, start or each_once(self.graph)) as search:
             fits = search.greedy()
             if not fits and start is None and (cuts := self.cuts(budget_bytes)):
                 search.load(nearest(self.graph, self.costs, budget_bytes, cuts))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from monetrun.core.graph import Costs, Graph
 from monetrun.core.options import Options
-from monetrun.core.plan import Schedule, Solution, plain_schedule
+from monetrun.core.plan import Schedule, Solution, each_once
 from monetrun.core.simulate import simulate
 from monetrun.solve import tidy, timing
 from monetrun.solve.ilp_program import Program, build
@@ -45,7 +45,7 @@ def solve(graph: Graph, costs: Costs, budget_bytes: int, options: Options, start
         if program.infeasible:
             status = "infeasible"
             break
-        result = _minimize(graph, program, best or plain_schedule(graph), options, began)
+        result = _minimize(graph, program, best or each_once(graph), options, began)
         status = result.status
         if status != "infeasible":
             bound_seconds = max(bound_seconds, program.fixed_seconds + result.bound * program.unit_seconds)

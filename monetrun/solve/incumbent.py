@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-
-import cvxpy as cp
+from typing import TYPE_CHECKING
 
 from monetrun.core.graph import Costs, Graph
 from monetrun.core.options import Options
@@ -13,8 +12,12 @@ from monetrun.core.plan import Schedule
 from monetrun.core.simulate import Timeline, simulate
 from monetrun.solve import cut, greedy, tidy, timing
 from monetrun.solve.mip.canonical import StopRule, Vector
-from monetrun.solve.mip.minimize import Result, minimize
 from monetrun.solve.slot import floor_seconds
+
+if TYPE_CHECKING:  # cvxpy takes a second to import, and many searches end without a program
+    import cvxpy as cp
+
+    from monetrun.solve.mip.minimize import Result
 
 _TOLERANCE = 2e-6  # of a bound (``Relaxation.bound_seconds``)
 
@@ -77,6 +80,10 @@ class Incumbent:
         """Whether the best is within the gap of the bound."""
         return self.seconds <= self.bound_seconds * (1 + max(self.options.gap, _TOLERANCE))
 
+    def proven(self) -> bool:
+        """Whether no schedule is cheaper than the best, or none fits."""
+        return self.seconds <= self.bound_seconds * (1 + _TOLERANCE) or math.isinf(self.bound_seconds)
+
     def out_of_time(self) -> bool:
         """Whether no work or no time is left, or Ctrl-C was pressed."""
         return self.interrupted or self.left() <= 0 or self.elapsed() >= self.options.seconds
@@ -102,6 +109,16 @@ class Incumbent:
         if found is not None:
             self.offer(found)
 
+    def search_greedily(self, seconds: float, start: Schedule | None = None) -> None:
+        """``improve_greedily``, unless the search is done."""
+        if not self.done():
+            self.improve_greedily(min(seconds, self.left()), start)
+
+    def search_from_cuts(self, seconds: float) -> None:
+        """Offer minimum cuts with the best's implementations, and what the greedy solver makes of the nearest."""
+        start = None if self.done() else self.cut()
+        self.search_greedily(seconds, start)
+
     def most_frugal(self, seconds: float, enough_bytes: int = 0) -> Schedule:
         """A schedule with the least peak that ``seconds`` of native search find; see ``greedy.most_frugal``."""
         options, allowance = self.native(seconds)
@@ -123,6 +140,8 @@ class Incumbent:
 
     def minimize(self, problem: cp.Problem, work_seconds: float, gap: float, start: dict[str, Vector] | None) -> Result:
         """Solve a program with at most ``work_seconds`` of work, and book the work."""
+        from monetrun.solve.mip.minimize import minimize
+
         work_seconds = max(0.01, min(work_seconds, self.left()))
         allowance = min(timing.current().patience * work_seconds, self.options.seconds - self.elapsed())
         stop = StopRule(max(0.01, allowance), gap, work_seconds, seed=self.options.seed)

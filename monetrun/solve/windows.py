@@ -12,7 +12,7 @@ import random
 
 from monetrun.core.graph import BACKWARD, FORWARD, Graph
 from monetrun.core.options import Options
-from monetrun.core.plan import Schedule, plain_schedule
+from monetrun.core.plan import Schedule, each_once
 from monetrun.core.simulate import simulate
 from monetrun.solve import tidy
 from monetrun.solve.ilp_program import build
@@ -168,7 +168,7 @@ def _improve_natively(search: Incumbent, base: Schedule, turn: int) -> None:
 def _improve_whole(search: Incumbent, work_seconds: float) -> bool:
     """Solve the paper's whole program; return whether it was solved to the end."""
     slots = all_slots(search.graph, search.options)
-    start = search.best or plain_schedule(search.graph)
+    start = search.best or each_once(search.graph)
     return _improve_slots(search, slots, start, work_seconds)[0] in ("optimal", "infeasible")
 
 

@@ -24,18 +24,20 @@ class Double(nn.Sequential):
 class UNet(nn.Module):
     """Ronneberger et al. (arXiv 1505.04597), padded, normalized, upsampled bilinearly; five levels from 64 channels.
 
+    ``channels`` is another number than 64: the other levels follow it.
+
     The usual PyTorch version, as in MONeT's paper: with transposed convolutions and 1024 channels at the bottom, which
     bilinear upsampling does not need, its plain step takes more than the paper's 14.32 GB.
     """
 
-    def __init__(self, classes: int = 1) -> None:
+    def __init__(self, classes: int = 1, channels: int = 64) -> None:
         super().__init__()
-        widths = [64, 128, 256, 512, 512]
+        widths = [channels * n for n in (1, 2, 4, 8, 8)]
         self.down = nn.ModuleList(Double(a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True))
         self.up = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
-        joined = [(512 + 512, 256), (256 + 256, 128), (128 + 128, 64), (64 + 64, 64)]
-        self.join = nn.ModuleList(Double(inside, out) for inside, out in joined)
-        self.last = nn.Conv2d(64, classes, 1)
+        joined = [(16, 4), (8, 2), (4, 1), (2, 1)]  # skipped and upsampled channels together, times ``channels``
+        self.join = nn.ModuleList(Double(channels * inside, channels * out) for inside, out in joined)
+        self.last = nn.Conv2d(channels, classes, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of each pixel."""

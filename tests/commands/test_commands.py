@@ -1,6 +1,10 @@
 """Commands that plan without training, from the command line: each makes one trial run."""
 
 import json
+import shlex
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,25 @@ optimizer.step()
 with open("trained", "a") as file:
     file.write("x")
 """
+ACCUMULATING = """
+import contextlib
+import sys
+import torch
+
+batch, passes, samples = map(int, sys.argv[1:])
+torch.distributed.init_process_group("gloo")
+assert samples == batch * passes * torch.distributed.get_world_size()
+net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(6)])
+net = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(3):
+    for k in range(passes):
+        with net.no_sync() if k < passes - 1 else contextlib.nullcontext():
+            net(torch.randn(batch, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.distributed.destroy_process_group()
+"""
 WORDS = ("train.py", "--batch", "256", "--points", "9")
 
 
@@ -36,6 +59,12 @@ def folder(tmp_path_factory):
 def surroundings(monkeypatch, folder):
     monkeypatch.setenv("MONETRUN_CACHE", str(folder / "cache"))  # shared: the same trial run serves all tests
     monkeypatch.chdir(folder)
+
+
+def free_port():
+    with socket.socket() as free:  # torchrun's own is one for all that runs on this machine
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def run(capsys, *words, expect=0):
@@ -87,6 +116,29 @@ def test_batch_finds_the_largest_and_prints_the_command_to_type_next(capsys):
     kept = "--algorithm greedy --solver-seconds 1"
     assert err.rstrip().endswith(f"next: monetrun --budget 600KiB {kept} train.py --batch {found['batch']}")
     assert not Path("trained").exists()
+
+
+@pytest.mark.slow
+def test_accumulating_batches_of_two_ranks_keep_the_step_and_the_printed_command_trains_within_the_budget(
+    capsys, folder
+):
+    (folder / "accumulating.py").write_text(ACCUMULATING)
+    launch = ("--nproc-per-node", "2", "--master-port", str(free_port()), "--algorithm", "greedy")
+    search = ("--budget", "1MiB", "--accumulate", "1536", "--max-overhead", "99%", "--json")
+    out, err = run(capsys, "batch", *search, *launch, "accumulating.py", "{batch}", "{accumulate}", "{global}")
+    found = json.loads(out)
+    batch = found["batch"]
+    assert 768 % batch == 0
+    assert 8 < batch < 768
+    assert found["next_batch"] == min(n for n in range(batch + 1, 769) if 768 % n == 0)
+    assert (found["accumulate"], found["global_batch"]) == (768 // batch, 1536)
+    assert found["planned_peak_bytes"] <= 1 << 20
+    command = err.rstrip().rpartition("next: ")[2]
+    assert command.endswith(f"accumulating.py {batch} {768 // batch} 1536")
+    words = [sys.executable, "-m", *shlex.split(command)]
+    done = subprocess.run([*words[:3], "--json", *words[3:]], capture_output=True, text=True, timeout=600, check=True)
+    trained = json.loads(done.stdout.splitlines()[-1])
+    assert trained["measured_peak_bytes"] <= 1 << 20
 
 
 def test_a_script_that_never_trains_is_an_error_of_its_own(capsys, folder):

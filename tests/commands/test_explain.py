@@ -15,6 +15,7 @@ from monetrun.commands.explain import show
 from monetrun.core.options import Options
 from monetrun.core.plan import Plan
 from monetrun.core.step import replay
+from monetrun.launcher.kept import keep_measured_step
 from monetrun.launcher.keys import measured_key
 from monetrun.launcher.plan_file import write_plan
 from monetrun.machine.store import Store
@@ -119,3 +120,18 @@ def test_a_plan_without_measurements_is_refused_with_the_launch_that_makes_them(
     printed = capsys.readouterr().err
     assert f"no measurements of a step under the plan {plan_file}" in printed
     assert f"monetrun --plan {plan_file} train.py" in printed
+
+
+def test_a_step_under_a_plan_that_was_made_while_training_is_found_by_the_plan_that_was_launched(tmp_path):
+    store, again = Store(tmp_path), replace(PLAN, planned_peak_bytes=PLAN.planned_peak_bytes - 4 * KIB)
+    keep_measured_step(store, (None, PLAN, again), None)
+    assert store.get("measured", measured_key(PLAN), MeasuredStep) is None
+    lower = RankIntervals(
+        0, tuple(replace(i, planned_peak_bytes=i.planned_peak_bytes - 4 * KIB) for i in FIRST.intervals)
+    )
+    keep_measured_step(store, (PLAN, again), MeasuredStep((lower,)))
+    for plan in (PLAN, again):
+        found = explain_measured.find_measured_step(plan, store, "p.json")
+        out = io.StringIO()
+        explain_measured.show(plan, found, "p.json", Console(file=out, width=160, highlight=False))
+        assert ("planned again while training" in out.getvalue()) == (plan is PLAN)

@@ -68,6 +68,7 @@ def test_a_plain_run_that_fits_is_not_planned(machine, plain):
     assert "fits: nothing to plan" in done.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_keep_the_budget_on_their_own_devices(machine):
     done = launch(machine, "--budget", "0.7x", SCRIPT, ranks=2)
     found, figures = held(done), report(done)
@@ -83,6 +84,7 @@ def test_a_budget_that_no_schedule_keeps_is_refused_in_reserved_bytes(machine, p
     assert f"the plain step takes {plain['reserved'] / MIB:.1f} MiB" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_trains_on_the_cpu_is_planned_there_and_its_trials_end(machine, tmp_path):
     """The plain trial finds no device to measure, and ends after its steps instead of training to the end."""
     script = tmp_path / "on_the_cpu.py"

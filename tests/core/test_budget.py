@@ -168,3 +168,11 @@ def test_bytes_are_shown_in_the_unit_that_a_reader_would_choose(nbytes: int, sho
 def test_exact_bytes_are_shown_beside_the_rounded_ones() -> None:
     assert format_bytes(10522669875, exact=True) == "9.8 GiB (10522669875 bytes)"
     assert format_bytes(12, exact=True) == "12 bytes"
+
+
+def test_a_hint_is_rounded_up_but_not_over_the_plain_peak():
+    assert format_budget(10 * 1024 + 1) == "11KiB"
+    assert format_budget(10 * 1024 + 1, most_bytes=11 * 1024) == "11KiB"
+    exact = format_budget(10 * 1024 + 1, most_bytes=10 * 1024 + 5)
+    assert exact == "10241B"
+    assert resolve(parse(exact)) == 10241

@@ -93,10 +93,10 @@ def test_requests_are_rounded_to_512_bytes_or_to_parts_of_a_power_of_two():
     [
         "",
         "expandable_segments:True",
-        "max_split_size_mb:24,max_non_split_rounding_mb:25",
         "roundup_power2_divisions:[1:8,4:4,16:2,>:1]",
-        "expandable_segments:True,max_split_size_mb:32",
-        "large_segment_size_mb:40,expandable_segments:True",
+        pytest.param("max_split_size_mb:24,max_non_split_rounding_mb:25", marks=pytest.mark.slow),
+        pytest.param("expandable_segments:True,max_split_size_mb:32", marks=pytest.mark.slow),
+        pytest.param("large_segment_size_mb:40,expandable_segments:True", marks=pytest.mark.slow),
     ],
 )
 def test_agrees_to_the_byte_with_torchs_own_allocator(settings):

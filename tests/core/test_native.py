@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +90,56 @@ def test_a_cache_that_cannot_be_written_is_a_reason(folder, monkeypatch):
     library, why = native.load("answer.cpp", ("-O1",))
     assert library is None
     assert "cannot be written" in why
+
+
+@needs_compiler
+def test_a_library_is_loaded_only_from_a_folder_that_nobody_else_writes(folder, monkeypatch):
+    kept = folder / "cache" / "monetrun" / "native"
+    kept.mkdir(parents=True)
+    kept.chmod(0o777)
+    assert native.build("answer.cpp", ("-O1",)).parent == kept
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o755
+    monkeypatch.setattr(os, "geteuid", lambda: kept.stat().st_uid + 1)
+    library, why = native.load("answer.cpp", ("-O1",))
+    assert library is None
+    assert f"{kept} belongs to user" in why
+    assert "set XDG_CACHE_HOME to a folder of yours" in why
+    monkeypatch.undo()
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", ["writable", "link", "fifo"])
+def test_a_library_that_another_may_have_written_is_built_again(folder, change):
+    built = native.build("answer.cpp", ("-O1",))
+    good = built.read_bytes()
+    built.unlink()
+    planted = folder / "planted.so"
+    planted.write_bytes(b"planted")
+    if change == "writable":
+        planted.rename(built)
+        built.chmod(0o775)
+    elif change == "link":
+        built.symlink_to(planted)
+    else:
+        os.mkfifo(built)
+    assert native.build("answer.cpp", ("-O1",)) == built
+    assert not built.is_symlink()
+    assert built.read_bytes()[:4] == good[:4] == b"\x7fELF"
+    assert stat.S_IMODE(built.stat().st_mode) == 0o755
+
+
+def test_a_new_folder_for_libraries_is_this_users_alone_whatever_the_umask(folder):
+    before = os.umask(0)
+    try:
+        native.cached(folder / "sources" / "answer.cpp", ".txt", (), lambda out: out.write_text("made"))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(native.cache_folder().stat().st_mode) == 0o700
+
+
+def test_a_relative_cache_home_is_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert native.cache_folder() == tmp_path / ".cache" / "monetrun" / "native"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/absolute")
+    assert native.cache_folder() == Path("/absolute/monetrun/native")

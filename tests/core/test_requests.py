@@ -8,16 +8,8 @@ from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
 from monetrun.core.requests import reserved, reserved_under
-from monetrun.core.step import (
-    LAST_OUTPUTS,
-    OUTSIDE,
-    DeviceMemory,
-    Event,
-    Segment,
-    replay,
-    with_excess,
-    with_plain_peaks,
-)
+from monetrun.core.step import LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, replay
+from monetrun.core.step_changes import with_excess, with_plain_peaks
 from support.step_records import chain_record
 
 MIB = 1 << 20
@@ -78,6 +70,18 @@ def test_what_was_seen_beyond_the_plan_is_added(record):
     more = with_excess(record, 7 * MIB)
     assert reserved(more, plain(more)).large_bytes == reserved(record, plain(record)).large_bytes + 7 * MIB
     assert with_excess(more, 6 * MIB) is more
+
+
+def test_what_other_streams_reserve_is_added_and_what_they_hold_does_not_count_as_held_here(record):
+    aside = on_a_device(chain_record(10), other_streams_bytes=22 * MIB)
+    assert reserved(aside, plain(aside)).large_bytes == reserved(record, plain(record)).large_bytes + 22 * MIB
+    # the optimizer's step has the peak, so that what was freed before it counts
+    *events, after, step = record.events
+    step = replace(step, requests=(8000 * MIB, -4))
+    on_one_stream = replace(record, events=(*events, after, step))
+    gathered = replace(after, delta_bytes=after.delta_bytes + 1000 * MIB, elsewhere_bytes=1000 * MIB)
+    on_two = replace(record, events=(*events, gathered, step))
+    assert reserved(on_two, plain(record)) == reserved(on_one_stream, plain(record))
 
 
 def test_an_optimizers_state_stays_and_its_temporaries_do_not(record):

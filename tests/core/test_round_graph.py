@@ -1,14 +1,17 @@
 """Two graphs, one of which computes the other's input, joined into one graph."""
 
+import dataclasses
+
 import pytest
 
-from monetrun.core.graph import BACKWARD
+from monetrun.core.freed import freed_after
+from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.plan import Schedule, Step, plain_schedule
 from monetrun.core.round_graph import join_round
 from monetrun.core.simulate import simulate
-from monetrun.core.step import replay
+from monetrun.core.step import call_footprint, replay
 from monetrun.solve.cut import dropping
-from support.step_records import chained_graphs_record, output_of
+from support.step_records import WEIGHT_BYTES, chain_record, chained_graphs_record, output_of
 
 
 def frugal(graph):
@@ -50,3 +53,27 @@ def test_steps_of_a_schedule_are_renumbered():
     assert joined.join(schedules) == plain_schedule(joined.graph)
     own = joined.split(Schedule((Step(0),), ()))
     assert own == {0: Schedule((Step(0),), ())}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (1, 0, 2, 5, 4, 3)], ids=["as computed", "some wait"])
+def test_gradients_that_are_taken_in_turn_are_freed_in_the_joined_graph_as_in_the_step(order):
+    record = chain_record(3)
+    (graph,) = record.graphs
+    gradients = [t.id for t in graph.tensors if t.kept and graph.operators[graph.writer[t.id]].phase == BACKWARD]
+    forward, backward = record.events[0], next(e for e in record.events if e.kind == BACKWARD)
+    taken = dataclasses.replace(backward, released=tuple(gradients[i] for i in order))
+    record = dataclasses.replace(record, events=tuple(taken if e is backward else e for e in record.events))
+    assert forward.kind == FORWARD
+    assert len(gradients) == 6
+    joined = join_round(record, record.rounds[0])
+    for own in (plain_schedule(graph), frugal(graph)):
+        profile = simulate(joined.graph, joined.costs, joined.join([own]))
+        assert record.base_bytes + profile.peak_bytes == replay(record, [own]).peak_bytes
+        footprint = call_footprint(graph, record.costs[0], own, taken.released)
+        held = call_footprint(graph, record.costs[0], own)
+        assert held.backward_delta_bytes - footprint.backward_delta_bytes == 6 * WEIGHT_BYTES
+        assert footprint.backward_peak_bytes < held.backward_peak_bytes
+    # one that waits is held until after the step before it in the order
+    last = freed_after(graph, plain_schedule(graph), taken.released)
+    turns = [last[t] for t in taken.released]
+    assert turns == sorted(turns)

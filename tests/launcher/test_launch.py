@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from typing import ClassVar
 
 import pytest
 
+from monetrun.commands.main import main
 from monetrun.commands.run import run_launch
 from monetrun.core.errors import MonetrunError
 from monetrun.launcher import agent
@@ -57,7 +60,7 @@ def dumped(folder: Path) -> dict[str, dict]:
 @pytest.mark.parametrize(
     "words",
     [
-        [DUMP, "--budget", "3", "", "a b"],
+        pytest.param([DUMP, "--budget", "3", "", "a b"], marks=pytest.mark.slow),
         ["--nproc-per-node", "2", "-m", "dump_worker", "--", "-x", "${local_rank}"],
     ],
 )
@@ -330,6 +333,101 @@ def test_sigterm_while_planning_ends_with_143_and_starts_nothing(tmp_path, monke
     assert FakeJob.seen == ["closed"]
     assert dumped(tmp_path) == {}
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_hangup_or_quit_while_planning_cleans_up_unless_it_is_ignored(number, tmp_path, monkeypatch):
+    monkeypatch.setenv("DUMP_FOLDER", str(tmp_path))
+    monkeypatch.setattr("monetrun.launcher.job.Job", FakeJob)
+    monkeypatch.setattr(FakeJob, "seen", [])
+
+    def prepare(self):
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    monkeypatch.setattr(FakeJob, "prepare", prepare)
+    before = signal.signal(number, signal.SIG_IGN)  # as nohup does
+    try:
+        with pytest.raises(SystemExit) as end:
+            run_launch(parsed(DUMP))
+        assert (end.value.code, signal.getsignal(number)) == (143, signal.SIG_IGN)
+        signal.signal(number, signal.default_int_handler)
+        with pytest.raises(SystemExit) as end:  # the second signal does not interrupt the cleaning up
+            run_launch(parsed(DUMP))
+        assert (end.value.code, signal.getsignal(number)) == (128 + number, signal.default_int_handler)
+    finally:
+        signal.signal(number, before)
+    assert FakeJob.seen == ["closed", "closed"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_hangup_or_quit_leaves_no_trial_process_and_no_folder(number, tmp_path, monkeypatch):
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    script, seen = tmp_path / "train.py", tmp_path / "pid"
+    script.write_text("import os, sys, time\nopen(sys.argv[1], 'w').write(f'{os.getpid()} ')\ntime.sleep(100)\n")
+
+    def send_when_the_trial_runs():
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline and not (seen.exists() and seen.read_text().endswith(" ")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send_when_the_trial_runs)
+    before = signal.signal(number, lambda *given: None)  # where it is not handled, the test fails and the run goes on
+    sender.start()
+    try:
+        with pytest.raises(SystemExit) as end:
+            run_launch(parsed("--quiet", str(script), str(seen)))
+    finally:
+        sender.join()
+        signal.signal(number, before)
+    assert end.value.code == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(seen.read_text()), 0)
+    assert list((tmp_path / "tmp").glob("monetrun_*")) == []
+
+
+def test_an_interpreter_that_is_not_there_is_named_before_anything_starts(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHON_EXEC", "/nowhere/python")
+    assert main([DUMP]) == 2
+    assert capsys.readouterr().err == (
+        "monetrun: error: PYTHON_EXEC is '/nowhere/python', which is not a program that can be run\n"
+        "  unset it, or name a Python\n"
+    )
+
+
+def test_a_program_that_the_system_cannot_start_is_named(tmp_path, monkeypatch, capsys):
+    program = tmp_path / "train"
+    program.write_text("no first line that names an interpreter")
+    program.chmod(0o755)
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    assert main(["--quiet", "--no-python", str(program)]) == 2
+    assert f"{program} cannot be started: Exec format error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["folder", "file", "no folder"])
+def test_a_full_disk_is_the_reason_of_the_failure(when, tmp_path, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/here")
+
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    if when == "file":
+        monkeypatch.setattr("monetrun.launcher.job.Job.prepare", full)
+    elif when == "folder":
+        monkeypatch.setattr("tempfile.mkdtemp", full)
+    else:
+        for name in ("TMPDIR", "TEMP", "TMP"):
+            monkeypatch.setenv(name, "/nowhere")
+        monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/nowhere"])
+    assert main(["--quiet", DUMP]) == 70
+    error = capsys.readouterr().err
+    reason = "No usable temporary directory" if when == "no folder" else "/tmp/here: No space left on device"
+    assert error.startswith("monetrun: error: a temporary file cannot be written: ")
+    assert reason in error
+    assert "set TMPDIR to a folder on another disk" in error
+    assert "Traceback" not in error
+    assert list((tmp_path / "tmp").glob("monetrun_*")) == []
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,20 @@
 
 import dataclasses
 import json
+import os
+import threading
 
 import pytest
+import torch
 
 from monetrun.core import codec
+from monetrun.core.budget import parse
 from monetrun.core.errors import PlanMismatch
 from monetrun.core.options import Options
-from monetrun.core.plan import PLAN_SCHEMA, GraphPlan, Plan, Schedule
+from monetrun.core.plan import PLAN_SCHEMA, GraphPlan, Plan, Schedule, StepSchedules, plain_schedule
 from monetrun.launcher import keys
 from monetrun.launcher.job import _record_of
+from monetrun.launcher.kept import kept_plan, kept_record, kept_schedules
 from monetrun.launcher.parser import launch_parser
 from monetrun.launcher.plan_file import read_plan
 from monetrun.launcher.ranks import find_ranks
@@ -42,6 +47,134 @@ def test_a_plan_file_of_an_older_monetrun_is_refused_with_the_command_that_write
     assert "monetrun plan SCRIPT" in refused.value.hint
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"schema": 99}, "schema 99, this monetrun reads schema"),
+        ({"budget_bytes": 10**20}, r"\$\.budget_bytes: 100000000000000000000 is out of range"),
+        ({"budget_bytes": 1 << 60}, "budget: 1152921504606846976 bytes, where 0 to 9007199254740992 are possible"),
+        ({"budget_bytes": 0}, "the budget is 0 bytes"),
+        ({"planned_peak_bytes": -1}, "planned peak: -1 bytes"),
+        ({"planned_peak_bytes": 6}, "planned peak is 6 bytes, over the budget of 5"),
+        ({"overhead": float("nan")}, "NaN is not a number"),
+        ({"overhead": -7.5}, "the overhead is -7.5"),
+        ({"bound": -2}, r"its bound -2\.0"),
+        ({"status": "good"}, "the status is 'good', it must be one of optimal"),
+        ({"ledger": {"weights": 1 << 60}}, "ledger's weights"),
+        ({"device": "\ud800"}, "device: .* is not text"),
+        ({"pool": {"plain_bytes": 1, "small_bytes": -1, "large_bytes": 1}}, r"\$\.pool: small: -1 bytes"),
+    ],
+)
+def test_a_number_that_cannot_be_right_is_named_with_its_rule(tmp_path, change, reason):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({**codec.to_plain(PLAN), **change}))
+    with pytest.raises(PlanMismatch, match=reason) as refused:
+        read_plan(str(path))
+    assert "monetrun plan SCRIPT" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("steps", "named", "reason"),
+    [
+        ([{"operator": -1}], [], r"\$\.graphs\[0\]: a step has a negative operator"),
+        ([{"operator": 1, "implementation": 2}], [], "the schedule's implementations are not the named ones"),
+        ([], [1, 2, "conv", [], None], r"\$\.graphs\[0\]\.implementations\[0\]: expected an object"),
+        ([{"operator": True}], [], r"\$\.graphs\[0\]\.schedule\.forward\[0\]\.operator: expected int, got True"),
+    ],
+)
+def test_a_step_that_no_graph_has_is_refused_where_it_is_read(tmp_path, steps, named, reason):
+    plain = codec.to_plain(PLAN)
+    plain["graphs"][0]["schedule"]["forward"] = steps
+    plain["graphs"][0]["implementations"] = [named] if named else []
+    (tmp_path / "p.json").write_text(json.dumps(plain))
+    with pytest.raises(PlanMismatch, match=reason):
+        read_plan(str(tmp_path / "p.json"))
+
+
+@pytest.mark.parametrize("what", ["folder", "loop", "binary", "deep", "endless"])
+def test_what_is_no_plan_is_refused_with_the_reason(tmp_path, what):
+    path = tmp_path / "p.json"
+    if what == "folder":
+        path.mkdir()
+    elif what == "loop":
+        path.symlink_to(path)
+    elif what == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(b"\xff\xfe" if what == "binary" else b"[" * 100_000)
+    with pytest.raises(PlanMismatch) as refused:
+        read_plan(str(path))
+    reasons = {
+        "folder": "Is a directory",
+        "loop": "Too many levels of symbolic links",
+        "binary": "invalid start byte",
+        "deep": "nested too deeply",
+        "endless": "over 256 MiB",
+    }
+    assert reasons[what] in refused.value.message
+
+
+def test_a_plan_comes_from_another_process(tmp_path):
+    """As with the shell's ``--plan <(...)``."""
+    os.mkfifo(tmp_path / "p.json")
+    writer = threading.Thread(target=(tmp_path / "p.json").write_text, args=(codec.dumps(PLAN),))
+    writer.start()
+    assert read_plan(str(tmp_path / "p.json")) == PLAN
+    writer.join()
+
+
+def kept(store, plan, record, budget="0.9x", budget_bytes=None):
+    store.put("plan", "k", plan)
+    return kept_plan(store, "k", record, parse(budget), budget_bytes)
+
+
+def test_a_cached_plan_is_used_only_if_the_replay_of_its_record_confirms_it(tmp_path, caplog):
+    record = chain_record(64)
+    whole = planner.baseline(record).plain.peak_bytes
+    budget_bytes = int(0.9 * whole)
+    plan = planner.plan_step(record, budget_bytes, "greedy", Options(seconds=1.0))
+    store = Store(tmp_path)
+    assert kept(store, plan, record) == plan
+    assert kept(store, plan, record, "auto", budget_bytes) == plan
+    (graph,) = plan.graphs
+    forward, backward = graph.schedule.forward, graph.schedule.backward
+    twice = dataclasses.replace(graph, schedule=Schedule(tuple(s for s in forward for _ in (0, 1)), backward))
+    foreign = dataclasses.replace(graph, fingerprint="f" * 32)
+    for change, reason in (
+        ({"graphs": (twice,)}, "step 1: operator 0 (block0.linear) runs after operator 0"),
+        ({"graphs": (foreign,)}, "its graphs or its peak are not those of the recorded step"),
+        ({"planned_peak_bytes": plan.planned_peak_bytes - 1}, "its graphs or its peak are not"),
+        ({"plain_peak_bytes": whole + 1}, "its plain peak is"),
+        ({"budget_bytes": budget_bytes + 1}, f"its budget is {budget_bytes + 1} bytes, not {budget_bytes}"),
+        ({"torch_version": "2.9.1"}, "it was made with torch 2.9.1, this is 2.15.0"),
+    ):
+        caplog.clear()
+        assert kept(store, dataclasses.replace(plan, **change), record) is None
+        (warning,) = [r.getMessage() for r in caplog.records]
+        assert reason in warning
+        store = Store(tmp_path)  # it warns once of each file and reason
+
+
+def test_a_record_of_another_torch_is_a_miss(tmp_path):
+    store = Store(tmp_path)
+    store.put("probe", "k", dataclasses.replace(chain_record(64), torch_version="1.0"))
+    assert kept_record(store, "k") is None
+    here = dataclasses.replace(chain_record(64), torch_version=torch.__version__)
+    store.put("probe", "k", here)
+    assert kept_record(store, "k") == here
+
+
+def test_kept_schedules_that_their_graphs_cannot_run_are_a_miss(tmp_path):
+    record, store = chain_record(64), Store(tmp_path)
+    (graph,) = record.graphs
+    plain = plain_schedule(graph)
+    store.put("plan", "k", StepSchedules.of([graph], [plain]))
+    assert kept_schedules(store, "k", [graph]) == (plain,)
+    assert kept_schedules(store, "k", [graph, graph]) is None
+    store.put("plan", "k", StepSchedules.of([graph], [Schedule(plain.forward[1:], plain.backward)]))
+    assert kept_schedules(store, "k", [graph]) is None
+
+
 def test_a_plan_of_an_older_monetrun_in_the_cache_is_a_miss(tmp_path, monkeypatch):
     store = Store(tmp_path)
     with monkeypatch.context() as patch:
@@ -52,7 +185,7 @@ def test_a_plan_of_an_older_monetrun_in_the_cache_is_a_miss(tmp_path, monkeypatc
     assert store.get("plan", "k", Plan) == PLAN
 
 
-def test_a_plan_files_record_is_found_for_the_same_launch_on_one_node(tmp_path):
+def test_a_plan_files_record_is_found_for_the_same_launch(tmp_path):
     record = chain_record(64)
     plan = planner.plan_step(record, planner.baseline(record).plain.peak_bytes, "greedy", Options(seconds=1.0))
     script = tmp_path / "train.py"
@@ -65,9 +198,13 @@ def test_a_plan_files_record_is_found_for_the_same_launch_on_one_node(tmp_path):
 
     assert found(str(script)) is None
     options, _ = launch_parser().parse_launch([str(script)])
+    other = dataclasses.replace(record, torch_version="1.0")
+    store.put("probe", keys.record_key(options, find_ranks(options)), other)
+    assert found(str(script)) is None
+    record = dataclasses.replace(record, torch_version=torch.__version__)
     store.put("probe", keys.record_key(options, find_ranks(options)), record)
     assert found(str(script)) == record
     assert found(str(script), "--epochs=3") is None
     assert found(str(script), plan=dataclasses.replace(plan, planned_peak_bytes=1)) is None
-    assert found("--nnodes=1:2", "--rdzv-endpoint=localhost:29400", str(script)) is None
+    assert found("--nnodes=1:2", "--rdzv-endpoint=localhost:29400", str(script)) == record  # goes to the other nodes
     assert found(str(script), store=None) is None

@@ -95,6 +95,7 @@ show(int(subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, ch
     assert parse_counters(written.read_text()).peak_bytes == (500 * MIB,)
 
 
+@pytest.mark.slow
 def test_the_drivers_order_and_cuda_visible_devices_select_boards():
     script = "from monetrun.machine import device\nshow([info.total_bytes for info in device.query('cuda', 1)])"
     script += "\nshow([torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())])"
@@ -123,8 +124,16 @@ c = counters()
 show(c.kernel_launches > 10, c.library_calls > c.cudnn_executions, c.cudnn_executions, c.mallocs, c.memcpys)
 # cuBLAS's workspace on compute capability 9.0 is 32 MiB
 show(torch.cuda.memory_reserved() >= 32 << 20)
+# a GradScaler finds no infinity where memory held something else before
+adam, scaler = torch.optim.Adam(net.parameters()), torch.amp.GradScaler("cuda")
+before = torch.arange(1, 1025).cuda()
+del before
+scaler.scale(net(torch.randn(4, 3, 32, 32).cuda()).sum()).backward()
+scaler.step(adam)
+show(len(adam.state), torch.full((), 2.5, device="cuda").item(), torch.full((), 7, device="cuda").item())
 """
-    counts, workspace = run(script, environment())
+    counts, workspace, single_values = run(script, environment())
+    assert single_values == [6, 2.5, 7]
     launched, library, convolutions, mallocs, copies = counts
     assert launched
     assert library

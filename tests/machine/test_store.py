@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from monetrun.core import codec
 from monetrun.core.errors import UsageError
-from monetrun.core.plan import GraphPlan, NamedImplementation, Plan, Schedule, Step
-from monetrun.machine.store import Store, default_root, key
+from monetrun.core.graph import MOST_BYTES
+from monetrun.core.plan import STATUSES, GraphPlan, NamedImplementation, Plan, Schedule, Step
+from monetrun.machine.store import Store, _header, default_root, key
 from support.paths import ROOT as REPOSITORY
 
 
@@ -34,33 +35,36 @@ patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 steps = st.lists(st.builds(Step, st.integers(0, 5000), st.integers(0, 3)), max_size=20).map(tuple)
 numbers = st.integers(0, 5000)
-named = st.lists(
-    st.builds(
-        NamedImplementation,
-        numbers,
-        numbers,
-        st.text(),
-        st.lists(numbers, max_size=3).map(tuple),
-        st.none() | numbers,
-    ),
-    max_size=3,
-).map(tuple)
-plans = st.builds(
-    Plan,
-    graphs=st.lists(
-        st.builds(GraphPlan, st.text(), st.text(), st.builds(Schedule, steps, steps), named), max_size=3
-    ).map(tuple),
-    budget_bytes=st.integers(0, 1 << 60),
-    plain_peak_bytes=st.integers(0, 1 << 60),
-    planned_peak_bytes=st.integers(0, 1 << 60),
-    overhead=st.floats(allow_nan=False, allow_infinity=False),
-    bound=st.floats(0, 1),
-    status=st.text(),
-    solver=st.text(),
-    device=st.text(),
-    torch_version=st.text(),
-    ledger=st.dictionaries(st.text(), st.integers()),
-)
+reads = st.lists(numbers, max_size=3).map(tuple)
+
+
+@st.composite
+def graph_plans(draw: st.DrawFn) -> GraphPlan:
+    schedule = draw(st.builds(Schedule, steps, steps))
+    used = sorted({(s.operator, s.implementation) for s in schedule.forward + schedule.backward if s.implementation})
+    named = (NamedImplementation(*pair, draw(st.text()), draw(reads), draw(st.none() | numbers)) for pair in used)
+    return GraphPlan(draw(st.text()), draw(st.text()), schedule, tuple(named))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    budget_bytes = draw(st.integers(1, MOST_BYTES))
+    overhead = draw(st.floats(0, allow_infinity=False))
+    return Plan(
+        graphs=tuple(draw(st.lists(graph_plans(), max_size=3))),
+        budget_bytes=budget_bytes,
+        plain_peak_bytes=draw(st.integers(0, MOST_BYTES)),
+        planned_peak_bytes=draw(st.integers(0, budget_bytes)),
+        overhead=overhead,
+        bound=draw(st.floats(0, overhead)),
+        status=draw(st.sampled_from(STATUSES)),
+        solver=draw(st.text()),
+        device=draw(st.text()),
+        torch_version=draw(st.text()),
+        ledger=draw(st.dictionaries(st.text(), st.integers(-MOST_BYTES, MOST_BYTES))),
+    )
+
+
 PLAN = Plan(
     graphs=(
         GraphPlan(
@@ -91,7 +95,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @settings(patient, max_examples=50)
-@given(plans)
+@given(plans())
 def test_a_stored_value_is_read_back(plan: Plan) -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = Store(Path(folder))
@@ -238,6 +242,65 @@ def test_a_folder_in_an_entrys_place_is_a_miss_and_is_not_replaced(
     assert cache.put("plan", "k", PLAN) is None
     assert "Is a directory" in warnings_in(caplog)[0]
     assert cache.entries()[0].problem.endswith(f"Is a directory: '{tmp_path}/plan/k.json'")
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("fifo", "not a regular file"),
+        ("device", "not a regular file"),
+        ("loop", "Too many levels of symbolic links"),
+        ("huge", "bytes, where a file of the cache has"),
+        ("deep", "nested too deeply"),
+        ("nan", "NaN is not a number in JSON"),
+        ("infinite", "$.seconds: inf is not a finite number"),
+        ("range", "$.workspace_bytes: 100000000000000000000 is out of range"),
+    ],
+)
+def test_what_no_run_has_written_is_a_miss_with_a_reason_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, reason: str
+) -> None:
+    cache = Store(tmp_path)
+    path = cache.path("costs", "k")
+    path.parent.mkdir()
+    texts = {
+        "deep": "[" * 100_000,
+        "nan": '{"seconds":NaN}',
+        "infinite": '{"seconds":1e999}',
+        "range": '{"seconds":1.0,"workspace_bytes":100000000000000000000}',
+    }
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    elif what == "loop":
+        path.symlink_to(path)
+    elif what == "huge":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        body = texts[what].encode()
+        path.write_bytes(_header("costs", "k", "Measured", body) + body + b"\n")
+    assert cache.get("costs", "k", Measured) is None
+    (warning,) = warnings_in(caplog)
+    assert reason in warning
+    assert str(path) in warning
+    assert len(cache.entries()) == 1
+    cache.put("costs", "k", Measured(1.0))
+    assert cache.get("costs", "k", Measured) == Measured(1.0)
+
+
+def test_a_value_that_its_reader_cannot_use_is_a_miss_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(value: Measured) -> None:
+        raise UsageError(f"{value.seconds} seconds are too many", "take fewer")
+
+    cache = Store(tmp_path)
+    cache.put("costs", "k", Measured(9.0))
+    assert cache.get("costs", "k", Measured, refuse) is None
+    assert warnings_in(caplog) == [f"{cache.path('costs', 'k')} is not used: 9.0 seconds are too many"]
+    assert cache.get("costs", "k", Measured, lambda value: None) == Measured(9.0)
 
 
 def test_a_folder_that_cannot_be_written_gives_one_warning_and_no_error(

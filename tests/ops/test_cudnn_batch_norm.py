@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import fx, nn
+from torch._subclasses import FakeTensorMode
 
 from monetrun.capture.execute import build
 from monetrun.capture.lowering import lower
@@ -101,6 +102,10 @@ def on_cuda(joint):
     norms = joint.module.graph.find_nodes(op="call_function", target=monet.cudnn_batch_norm.default)
     for node in norms:
         node.meta["val"] = (SimpleNamespace(device=torch.device("cuda", 0)),) * 6
+    mode = norms[0].all_input_nodes[0].meta["val"].fake_mode
+    for node in joint.primals:
+        with mode:
+            node.meta["val"] = torch.empty_like(node.meta["val"], device="cuda")
     again = Step(joint.nodes.index(norms[0]))
     return build(joint, Schedule(plain.forward, (again, *plain.backward)))
 
@@ -112,12 +117,68 @@ def test_on_cuda_the_modules_call_cudnn_directly():
         assert targets.count(aten.cudnn_batch_norm.default) == calls
         assert not [t for t in targets if "monet.cudnn_batch_norm" in str(t)]
     first = forward.graph.find_nodes(op="call_function", target=aten.cudnn_batch_norm.default)[0]
-    copies = first.args[3:5]
-    assert [c.target for c in copies] == [aten.clone.default] * 2
-    stored = [n.args[1] for n in forward.graph.find_nodes(op="call_function", target=aten.copy_.default)]
-    assert set(copies) <= set(stored)  # what the call writes is what becomes the running statistics
+    assert [s.op for s in first.args[3:5]] == ["placeholder"] * 2  # it writes the running statistics themselves
+    assert not forward.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert not forward.graph.find_nodes(op="call_function", target=aten.copy_.default)
     (again,) = backward.graph.find_nodes(op="call_function", target=aten.cudnn_batch_norm.default)
     assert again.args[3:6] == (None, None, True)
+
+
+def test_statistics_that_something_else_reads_are_copied():
+    joint = captured(net(CudnnBatchNorm), torch.randn(2, 3, 9, 9))
+    norms = joint.module.graph.find_nodes(op="call_function", target=monet.cudnn_batch_norm.default)
+    forward, _ = on_cuda(joint)
+    graph = fx.Graph()
+    values = {}
+    for node in forward.graph.nodes:  # the same, with the old mean as an output, and its copy back
+        values[node] = graph.node_copy(node, values.__getitem__) if node.op != "output" else None
+    norm = graph.find_nodes(op="call_function", target=aten.cudnn_batch_norm.default)[0]
+    mean = norm.args[3]
+    with graph.inserting_before(norm):
+        copy = graph.call_function(aten.clone.default, (mean,))
+    norm.update_arg(3, copy)
+    graph.call_function(aten.copy_.default, (mean, copy))
+    graph.output((copy,))
+    lower(graph)
+    assert norm.args[3] is copy
+    assert len(norms) == 2
+
+
+def test_batches_are_counted_in_one_call():
+    graph = fx.Graph()
+    with FakeTensorMode():
+        counts = [torch.empty((), dtype=torch.int64, device="cuda") for _ in range(3)]
+    kept = [graph.placeholder(f"count{i}") for i in range(3)]
+    new = [graph.call_function(aten.add.Tensor, (node, 1)) for node in kept]
+    for nodes in (kept, new):
+        for node, value in zip(nodes, counts, strict=True):
+            node.meta["val"] = value
+    for node, updated in zip(kept, new, strict=True):
+        graph.call_function(aten.copy_.default, (node, updated))
+    graph.output((new[2],))
+    lower(graph)
+    (together,) = graph.find_nodes(op="call_function", target=aten._foreach_add_.Scalar)
+    assert together.args == (kept[:2], 1)
+    (copy,) = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    assert copy.args == (kept[2], new[2])  # something else reads the new count
+
+
+def test_detachments_and_pairs_of_transpositions_are_left_out():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.mm.default, (x, x))
+    twice = graph.call_function(aten.t.default, (graph.call_function(aten.t.default, (y,)),))
+    detached = graph.call_function(aten.detach.default, (graph.call_function(aten.detach.default, (twice,)),))
+    given_back = graph.call_function(aten.detach.default, (x,))
+    graph.output((graph.call_function(aten.relu.default, (detached,)), twice, given_back))
+    lower(graph)
+    assert [n.target for n in graph.nodes if n.op == "call_function"] == [
+        aten.mm.default,
+        aten.detach.default,  # of an input: an output is another tensor
+        aten.relu.default,
+    ]
+    (output,) = graph.find_nodes(op="output")
+    assert output.args[0][1:] == (y, given_back)
 
 
 def test_elsewhere_the_modules_stay_as_they_are():

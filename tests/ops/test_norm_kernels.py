@@ -190,7 +190,7 @@ CHANNEL_NORMS = [
 
 
 @dtypes
-@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
+@pytest.mark.parametrize("layout", ["contiguous", pytest.param("channels-last", marks=pytest.mark.slow)])
 def test_a_channel_norms_backward_from_its_output_at_every_dtype_and_mask(kernel, layout, dtype):
     forms = {4: torch.channels_last, 5: torch.channels_last_3d}
     for (shape, groups), of_batch in itertools.product(CHANNEL_NORMS, (False, True)):

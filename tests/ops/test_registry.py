@@ -13,7 +13,7 @@ from torch import fx
 from monetrun.ops import registry
 from monetrun.ops.registry import Alternative, Call, implementation
 from support.captured import Wave, captured
-from support.paths import README, ROOT
+from support.paths import DOCS, ROOT
 
 USE = """
 import torch, torch.nn.functional as F
@@ -36,7 +36,7 @@ print("from output:", joint.graph.operators[found[0]].target)
 
 
 def test_the_readmes_implementation_works_from_an_installed_package(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "implementations.md").read_text(), re.DOTALL)
     assert len(code.splitlines()) <= 30
     for name, text in {
         "mine/__init__.py": "",

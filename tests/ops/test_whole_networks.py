@@ -123,7 +123,8 @@ class Omitting(Chooser):
             if op.optional:
                 self.missing.add(op.target)
                 continue
-            ways = [k for k, impl in enumerate(op.implementations) if impl.in_place_of is None]
+            # a default in place overwrites what nothing else reads
+            ways = [k for k, impl in enumerate(op.implementations) if impl.in_place_of is None] or [0]
             able = [k for k in ways if present.issuperset(op.implementations[k].inputs)]
             if op.phase == BACKWARD and not able:
                 # a backward operator that was left out can not run here: another implementation does without it

@@ -11,6 +11,7 @@ from monetrun.core.plan import StepSchedules
 from monetrun.core.step import Event, replay
 from monetrun.planning import planner
 from monetrun.planning.batch import BatchRequest, Verified, _replayed, find
+from monetrun.planning.batch_sizes import Sizes, divisors
 from monetrun.planning.rescale import check_alike, rescaled
 from support.step_records import chain_record
 
@@ -157,6 +158,7 @@ def test_the_largest_batch_is_that_of_trying_them_all():
     assert found.verified == (Verified(found.batch, True, ""),)
 
 
+@pytest.mark.slow
 def test_what_is_found_is_planned_within_both_limits():
     found, script, _ = search(limits(30_000))
     plan = script.plan(found.batch)
@@ -173,7 +175,7 @@ def test_less_overhead_allows_less():
 
 
 def test_only_multiples_are_tried():
-    wanted = limits(30_000, multiple=8, trials=(8, 16))
+    wanted = limits(30_000, sizes=Sizes(8), trials=(8, 16))
     found, script, _ = search(wanted)
     assert found.batch % 8 == 0
     assert all(b % 8 == 0 for b in script.tried)
@@ -181,6 +183,46 @@ def test_only_multiples_are_tried():
     assert not fits(wanted, found.batch + 8)
 
 
+def test_sizes_are_multiples_or_divisors():
+    assert [Sizes(3)[n] for n in (1, 2, 5)] == [3, 6, 15]
+    assert (Sizes(3).number(2), Sizes(3).number(11), Sizes(3).next_after(11)) == (0, 3, 12)
+    sizes = divisors(60, 2)
+    assert sizes.among == (2, 4, 6, 10, 12, 20, 30, 60)
+    assert divisors(36).among == (1, 2, 3, 4, 6, 9, 12, 18, 36)
+    assert divisors(7, 2).among == ()
+    assert [sizes[n] for n in (1, 8)] == [2, 60]
+    assert (sizes.number(1), sizes.number(11), sizes.number(1e9)) == (0, 4, 8)
+    assert (sizes.next_after(1), sizes.next_after(10), sizes.next_after(60)) == (2, 12, 0)
+
+
+def test_only_divisors_are_tried_and_the_largest_one_that_fits_is_found():
+    wanted = limits(30_000, 0.0, sizes=divisors(960))
+    found, script, _ = search(wanted)
+    assert [b for b in script.tried if 960 % b] == []
+    fitting = [b for b in wanted.sizes.among if fits(wanted, b)]
+    assert found.batch == fitting[-1] < 960
+    assert found.next_batch == wanted.sizes.next_after(found.batch)
+
+
+def test_where_all_that_a_device_has_fits_there_is_no_larger_one():
+    found, script, _ = search(limits(30_000, 0.0, sizes=divisors(16)))
+    assert (found.batch, found.next_batch) == (16, 0)
+    assert script.tried == [4, 8, 16]
+    found, script, _ = search(limits(30_000, 0.0, sizes=divisors(2)))
+    assert (found.batch, found.next_batch, script.tried) == (2, 0, [4, 8, 2])
+
+
+def test_a_script_that_fails_at_a_divisor_is_stepped_down_from():
+    def failing(batch):
+        if batch > 20:
+            raise ScriptFailed("it failed in its trial run")
+        return chain(batch)
+
+    found, _, _ = search(limits(30_000, 0.0, sizes=divisors(64)), failing)
+    assert (found.batch, found.next_batch) == (16, 32)
+
+
+@pytest.mark.slow
 def test_a_prediction_that_does_not_hold_is_stepped_down_from():
     def bent(batch):
         record = chain(batch)

@@ -7,9 +7,11 @@ import pytest
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.options import Options
 from monetrun.core.plain import PlainPeaks
-from monetrun.core.requests import reserved
-from monetrun.core.step import DeviceMemory, Segment, with_excess
-from monetrun.planning import planner
+from monetrun.core.plan import plain_schedule
+from monetrun.core.requests import reserved, reserved_under
+from monetrun.core.step import DeviceMemory, Segment
+from monetrun.core.step_changes import with_excess
+from monetrun.planning import device_budget, planner
 from support.step_records import chain_record
 
 MIB = 1 << 20
@@ -62,6 +64,17 @@ def test_what_was_seen_beyond_a_plan_leaves_less_for_the_next(record, base):
 def test_a_measured_plain_run_is_what_shares_are_of(record, base):
     measured = replace(record, memory=replace(record.memory, plain_reserved_bytes=123 * MIB))
     assert planner.plain_bytes(measured, base) == 123 * MIB
+
+
+def test_an_unmeasured_plain_peak_has_what_the_allocator_does_not_split(record, base):
+    """A rest of up to 1 MiB stays with its block, and counts as allocated; expandable segments split it off."""
+    schedules = [plain_schedule(g) for g in record.graphs]
+    plan = planner.plan_step(record, planner.plain_bytes(record, base), "hierarchical", OPTIONS, base)
+    of_blocks = reserved_under(record, schedules, AllocatorSettings()).allocated_peak_bytes
+    assert plan.plain_peak_bytes == of_blocks > 1.005 * base.plain.peak_bytes
+    assert reserved_under(record, schedules, record.memory.settings).allocated_peak_bytes < of_blocks
+    measured = replace(record, memory=replace(record.memory, plain_allocated_bytes=123 * MIB))
+    assert device_budget.plain_allocated_bytes(measured) == 123 * MIB
 
 
 def test_a_plain_run_fits_with_room():

@@ -11,7 +11,7 @@ from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation,
 from monetrun.core.options import Options, parse_kinds
 from monetrun.core.plan import GraphPlan, Schedule, Step, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.planning import planner
+from monetrun.planning import kept, planner
 from support.exhaustive import cheapest_seconds
 from support.random_graphs import joint_graphs
 from support.small_graphs import make
@@ -138,7 +138,7 @@ def test_a_plan_is_carried_over_to_a_graph_that_offers_fewer_implementations():
     (many, _), (fewer, costs) = one_operator(rows), one_operator(rows[1:])
     (plan_a, plan_b) = (GraphPlan.of(many, Schedule((Step(0),), (Step(1, k),))) for k in (1, 2))
     # the second of two is the only one left: its index means the default there, or the other one
-    assert planner.carry_over(plan_b, fewer, costs, 100) == Schedule((Step(0),), (Step(1, 1),))
-    assert planner.carry_over(plan_a, fewer, costs, 100) == Schedule((Step(0),), (Step(1, 0),))
+    assert kept.carry_over(plan_b, fewer, costs, 100) == Schedule((Step(0),), (Step(1, 1),))
+    assert kept.carry_over(plan_a, fewer, costs, 100) == Schedule((Step(0),), (Step(1, 0),))
     peak_bytes = simulate(fewer, costs, Schedule((Step(0),), (Step(1, 1),))).peak_bytes
-    assert planner.carry_over(plan_b, fewer, costs, peak_bytes - 1) is None
+    assert kept.carry_over(plan_b, fewer, costs, peak_bytes - 1) is None

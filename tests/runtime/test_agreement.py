@@ -1,78 +1,136 @@
-"""All ranks run rank 0's plan, or say why not."""
+"""All ranks run rank 0's plan, within the smallest of their budgets, or say why not."""
+
+import random
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from monetrun.core import codec
-from monetrun.core.errors import InfeasibleBudget, PlanMismatch
+from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.errors import InfeasibleBudget, MonetrunError
+from monetrun.core.options import Options
+from monetrun.core.step import DeviceMemory, Segment
 from monetrun.planning import planner
-from monetrun.runtime import agreement
+from monetrun.runtime import agreement, exchange
+from monetrun.runtime.running_plan import RunningPlan
 from support.step_records import chain_record
 
 RECORD = chain_record(10)
 PLAN = planner.plan_step(RECORD, 1 << 20)
-DEVICE = torch.device("cuda", 1)
-OTHER = planner.plan_step(RECORD, 1 << 21)
+MIB = 1 << 20
+LARGE = chain_record(1_000_000)
+MEMORY = DeviceMemory(
+    AllocatorSettings(expandable=True), AllocatorSettings(), 80 << 30, (Segment(False, (LARGE.base_bytes,)),)
+)
+DEVICE_RECORD = replace(LARGE, memory=MEMORY)
+DEVICE_PLAN = planner.plan_step(
+    DEVICE_RECORD, planner.plain_bytes(DEVICE_RECORD, planner.baseline(DEVICE_RECORD)), "greedy", Options(seconds=0.5)
+)
 
 
 @pytest.fixture
-def in_rank(monkeypatch):
-    """Makes this process a rank of two; ``sent`` is what rank 0 broadcasts, or what this rank has broadcast."""
+def ranks(monkeypatch):
+    """Calls a function in two threads, each a rank; gives what each returned or raised."""
 
-    def become(rank, sent, backend="gloo", over=None):
-        def broadcast(objects, src, device):
-            assert (src, device) == (0, over)
-            if rank == 0:
-                sent[:] = objects
-            objects[:] = sent
+    def call(*functions):
+        store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20), wait_for_workers=False)
+        own, results = threading.local(), [None] * len(functions)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: len(functions))
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: own.rank)
+        monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+        numbers = [k for k in range(2) for _ in functions]  # a rank comes to its second agreement after all have met
+        monkeypatch.setattr(agreement, "_numbers", iter(numbers))
 
-        for name, value in (
-            ("is_initialized", lambda: True),
-            ("get_world_size", lambda: 2),
-            ("get_rank", lambda: rank),
-            ("get_backend", lambda: backend),
-            ("broadcast_object_list", broadcast),
-        ):
-            monkeypatch.setattr(torch.distributed, name, value)
+        def run(rank):
+            own.rank = rank
+            try:
+                results[rank] = functions[rank]()
+            except MonetrunError as error:
+                results[rank] = error
 
-    return become
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(functions))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    return call
+
+
+def not_here(budgets):
+    pytest.fail("another rank than 0 planned")
 
 
 def test_a_process_of_its_own_plans_by_itself():
-    agreement.check_same_plan(PLAN, DEVICE)
-    assert agreement.plan_in_rank_0(lambda: PLAN, DEVICE) is PLAN
+    assert agreement.plan_in_rank_0(lambda budgets: PLAN if budgets == ["1GiB"] else None, "1GiB") is PLAN
 
 
-def test_other_ranks_get_rank_0s_plan_without_planning(in_rank):
-    sent = []
-    in_rank(0, sent)
-    assert agreement.plan_in_rank_0(lambda: PLAN, DEVICE) == PLAN
-    assert sent == [codec.dumps(PLAN)]
-    in_rank(1, sent)
-    assert agreement.plan_in_rank_0(lambda: pytest.fail("rank 1 planned"), DEVICE) == PLAN
+def test_other_ranks_get_rank_0s_plan_which_knows_the_budgets_of_all(ranks):
+    seen = []
+    given = ranks(
+        lambda: agreement.plan_in_rank_0(lambda budgets: seen.append(budgets) or PLAN, "0.5x"),
+        lambda: agreement.plan_in_rank_0(not_here, "1MiB"),
+        lambda: agreement.plan_in_rank_0(not_here, "2MiB"),
+    )
+    assert seen == [["0.5x", "1MiB", "2MiB"]]
+    assert given == [PLAN, PLAN, PLAN]
 
 
-def test_where_rank_0_has_no_plan_it_says_why_and_the_others_end_too(in_rank):
-    def refuse():
+def test_where_rank_0_refuses_all_ranks_say_why_with_its_exit_code(ranks):
+    def refuse(budgets):
         raise InfeasibleBudget("too little", "more", budget_bytes=1, smallest_bytes=2)
 
-    sent = []
-    in_rank(0, sent)
-    with pytest.raises(InfeasibleBudget, match="too little"):
-        agreement.plan_in_rank_0(refuse, DEVICE)
-    assert sent == [None]
-    in_rank(1, sent)
-    with pytest.raises(PlanMismatch, match="rank 0 found no plan"):
-        agreement.plan_in_rank_0(refuse, DEVICE)
+    given = ranks(lambda: agreement.plan_in_rank_0(refuse), lambda: agreement.plan_in_rank_0(not_here))
+    assert [(error.exit_code, str(error)) for error in given] == [(80, "too little\n  more")] * 2
 
 
-def test_ranks_with_different_plans_are_told_apart(in_rank):
-    in_rank(1, [PLAN.digest])
-    agreement.check_same_plan(PLAN, DEVICE)
-    with pytest.raises(PlanMismatch, match=rf"rank 1 has plan {OTHER.digest}, rank 0 has {PLAN.digest}"):
-        agreement.check_same_plan(OTHER, DEVICE)
+def test_a_rank_without_a_rank_0_that_trains_plans_by_itself(ranks, monkeypatch):
+    monkeypatch.setattr(agreement, "_PATIENCE_SECONDS", 0.2)
+    assert ranks(lambda: "trains nothing", lambda: agreement.plan_in_rank_0(lambda budgets: PLAN))[1] is PLAN
 
 
-def test_nccl_sends_over_this_ranks_device(in_rank):
-    in_rank(0, [], backend="nccl", over=DEVICE)
-    agreement.check_same_plan(PLAN, DEVICE)
+def seen(reserved_bytes, retries=0):
+    """What planned steps took, for ``RunningPlan.correct``, of a rank that plans within 256 MiB."""
+    steps = SimpleNamespace(reserved_bytes=reserved_bytes, retries=retries, forget_peaks=lambda: None)
+    settings = SimpleNamespace(algorithm="greedy", solver_options=lambda: Options(seconds=0.5))
+    running = SimpleNamespace(steps=steps, settings=settings, record=DEVICE_RECORD, plan=DEVICE_PLAN, followed=[])
+    running._follow = running.followed.append
+    return running
+
+
+def test_ranks_plan_again_together_where_one_of_them_reserved_more(ranks):
+    planned, said = DEVICE_PLAN.pool.planned_bytes, []
+    two = seen(planned), seen(planned + 5 * MIB)
+    assert ranks(*(partial(RunningPlan.correct, rank, said.append) for rank in two)) == [True, True]
+    assert [rank.excess_bytes for rank in two] == [5 * MIB] * 2
+    assert [rank.record.memory.excess_bytes for rank in two] == [5 * MIB] * 2
+    assert two[0].followed == two[1].followed
+    assert two[0].followed[0].pool.planned_bytes <= DEVICE_PLAN.budget_bytes
+    assert len(said) == 2
+
+
+def test_ranks_that_reserve_what_was_planned_keep_their_plans(ranks):
+    two = [seen(DEVICE_PLAN.pool.planned_bytes - nbytes) for nbytes in (0, MIB)]
+    assert ranks(*(partial(RunningPlan.correct, rank, pytest.fail) for rank in two)) == [False, False]
+    assert [rank.followed for rank in two] == [[], []]
+
+
+def test_a_rank_that_waits_in_vain_knows_of_no_largest_value(ranks, monkeypatch):
+    monkeypatch.setattr(agreement, "_PATIENCE_SECONDS", 0.2)
+    assert ranks(lambda: "does not come", lambda: agreement.largest(7)) == ["does not come", 0]
+
+
+def test_texts_longer_than_a_store_takes_at_once_arrive_whole(monkeypatch):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20), wait_for_workers=False)
+    text = random.Random(0).randbytes(10_000).hex()
+    monkeypatch.setattr(exchange, "_PIECE_BYTES", 1 << 10)
+    assert not exchange.is_posted(store, "long")
+    exchange.post(store, "long", text)
+    assert exchange.read(store, "long") == text
+    assert store.check(["long/3"])

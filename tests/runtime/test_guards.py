@@ -9,7 +9,7 @@ from monetrun.core import codec
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.graph import without
 from monetrun.core.plan import Plan
-from monetrun.planning import planner
+from monetrun.planning import kept, planner
 from monetrun.runtime.engine import Engine
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
@@ -158,7 +158,9 @@ def test_an_implementation_whose_guard_fails_from_the_start_is_never_used():
     assert_trains_as_eager(losses, model, train(plain, 4, zeroed(plain)), plain)
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["with its record", "alone"])
+@pytest.mark.parametrize(
+    "recorded", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["with its record", "alone"]
+)
 def test_a_plan_whose_guard_fails_for_other_weights_is_replaced_before_its_first_call(recorded, tmp_path):
     model = seeded()
     _, engine, _ = planned(model, 2)
@@ -182,6 +184,7 @@ def test_a_plan_whose_guard_fails_for_other_weights_is_replaced_before_its_first
     assert_trains_as_eager(losses, other, train(plain, 4), plain)
 
 
+@pytest.mark.slow
 def test_a_budget_that_needs_an_implementation_whose_guard_fails_is_refused_then():
     model = seeded()
     _, engine, _ = planned(model, 2, budget="0.64x")
@@ -202,8 +205,8 @@ def test_a_graph_whose_implementations_are_not_usable_keeps_its_fingerprints_and
     frugal = greedy.most_frugal(less, costs)
     assert not guarded & {(s.operator, s.implementation) for s in frugal.backward}
     (plan,) = engine.plan.graphs
-    assert planner.carry_over(plan, graph, costs, 1 << 40) == plan.schedule
-    carried = planner.carry_over(plan, less, costs, 1 << 40)
+    assert kept.carry_over(plan, graph, costs, 1 << 40) == plan.schedule
+    carried = kept.carry_over(plan, less, costs, 1 << 40)
     assert carried is None or not guarded & {(s.operator, s.implementation) for s in carried.backward}
 
 
@@ -220,6 +223,19 @@ def test_guards_depend_on_parameters_and_buffers_only():
         joint = captured(Computed(how), torch.randn(3, 8, requires_grad=True))
         assert len(joint.guards.guards) == guards
         assert sum(i.name == USED for op in joint.graph.operators for i in op.implementations) == guards
+
+
+def test_weights_that_are_not_gathered_now_are_not_read():
+    norm = nn.Sequential(nn.LayerNorm(8), nn.Tanh())
+    joint = captured(norm, torch.randn(3, 8, requires_grad=True))
+    (guard,) = joint.guards.guards
+    weights = {position: torch.zeros(8) for position in guard.positions}
+    run = joint.guards.watching(lambda arguments: None)
+    run([weights.get(position) for position in range(len(joint.primals))])
+    assert joint.guards.failed() is not None
+    for weight in weights.values():
+        weight.untyped_storage().resize_(0)  # as FSDP2 does after a module's forward
+    assert joint.guards.failed() is None
 
 
 class Halves(nn.Module):

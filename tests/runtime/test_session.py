@@ -168,6 +168,7 @@ def test_apply_plans_a_model_whose_optimizer_exists():
     assert losses == [step(model, optimizer, 64) for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_a_second_session_starts_without_the_firsts_measurements():
     assert cpu_allocator.install()
     for _ in range(2):

@@ -14,7 +14,7 @@ from support import zoo
 SHARE = "0.6x"
 
 # weights, gradients and momentum are most of the peak: about halfway to the smallest feasible budget
-SHARES = {"vgg16": "0.98x", "zero_init": "0.92x"}
+SHARES = {"vgg16": "0.85x", "zero_init": "0.92x"}
 
 
 def trained(case, budget, steps=4, **options):
@@ -51,6 +51,7 @@ def trained_in_half(case, steps=4, share=SHARE):
 # whole networks of torchvision, and cases of which another one covers what is particular to their training
 LONG = {"resnet50", "vgg16", "googlenet", "mobilenet_v2", "zero_init", "small_resnet"}
 LONG |= {"autocast", "clipping", "evaluation", "gpt", "graph_break", "teacher", "unet", "sequential", "adam_ema"}
+LONG |= {"scaler", "last_batch", "accumulation", "gan", "graph_break_in_loop"}
 CASES = [
     pytest.param(case, marks=pytest.mark.slow if case in LONG else ()) for case in sorted(set(zoo.CASES) - {"lengths"})
 ]
@@ -118,6 +119,7 @@ def test_half_of_the_plain_peak_is_kept(case):
     assert engine.peak_bytes <= engine.plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_a_model_whose_plan_was_refused_can_be_freed():
     held = cpu_allocator.allocated_bytes()
     with pytest.raises(InfeasibleBudget):

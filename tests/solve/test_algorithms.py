@@ -110,6 +110,23 @@ def test_importing_the_table_imports_neither_torch_nor_a_solver():
     assert run_python(code).strip() == "[]"
 
 
+def test_the_default_solver_does_not_import_cvxpy_where_the_plain_schedule_fits():
+    code = """
+import sys
+sys.path.insert(0, 'tests')
+from monetrun.core.options import Options
+from monetrun.core.plan import plain_schedule
+from monetrun.core.simulate import simulate
+from monetrun.solve import solver
+from support.step_records import chain_record
+record = chain_record(10)
+graph, costs = record.graphs[0], record.costs[0]
+plain = simulate(graph, costs, plain_schedule(graph)).peak_bytes
+print(solver("hierarchical")(graph, costs, plain, Options(seconds=1.0)).status, "cvxpy" in sys.modules)
+"""
+    assert run_python(code).split() == ["optimal", "False"]
+
+
 def test_without_cvxpy_the_error_names_the_algorithms_that_do_not_need_it():
     code = """
 import sys

@@ -5,4 +5,4 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-README = ROOT / "README.md"
+DOCS = ROOT / "docs"

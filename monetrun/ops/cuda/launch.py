@@ -76,7 +76,7 @@ def check_loading() -> None:
     """
     if not hasattr(torch._C, "_StaticCudaLauncher"):
         raise native.NativeBuildFailed(f"torch {torch.__version__} has no launcher for CUDA kernels")
-    used = (i for i in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(i))
+    used = (i for i in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(i))  # type: ignore[attr-defined, unused-ignore]
     try:
         for device in itertools.islice(used, 1):
             _loaded("range_mask", torch.float32, device)

@@ -1,4 +1,7 @@
-"""A small training script: `tiny.py OUT [--ddp] [--steps N] [--fail WHERE]`; saves losses and weights to OUT.<rank>."""
+"""A small training script: `tiny.py OUT [--ddp] [--bucket-mb M] [--steps N] [--fail WHERE]`.
+
+Saves losses and weights to OUT.<rank>.
+"""
 
 import argparse
 import os
@@ -19,16 +22,18 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--bucket-mb", type=float, default=25)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--fail", default="")
     parser.add_argument("--hold", type=int, default=0, help="bytes that grow at the third step")
+    parser.add_argument("--untried", type=int, default=0, help="bytes that only a planned run takes, before backward")
     args = parser.parse_args()
     rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(0)
     net = module = model()
     if args.ddp:
         torch.distributed.init_process_group("gloo")
-        net = nn.parallel.DistributedDataParallel(module)
+        net = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=args.bucket_mb)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(rank)
     losses, held = [], []
@@ -38,7 +43,9 @@ def main():
         loss = F.cross_entropy(net(x), y)
         if args.fail == "backward":
             raise ValueError("a bad batch")
+        untried = torch.zeros(args.untried if os.environ.get("MONETRUN_MODE") == "run" else 0, dtype=torch.uint8)
         loss.backward()
+        del untried
         optimizer.step()
         losses.append(loss.item())
         with open(f"{args.out}.steps", "a") as file:

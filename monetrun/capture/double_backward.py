@@ -1,0 +1,150 @@
+"""Gradients of gradients of compiled calls: what was compiled runs again, as it is, under autograd.
+
+AOTAutograd's backward has no derivative. Each call of a compiled graph therefore leaves in its autograd node what it
+takes to run it again: the graph as TorchDynamo traced it, and references to its inputs, which keep nothing alive. When
+the script differentiates with ``create_graph`` through such a node, ``differentiable`` has autograd replace the
+gradients that the node gives by those of that second run: the same values, with a graph of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import get_gradient_edge
+
+from monetrun.capture.output_gradients import autograd_node
+from monetrun.core.errors import CaptureFailed
+from monetrun.ops.random import generator
+
+_KEY = "monetrun"  # in a node's metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What runs a call of a compiled graph again.
+
+    Attributes:
+        module: TorchDynamo's graph, of torch's own functions.
+        inputs: the call's, tensors as weak references.
+        places: of each output that the node gives: its index among the node's outputs; -1 for others.
+        autocast: whether autocast was on for the device type, and its dtype.
+        generators: states before the call, by device; empty where it draws no random numbers.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Any, ...]
+    places: tuple[int, ...]
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    generators: tuple[tuple[torch.device, torch.Tensor], ...]
+
+    def given(self) -> list[Any]:
+        """The inputs, buffers and other tensors without a gradient as copies: they have been changed already.
+
+        Raises:
+            CaptureFailed: the script has dropped one.
+        """
+        found = [value() if isinstance(value, weakref.ref) else value for value in self.inputs]
+        if any(value is None and isinstance(ref, weakref.ref) for value, ref in zip(found, self.inputs, strict=True)):
+            raise CaptureFailed(
+                "an input of the model is gone that its gradients' gradients need", "keep it until then"
+            )
+        return [v.clone() if isinstance(v, torch.Tensor) and not v.requires_grad else v for v in found]
+
+
+def repeatable(compiled: Callable[..., Any], module: fx.GraphModule, draws_on: Sequence[torch.device]) -> Any:
+    """``compiled``, made of ``module``, with calls that can be run again.
+
+    Args:
+        compiled: takes the inputs of ``module``.
+        module: TorchDynamo's graph.
+        draws_on: the devices whose generators it draws from.
+    """
+    types = {"cpu", *(v.device.type for v in _examples(module))}
+    autocast = tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types))
+
+    def call(*arguments: Any) -> Any:
+        given = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments  # boxed
+        inputs = tuple(weakref.ref(v) if isinstance(v, torch.Tensor) else v for v in given)
+        generators = tuple((device, generator(device).get_state()) for device in draws_on)
+        results = compiled(*arguments)
+        node = next((n for r in results if isinstance(r, torch.Tensor) and (n := autograd_node(r))), None)
+        if node is not None:
+            node._forward_cls.metadata.bw_donated_idxs = []  # unset, torch refuses a later ``retain_graph=True``
+            places = tuple(r.output_nr if getattr(r, "grad_fn", None) is node else -1 for r in results)
+            node.metadata[_KEY] = Again(module, inputs, places, autocast, generators)
+        return results
+
+    if hasattr(compiled, "_boxed_call"):
+        call._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
+    return call
+
+
+def differentiable(nodes: Sequence[Any]) -> None:
+    """Have the calls behind these autograd nodes run again where their backward has to be differentiable.
+
+    Raises:
+        CaptureFailed: a call cannot run again.
+    """
+    for node in nodes:
+        again = node.metadata.get(_KEY)
+        if again is None:
+            raise CaptureFailed("a compiled call cannot run again for gradients of gradients", "use torchrun")
+        if not isinstance(again, Again):
+            continue  # a hook is there already
+        node.metadata[_KEY] = True
+        node.register_hook(_hook(again, node.next_functions))
+
+
+def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
+    def replace(gradients: tuple[Any, ...], of_outputs: tuple[Any, ...]) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        given = again.given()
+        wanted = [v for v in given if isinstance(v, torch.Tensor) and v.requires_grad]
+        places = {(edge.node, edge.output_nr): v for v in wanted for edge in (get_gradient_edge(v),)}
+        with _as_before(again), torch.enable_grad():
+            results = again.module(*given)
+        pairs = [
+            (result, of_outputs[place])
+            for result, place in zip(results, again.places, strict=True)
+            if place >= 0 and of_outputs[place] is not None
+        ]
+        found = torch.autograd.grad(
+            [result for result, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
+        )
+        by_input = {id(v): gradient for v, gradient in zip(wanted, found, strict=True)}
+        return tuple(
+            old if old is None or edge not in places else by_input[id(places[edge])]
+            for old, edge in zip(gradients, edges, strict=True)
+        )
+
+    return replace
+
+
+@contextlib.contextmanager
+def _as_before(again: Again) -> Iterator[None]:
+    """Autocast and the generators are as they were in the call; the generators are restored at the end."""
+    now = [(device, generator(device).get_state()) for device, _ in again.generators]
+    with contextlib.ExitStack() as stack:
+        for device_type, enabled, dtype in again.autocast:
+            stack.enter_context(torch.autocast(device_type, dtype, enabled=enabled))
+        for device, state in again.generators:
+            generator(device).set_state(state)
+        try:
+            yield
+        finally:
+            for device, state in now:
+                generator(device).set_state(state)
+
+
+def _examples(module: fx.GraphModule) -> Iterator[torch.Tensor]:
+    for node in module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            yield value

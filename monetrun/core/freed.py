@@ -1,0 +1,32 @@
+"""When the backward of a graph frees what does not outlive it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from monetrun.core.graph import BACKWARD, Graph
+from monetrun.core.plan import Schedule
+
+
+def freed_after(graph: Graph, schedule: Schedule, released: Sequence[int]) -> dict[int, int]:
+    """The step of the backward (-1: none) after which each tensor that is ``released`` in it is freed.
+
+    That is the last that reads it; of a gradient the one that has written it, and no step before those after which the
+    gradients before it in ``released`` are freed.
+    """
+    last = dict.fromkeys(released, -1)
+    for i, step in enumerate(schedule.backward) if last else ():
+        op = graph.operators[step.operator]
+        for t in (*op.implementations[step.implementation].inputs, *(op.outputs if op.phase == BACKWARD else ())):
+            if t in last:
+                last[t] = i
+    turn = -1
+    for t in gradients_among(graph, released):
+        last[t] = turn = max(turn, last[t])
+    return last
+
+
+def gradients_among(graph: Graph, tensors: Sequence[int]) -> list[int]:
+    """Those of ``tensors`` that the backward writes."""
+    written = (t for t in tensors if not graph.tensors[t].external)
+    return [t for t in written if graph.operators[graph.writer[t]].phase == BACKWARD]

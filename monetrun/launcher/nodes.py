@@ -1,0 +1,236 @@
+"""The nodes of a launch decide together what their workers do, as soon as they have met and before workers start.
+
+Torchrun's rendezvous gives each agent its rank among the nodes and a store that all of them reach. There each node
+tells its budget and its devices. Of the nodes with the same devices one decides, with the smallest budget of all: the
+first that has decided in an earlier round of this launch, else the first. It has the trial run and the solver; what it
+decides, a refusal too, goes to the others over the store. So all end with the same plan or with the same error,
+whichever of them has a warm cache, and workers that are restarted, also on fewer or more nodes, keep their plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from monetrun.core import codec
+from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget, resolve, smallest
+from monetrun.core.errors import MonetrunError
+from monetrun.launcher import keys
+from monetrun.launcher.decision import Decision
+from monetrun.launcher.job import Job
+from monetrun.launcher.progress import status
+from monetrun.launcher.ranks import Ranks
+from monetrun.machine.device import query
+from monetrun.machine.store import Store, default_root
+from monetrun.runtime import exchange
+from monetrun.runtime.exchange import Refusal
+
+# A node of the round that says nothing for so long has ended. One that decides says every few seconds that it lives.
+_SILENCE_SECONDS = 60.0
+_SIGN_OF_LIFE_SECONDS = 5.0
+
+# How often the nodes meet anew because one has ended meanwhile.
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a node tells the others.
+
+    Attributes:
+        budget: its own, in bytes where it is no share of the plain peak.
+        devices: plans can be passed on among nodes for which this is the same.
+        decided: in an earlier round of the launch.
+    """
+
+    budget: Budget
+    devices: str
+    decided: bool
+
+
+class NodeLost(Exception):
+    """A node of the round has ended before all had decided."""
+
+
+class Nodes:
+    """One node among those of its launch.
+
+    Args:
+        job: of this node.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._budget: Budget | None = None  # as first offered: what is free changes with restarts
+        self._decision: Decision | None = None
+        self._lost = 0
+
+    def joined(self, store: Any, rank: int, size: int, fixed: bool) -> Mapping[str, str] | None:
+        """The nodes have met: agree with them, and give the variables of this node's workers.
+
+        Args:
+            store: that all nodes reach.
+            rank: of this node among them.
+            size: how many they are.
+            fixed: they do not meet anew: a node whose workers start again is alone with that.
+
+        Returns:
+            None where a node was lost, so that the nodes have to meet anew.
+
+        Raises:
+            MonetrunError: what a node that decides raised; the same on all nodes.
+        """
+        from torch.distributed import DistError  # imported here: slow
+
+        if fixed and self._decision is not None:
+            return self._job.follow(self._decision, shown=False)
+        try:
+            decision = self._agreed(store, rank, size)
+        except NodeLost as lost:
+            self._lost += 1
+            if fixed or self._lost >= _ROUNDS:
+                raise MonetrunError(str(lost), "start every node with monetrun, and look at its own messages") from lost
+            return None
+        except DistError as error:
+            message = "the node that has the rendezvous's store ended before all nodes had a plan"
+            raise MonetrunError(message, "its own messages say why") from error
+        shown, self._decision = self._decision != decision, decision
+        if shown and self._job.plan is not decision.plan:  # another node has decided
+            _keep(self._job, decision)
+            if self._job.options.plan_file and not decision.plan_given:
+                warning = f"--plan {self._job.options.plan_file} is not used: another node decides"
+                print(f"monetrun: warning: {warning}", file=sys.stderr, flush=True)
+        return self._job.follow(decision, shown=shown)
+
+    def _agreed(self, store: Any, rank: int, size: int) -> Decision:
+        self._budget = self._budget or _offered_budget(self._job)
+        mine = Offer(self._budget, _signature(self._job.ranks), self._decision is not None)
+        exchange.post(store, f"monetrun/offer/{rank}", codec.dumps(mine))
+        offers: list[Offer] = []
+        for k in range(size):
+            if not exchange.wait_until(lambda k=k: exchange.is_posted(store, f"monetrun/offer/{k}"), _SILENCE_SECONDS):  # type: ignore[misc]
+                raise NodeLost(f"node {k} has joined, but does not say how much memory it has")
+            offers.append(codec.loads(Offer, exchange.read(store, f"monetrun/offer/{k}")))
+        deciders: dict[str, int] = {}  # of all nodes with the same devices
+        for k in sorted(range(size), key=lambda k: not offers[k].decided):
+            deciders.setdefault(offers[k].devices, k)
+        here = deciders[mine.devices] == rank
+        decision = self._decide(store, rank, [o.budget for o in offers]) if here else None
+        for decider in sorted(deciders.values()):
+            self._wait_for(store, decider)
+            verdict = json.loads(exchange.read(store, f"monetrun/verdict/{decider}"))
+            if verdict is not None:
+                exchange.leave_together(store, "monetrun/left", size)
+                raise codec.from_plain(Refusal, verdict).error()
+        if decision is None:
+            decision = codec.loads(Decision, exchange.read(store, f"monetrun/decision/{deciders[mine.devices]}"))
+        return decision
+
+    def _decide(self, store: Any, rank: int, budgets: list[Budget]) -> Decision | None:
+        """Decide, and post it, or the refusal."""
+        decision: Decision | None = None
+        refusal: Refusal | None = None
+        try:
+            with _signs_of_life(store, rank):
+                decision = self._decided(smallest(budgets))
+            exchange.post(store, f"monetrun/decision/{rank}", codec.dumps(decision))
+        except MonetrunError as error:
+            refusal = Refusal.of(error)
+        except Exception as error:
+            exchange.post(store, f"monetrun/verdict/{rank}", codec.dumps(Refusal(70, f"node {rank}: {error!r}", "")))
+            raise
+        exchange.post(store, f"monetrun/verdict/{rank}", json.dumps(codec.to_plain(refusal)))
+        return decision
+
+    def _decided(self, budget: Budget) -> Decision:
+        """What this launch has decided before; anew where ``budget`` is smaller than that."""
+        earlier = self._decision
+        if earlier is not None and not _is_smaller(budget, earlier):
+            return earlier
+        _take(self._job, budget)
+        return self._job.decide()
+
+    def _wait_for(self, store: Any, decider: int) -> None:
+        verdict, alive = f"monetrun/verdict/{decider}", f"monetrun/alive/{decider}"
+        if exchange.is_posted(store, verdict):
+            return
+        seen, since = b"", time.monotonic()
+
+        def is_over() -> bool:
+            nonlocal seen, since
+            sign = bytes(store.get(alive)) if exchange.is_posted(store, alive) else b""
+            if sign != seen:
+                seen, since = sign, time.monotonic()
+            return exchange.is_posted(store, verdict) or time.monotonic() - since > _SILENCE_SECONDS
+
+        with status(self._job.console, f"waiting for the plan of node {decider}", shown=not self._job.options.quiet):
+            exchange.wait_until(is_over, float("inf"))
+        if not exchange.is_posted(store, verdict):
+            raise NodeLost(f"node {decider} ended before it had a plan")
+
+
+def _offered_budget(job: Job) -> Budget:
+    """The budget of this node: in bytes, unless it is a share of the plain peak."""
+    nbytes = job.budget_bytes()
+    return job.budget if nbytes is None else Budget(BYTES, float(nbytes), job.budget.text)
+
+
+def _is_smaller(budget: Budget, earlier: Decision) -> bool:
+    plan = earlier.plan
+    if plan is None or earlier.plan_given:
+        return False
+    plain_bytes = plan.plain_peak_bytes if plan.pool is None else plan.pool.plain_bytes
+    return resolve(budget, None, plain_bytes) < plan.budget_bytes
+
+
+def _take(job: Job, budget: Budget) -> None:
+    """Have ``job`` plan with the budget of all nodes."""
+    job.budget = budget
+    if budget.kind == SHARE_OF_PLAIN:  # its text is a part of the plan's key in the cache
+        limit = f" up to {budget.at_most_bytes}" if budget.at_most_bytes else ""
+        job.options = replace(job.options, budget=f"{budget.text}{limit}")
+
+
+def _keep(job: Job, decision: Decision) -> None:
+    """Keep what another node has decided in this node's cache: this node may decide at the next launch."""
+    if not job.options.use_cache or decision.plan is None or decision.record is None or decision.plan_given:
+        return
+    _take(job, decision.budget)
+    store, record_key = Store(default_root()), keys.record_key(job.options, job.ranks)
+    store.put("probe", record_key, decision.record)
+    plan_key = keys.plan_key(job.options, record_key, job.budget_bytes(), decision.record)
+    store.put("plan", plan_key, decision.plan)
+
+
+def _signature(ranks: Ranks) -> str:
+    """What decides the graphs that are captured, and what they need of a device."""
+    sizes = {info.total_bytes for info in query(ranks.kind, ranks.local)} if ranks.kind == "cuda" else set()
+    return f"{ranks.kind} {sorted(sizes)}, torch {importlib.metadata.version('torch')}"
+
+
+@contextlib.contextmanager
+def _signs_of_life(store: Any, rank: int) -> Iterator[None]:
+    ended = threading.Event()
+
+    def show() -> None:
+        count = 0
+        while not ended.is_set():
+            with contextlib.suppress(RuntimeError):  # the store has gone: the main thread finds out
+                store.set(f"monetrun/alive/{rank}", str(count))
+            count += 1
+            ended.wait(_SIGN_OF_LIFE_SECONDS)
+
+    thread = threading.Thread(target=show, name="monetrun-alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

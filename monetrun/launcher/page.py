@@ -1,0 +1,115 @@
+"""The page of ``monetrun explain --html`` and ``monetrun --report``: one file for a browser, without a network."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.resources import files
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from monetrun.core import codec
+from monetrun.core.errors import UsageError
+from monetrun.core.plan import Plan, plain_schedule
+from monetrun.core.step import OUTSIDE, Event, StepRecord
+from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.report import Outcome, outcome_json
+from monetrun.planning.explain import describes, explain
+from monetrun.planning.intervals import MeasuredStep, as_plain
+from monetrun.planning.moments import Moment, moments
+
+_STRETCH_WIDTH = 3  # as many operators as what the script does between two calls is wide
+
+
+def page_of(plan: Plan, record: StepRecord, measured: MeasuredStep | None, title: str) -> str:
+    """The page, as HTML with its data, style and script.
+
+    Args:
+        plan: to be shown.
+        record: of the step that it was made for.
+        measured: what the last launch with it has measured, if anything.
+        title: of the page, as text.
+
+    Raises:
+        PlanMismatch: ``record`` is of another step.
+    """
+    found = explain(plan, record)
+    plain = moments(record, [plain_schedule(g) for g in record.graphs], found.plain_profile)
+    planned = moments(record, [g.schedule for g in plan.graphs], found.planned_profile)
+    data = {
+        "title": title,
+        "environment": f"{plan.device}, torch {plan.torch_version}, {plan.solver}: {plan.status}",
+        "explanation": codec.to_plain(found),
+        "reserved": plan.pool is not None,  # the budget is of reserved bytes then, and the chart shows allocated ones
+        "parts": [_part_name(event, record) for event in record.events],
+        "cuts": _cuts(planned, record),
+        "plain": _columns(plain, record),
+        "planned": _columns(planned, record),
+        "ranks": [] if measured is None else as_plain(measured),
+    }
+    template = files("monetrun.launcher").joinpath("page.html").read_text(encoding="utf-8")
+    # "</script>" in a module's name must not end the data
+    return template.replace("/*DATA*/", json.dumps(data).replace("<", "\\u003c"))
+
+
+def _columns(found: Sequence[Moment], record: StepRecord) -> dict[str, Any]:
+    """The moments by field, and where each event of the step begins and ends among them."""
+    count = Counter(moment.event for moment in found)
+    ends = list(accumulate(count[i] for i in range(len(record.events))))
+    columns = {field.name: [getattr(moment, field.name) for moment in found] for field in fields(Moment)}
+    return {**columns, "spans": [[end - count[i], end] for i, end in enumerate(ends)]}
+
+
+def _part_name(event: Event, record: StepRecord) -> str:
+    return event.name if event.kind == OUTSIDE else f"{record.graphs[event.graph].name} {event.kind}"
+
+
+def _cuts(planned: Sequence[Moment], record: StepRecord) -> list[float]:
+    """Where events begin on the time axis, from 0 to 1: a planned operator is as wide as the next."""
+    count = Counter(moment.event for moment in planned)
+    widths = [_STRETCH_WIDTH if e.kind == OUTSIDE else count[i] for i, e in enumerate(record.events)]
+    return [end / max(1, sum(widths)) for end in accumulate(widths, initial=0)]
+
+
+def check_folder(folder: str) -> None:
+    """Make the folder of ``--report`` before anything else is done.
+
+    Raises:
+        UsageError: it cannot be made, or not written to.
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def write_report(options: LaunchOptions, outcome: Outcome, record: StepRecord | None) -> None:
+    """Write ``report.json``, and ``report.html`` where the plan's trial run is known, into the folder of ``--report``.
+
+    Raises:
+        UsageError: they cannot be written.
+    """
+    folder = Path(options.report_folder)
+    found = {"command": [options.script, *options.script_args], **outcome_json(outcome)}
+    found["ranks"] = [] if outcome.measured_step is None else as_plain(outcome.measured_step)
+    title = " ".join(found["command"])
+    try:
+        (folder / "report.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        if outcome.plan is not None and record is not None and describes(record, outcome.plan):
+            text = page_of(outcome.plan, record, outcome.measured_step, title)
+            (folder / "report.html").write_text(text, encoding="utf-8")
+        else:  # an older launch's page is not this one's
+            (folder / "report.html").unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(options.report_folder, error) from error
+
+
+def _unwritable(folder: str, error: OSError) -> UsageError:
+    return UsageError(f"--report {folder}: {error.strerror}", "name a folder that can be written")

@@ -1,0 +1,71 @@
+"""A launch whose memory runs out before its first training step has ended begins again, with a tighter plan.
+
+The trial run saw less than the run takes: other ranks have larger batches, or the script does more where it is not
+tried. Nothing has been trained then. Budget and batch stay as they are; the plan leaves more of the budget free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from monetrun.core import codec
+from monetrun.core.budget import format_bytes
+from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime
+from monetrun.core.plan import Plan
+from monetrun.core.step import StepRecord
+from monetrun.core.step_changes import with_more_held
+from monetrun.launcher import report
+from monetrun.launcher.options import LaunchOptions
+from monetrun.planning import planner
+
+MOST_RESTARTS = 2
+# Shares of the budget that a restart leaves free beside what the plan left free and what the failed allocation lacked:
+# the first one; and, for each, a second one, or one that does not know what was lacking.
+_FREE, _MUCH_FREE = 0.01, 0.08
+
+
+def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, options: LaunchOptions) -> str:
+    """Replace the plan that the workers of a launch get, where they ran out of memory before the first step's end.
+
+    Args:
+        environment: that the workers got: names the files of plan, record and reports.
+        exit_code: of the launch.
+        restarts: so far.
+        options: of the launch.
+
+    Returns:
+        A line for the user; empty where the launch has ended.
+    """
+    files = [environment.get(f"MONETRUN_{name}", "") for name in ("PLAN_FILE", "RECORD_FILE", "REPORT_FOLDER")]
+    if exit_code != BudgetExceeded.exit_code or restarts >= MOST_RESTARTS or not all(files):
+        return ""
+    plan_file, record_file, reports = map(Path, files)
+    outcome = report.read_outcome(reports)
+    if outcome.steps:
+        return ""
+    plan, record = codec.loads(Plan, plan_file.read_text()), codec.loads(StepRecord, record_file.read_text())
+    planned = plan.planned_peak_bytes if plan.pool is None else plan.pool.planned_bytes
+    lacking_bytes = max(0, outcome.needed_bytes - plan.budget_bytes)
+    share = _FREE if lacking_bytes and not restarts else _MUCH_FREE * (restarts + 1)
+    free_bytes = max(0, plan.budget_bytes - planned) + lacking_bytes + int(share * plan.budget_bytes)
+    try:
+        more = with_more_held(record, free_bytes)
+        made = planner.plan_step(more, plan.budget_bytes, options.algorithm, options.solver_options())
+    except (InfeasibleBudget, NoPlanInTime):
+        return ""
+    _replace(plan_file, codec.dumps(made))
+    _replace(record_file, codec.dumps(more))
+    for left in reports.glob("rank*.json"):
+        left.unlink()
+    return (
+        f"memory ran out before the first training step had ended: starting again ({restarts + 1} of {MOST_RESTARTS}"
+        f" times at most) with a plan that leaves {format_bytes(free_bytes)} of the budget free"
+    )
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(text)
+    part.replace(path)

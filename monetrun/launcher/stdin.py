@@ -1,0 +1,113 @@
+"""Standard input for a trial run: it reads what the workers will read, and takes nothing from them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import IO
+
+_BLOCK_BYTES = 1 << 16
+_STDIN = 0
+
+
+@contextlib.contextmanager
+def lent() -> Iterator[int]:
+    """A file descriptor from which a trial run reads this process's standard input.
+
+    At the end standard input has again what was read, so that workers and further trial runs get all of it. A terminal
+    is not lent, since its user would have to answer twice: a trial that reads it finds it empty.
+    """
+    try:
+        kind = os.fstat(_STDIN).st_mode
+    except OSError:  # closed
+        kind = 0
+    if stat.S_ISREG(kind):
+        with _opened_again() as file:
+            yield file
+    elif (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)) and os.name == "posix":
+        with _relayed() as file:
+            yield file
+    else:
+        with open(os.devnull, "rb") as empty:
+            yield empty.fileno()
+
+
+@contextlib.contextmanager
+def _opened_again() -> Iterator[int]:
+    """The same file at the same place, with a position of its own where the system can give it one."""
+    place = os.lseek(_STDIN, 0, os.SEEK_CUR)
+    file = os.open(f"/proc/self/fd/{_STDIN}", os.O_RDONLY) if os.path.exists("/proc/self/fd") else os.dup(_STDIN)
+    try:
+        os.lseek(file, place, os.SEEK_SET)
+        yield file
+    finally:
+        os.close(file)
+        os.lseek(_STDIN, place, os.SEEK_SET)
+
+
+@contextlib.contextmanager
+def _relayed() -> Iterator[int]:
+    """A pipe to which a thread copies what arrives; it keeps a copy, which then comes first on standard input."""
+    out, into = os.pipe()
+    wake, waker = os.pipe()
+    kept = tempfile.TemporaryFile()  # noqa: SIM115 - it outlives this function
+    relay = threading.Thread(target=_copy, args=(into, wake, kept), daemon=True)
+    relay.start()
+    try:
+        yield out
+    finally:
+        os.close(out)  # a relay that waits until the trial reads more ends with this
+        os.write(waker, b"x")
+        relay.join()
+        os.close(wake)
+        os.close(waker)
+        if kept.tell():
+            _put_back(kept)
+        else:
+            kept.close()
+
+
+def _copy(into: int, wake: int, kept: IO[bytes]) -> None:
+    """Copy standard input to ``into`` and ``kept`` until it ends or ``wake`` can be read."""
+    os.set_blocking(into, False)
+    waiting = b""
+    try:
+        while True:
+            source, sink = ([], [into]) if waiting else ([_STDIN], [])
+            readable, _, _ = select.select([wake, *source], sink, [])
+            if wake in readable:
+                return
+            if not waiting:
+                waiting = os.read(_STDIN, _BLOCK_BYTES)
+                if not waiting:
+                    return
+                kept.write(waiting)
+            with contextlib.suppress(BlockingIOError):
+                waiting = waiting[os.write(into, waiting) :]
+    except BrokenPipeError:  # the trial has ended
+        return
+    finally:
+        os.close(into)
+
+
+def _put_back(kept: IO[bytes]) -> None:
+    """Make standard input give ``kept``, and then what it had left."""
+    rest = os.dup(_STDIN)
+    out, into = os.pipe()
+    os.dup2(out, _STDIN)
+    os.close(out)
+
+    def feed() -> None:
+        with kept, os.fdopen(rest, "rb", buffering=0) as source, os.fdopen(into, "wb", buffering=0) as sink:
+            kept.seek(0)
+            with contextlib.suppress(BrokenPipeError):
+                shutil.copyfileobj(kept, sink)
+                shutil.copyfileobj(source, sink)
+
+    threading.Thread(target=feed, daemon=True).start()

@@ -1,0 +1,123 @@
+"""Why a module cannot be captured whole: at which line, and what can be done about it."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from monetrun.core.errors import CaptureFailed
+from monetrun.core.step import Break
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+# kinds of breaks after which other graphs follow in each step: a number or a shape that Dynamo would have to specialize
+_FOLLOWS_DATA = re.compile(r"data.dependent|dynamic shape|dynamic slic", re.IGNORECASE)
+_ON_DATA = "it depends on the data"
+_LONGEST = 80  # characters of a line or a reason that are printed
+
+
+class FollowsData(CaptureFailed):
+    """A graph has shapes or numbers that follow from its data, so that no schedule is made for it.
+
+    Attributes:
+        where: the file and line of the operator.
+        only_read: the number is only read: no operator of the graph uses it.
+    """
+
+    def __init__(self, where: str, only_read: bool) -> None:
+        super().__init__(f"{where}: {_ON_DATA}")
+        self.where = where
+        self.only_read = only_read
+
+
+def check_static(module: fx.GraphModule) -> None:
+    """Check that all shapes and numbers in one of Dynamo's graphs are known.
+
+    Raises:
+        FollowsData: one follows from the data (``item``, ``nonzero``, a boolean mask).
+    """
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op not in ("call_function", "call_method") or not _symbolic(value):
+            continue
+        number = not isinstance(value, torch.Tensor)
+        frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+        where = _place(frames[-1][0], int(frames[-1][1])) if frames else str(node.target)
+        raise FollowsData(where, number and all(user.op == "output" for user in node.users))
+
+
+def check_checkpoints(module: fx.GraphModule) -> None:
+    """Check that eager's checkpoints do no more and no less than the regions of one of Dynamo's graphs.
+
+    In eager, a reentrant region of which no argument needs a gradient gives none to its parameters either. The graph,
+    in which the parameters are arguments too, would. And a region that runs again updates its buffers again (a batch
+    norm's running statistics); in the graph it would once.
+
+    Raises:
+        CaptureFailed: it has such a region.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+        values = [a.meta.get("example_value") for a in node.args if isinstance(a, fx.Node)]
+        given = [v for v in values if isinstance(v, torch.Tensor) and not isinstance(v, torch.nn.Parameter)]
+        if node.kwargs.get("use_reentrant") and not any(v.requires_grad for v in given):
+            raise CaptureFailed("a reentrant checkpoint, of which no argument needs a gradient, gives none")
+        if _writes_arguments(module.get_submodule(node.args[0].target)):
+            raise CaptureFailed("a checkpointed region that runs again updates its buffers again (a batch norm's)")
+
+
+def _writes_arguments(region: Any) -> bool:
+    """Whether a region (a graph module) writes one of its arguments in place, as a batch norm counts its batches."""
+    for node in region.graph.find_nodes(op="placeholder"):
+        for user in node.users:
+            writes = user.op == "call_method" and user.target.endswith("_") and not user.target.endswith("__")
+            if writes and user.args[0] is node:
+                return True
+    return False
+
+
+def of(error: Exception, module: str, name: str) -> Break:
+    """Describe what kept a module from being captured whole.
+
+    Args:
+        error: what Dynamo raised.
+        module: which one.
+        name: its class.
+    """
+    cause: Any = getattr(error, "inner_exception", error)
+    if isinstance(cause, FollowsData):
+        return Break(module, name, cause.where, _ON_DATA, not cause.only_read)
+    if isinstance(cause, CaptureFailed):
+        return Break(module, name, name, cause.message.removeprefix(f"{name}: "), in_python=True)
+    stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
+    where = _place(stack[-1].filename, stack[-1].lineno) if stack else name
+    kind = getattr(error, "gb_type", None) or str(cause).strip().split("\n")[0]
+    if _FOLLOWS_DATA.search(kind) or isinstance(error, torch._dynamo.exc.UserError):
+        return Break(module, name, where, _ON_DATA, in_python=True)
+    compiled = cause is not error  # the backend failed: it would fail again with each of several graphs
+    return Break(module, name, where, _short(kind), in_python=compiled)
+
+
+def _symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    if isinstance(value, (tuple, list)):
+        return any(map(_symbolic, value))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _place(file: str, line: int) -> str:
+    """``"torchvision/models/detection/transform.py:176, index = int(...)"``."""
+    _, installed, within = file.partition("site-packages/")
+    here = os.path.relpath(file)
+    name = within if installed else file if here.startswith("..") else here
+    source = _short(linecache.getline(file, line).strip())
+    return f"{name}:{line}, {source}" if source else f"{name}:{line}"

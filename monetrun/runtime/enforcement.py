@@ -1,0 +1,102 @@
+"""Holds training steps to the budget, and nothing else: what the script does between them runs as it would anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from monetrun.capture.meter import Meter
+from monetrun.core.budget import format_bytes
+from monetrun.core.plan import Pool
+from monetrun.runtime import pool as reserved
+from monetrun.runtime.allocation_limit import set_limit
+
+
+class Enforcement:
+    """Of one process.
+
+    Args:
+        device: of the models.
+        meter: of that device.
+        note: called with a line for the user.
+
+    Attributes:
+        share_was_estimated: a step was not held to the budget (see ``suspend``).
+    """
+
+    def __init__(self, device: torch.device, meter: Meter, note: Callable[[str], None]) -> None:
+        self.device = device
+        self.meter = meter
+        self.note = note
+        self._budget_bytes = 0
+        self._pool: Pool | None = None
+        self._libraries = False
+        self._lifted = True  # until a captured graph begins its forward
+        self._suspended = False  # the present step is not bounded
+        self.share_was_estimated = False
+        self._step_ended = False
+        self._noted_bytes = 0
+
+    def plan_is(self, budget_bytes: int, pool: Pool | None, libraries: bool) -> None:
+        """Another plan runs from now on; on CUDA its pool is reserved."""
+        self._budget_bytes = budget_bytes
+        self._pool, self._libraries = pool, libraries
+        self._hold()
+        if self.holds:
+            set_limit(self.device, budget_bytes)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the present step is held to the budget."""
+        return not (self._lifted or self._suspended)
+
+    def call_begins(self) -> None:
+        """A planned model is called in training: tell what was allocated since the last step, if that was much."""
+        if not self._step_ended:
+            return
+        self._step_ended = False
+        peak = max(self.meter.peak_bytes(), self.meter.reserved_peak_bytes()) if self.meter.exact else 0
+        if peak > max(self._budget_bytes, self._noted_bytes):
+            self._noted_bytes = peak + peak // 100
+            self.note(
+                f"between training steps {format_bytes(peak)} were allocated: evaluation, and what else is no training"
+                f" step, is not planned and may take more than the budget of {format_bytes(self._budget_bytes)}"
+            )
+        if self.meter.reserved_peak_bytes() > self._budget_bytes:
+            self._hold()  # what was cached meanwhile goes back to the device
+
+    def enforce(self, *, suspended: bool = False) -> None:
+        """A captured graph begins its forward: the step is held to the budget, or (``suspended``) is not any more."""
+        if suspended:
+            self.suspend()
+        if not self._lifted:
+            return
+        self._lifted = False
+        set_limit(self.device, self._budget_bytes)
+
+    def suspend(self) -> None:
+        """The present step is not held to the budget: a share of what is not known."""
+        if self._suspended:
+            return
+        self._suspended, self._lifted = True, False
+        set_limit(self.device, None)
+        if not self.share_was_estimated:
+            self.share_was_estimated = True
+            self.note(
+                "what is not captured is known at the recorded shapes only: at others the plain step's peak is an"
+                " estimate, and a share of it is planned for, but not enforced"
+            )
+
+    def lift(self) -> None:
+        """A training step has ended: nothing is bounded until the next one."""
+        if not self._lifted:
+            self._lifted = self._step_ended = True
+            self._suspended = False
+            set_limit(self.device, None)
+            self.meter.reset_peak()
+
+    def _hold(self) -> None:
+        if self._pool is not None and self.device.type == "cuda":
+            set_limit(self.device, None)
+            reserved.hold(self.device, self._pool, self._libraries)

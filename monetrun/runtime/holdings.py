@@ -1,0 +1,52 @@
+"""Whose the bytes are that a process holds on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from monetrun.core.budget import format_bytes
+from monetrun.runtime import hooks
+
+REST = "activations, batches and other tensors of the script"
+
+
+def holdings(device: torch.device, held_bytes: int) -> dict[str, int]:
+    """What ``held_bytes`` consist of, by kind: of all optimizers in the process, and the rest."""
+    optimizers = hooks.optimizers()
+    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    states = [value for o in optimizers for state in o.state.values() for value in _values(state)]
+    seen: set[int] = set()
+    rows = {
+        "parameters": _new_bytes(parameters, device, seen),
+        "gradients": _new_bytes((p.grad for p in parameters), device, seen),
+        "optimizer state": _new_bytes(states, device, seen),
+    }
+    return {**rows, REST: max(0, held_bytes - sum(rows.values()))}
+
+
+def table(now: Mapping[str, int], planned: Mapping[str, int], held_bytes: int) -> str:
+    """Lines that compare what is held with the plan's ledger, and with ``held_bytes`` planned before this forward."""
+    then = {name: planned.get(name, 0) for name in now if name != REST}
+    then[REST] = max(0, held_bytes - then["parameters"] - then["optimizer state"])
+    then["gradients"] = 0 if now["gradients"] == 0 else then["gradients"]
+    then[REST] = max(0, then[REST] - then["gradients"])
+    rows = (f"{name} {format_bytes(now[name])} (planned {format_bytes(then[name])})" for name in now)
+    return "\n".join(f"  {row}" for row in rows)
+
+
+def _values(state: object) -> Iterable[object]:
+    return state.values() if isinstance(state, Mapping) else (state,)
+
+
+def _new_bytes(tensors: Iterable[object], device: torch.device, seen: set[int]) -> int:
+    """Bytes of the storages on ``device`` that are not in ``seen``, to which they are added."""
+    total = 0
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == device.type:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                total += storage.nbytes()
+    return total

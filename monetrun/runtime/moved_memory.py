@@ -1,0 +1,156 @@
+"""Plans for steps that are not as recorded: more is held before them, or their plain run takes more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from monetrun.capture.joint import JointGraph
+from monetrun.core.budget import SHARE_OF_PLAIN, format_budget, format_bytes, parse, resolve
+from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime
+from monetrun.core.options import Options
+from monetrun.core.plan import Plan, Schedule, plain_schedule
+from monetrun.core.step import HELD_SINCE, StepRecord, replay
+from monetrun.core.step_changes import with_more_held
+from monetrun.planning import planner
+from monetrun.runtime import adaptation, holdings
+from monetrun.runtime.room import Shortage
+from monetrun.runtime.settings import Settings
+
+# A new shape, or more held before a step than planned, is solved within a training step: no longer than this.
+_SECONDS = 2.0
+# A plan leaves at least this much for what may come to be held beside what is there: the budget >> 7, 0.8% of it.
+LEAST_COVER_SHIFT = 7
+# Below this a share of the plain peak does not follow it: the plain run's peak is known to 0.5% only.
+_GROWTH = 1.002
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A plan, the step that it is of, and the most frugal schedules known of its graphs."""
+
+    plan: Plan
+    record: StepRecord
+    frugal: tuple[Schedule, ...]
+
+
+def options_within_a_step(settings: Settings) -> Options:
+    """The solver's options where a training step waits for it."""
+    return settings.solver_options(min(_SECONDS, settings.solver_seconds))
+
+
+def plain_peak(step: StepRecord) -> int:
+    """Bytes that the plain step has allocated at most."""
+    return replay(step, [plain_schedule(g) for g in step.graphs]).peak_bytes
+
+
+def plain_bytes(plan: Plan) -> int:
+    """What the plain run takes, in the bytes that the budget bounds."""
+    return plan.plain_peak_bytes if plan.pool is None else plan.pool.plain_bytes
+
+
+def allocated_limit(plan: Plan) -> int:
+    """What a step may have allocated: the budget, on CUDA less what is reserved beyond it."""
+    if plan.pool is None:
+        return plan.budget_bytes
+    return plan.budget_bytes - max(0, plan.pool.planned_bytes - plan.planned_peak_bytes)
+
+
+def is_share(budget: str) -> bool:
+    """Whether ``budget``, in ``--budget``'s grammar or empty, is a share of the plain peak."""
+    return bool(budget) and parse(budget).kind == SHARE_OF_PLAIN
+
+
+def plan_at_plain_peak(plan: Plan, budget: str, plain_allocated_bytes: int) -> Plan | None:
+    """The plan with the budget that is a share of the largest plain peak seen; None where that does not grow.
+
+    Args:
+        plan: as it is.
+        budget: in ``--budget``'s grammar; empty where the plan came with its own.
+        plain_allocated_bytes: the plain step's peak now.
+    """
+    if not is_share(budget) or plain_allocated_bytes <= plan.plain_peak_bytes * _GROWTH:
+        return None
+    pool = plan.pool
+    if pool is not None:  # what is reserved grows as what is allocated does
+        pool = replace(pool, plain_bytes=pool.plain_bytes * plain_allocated_bytes // max(1, plan.plain_peak_bytes))
+    grown = replace(plan, plain_peak_bytes=plain_allocated_bytes, pool=pool)
+    budget_bytes = resolve(parse(budget), None, plain_bytes(grown))
+    return replace(grown, budget_bytes=budget_bytes) if budget_bytes > plan.budget_bytes else None
+
+
+def plan_with_more_held(
+    record: StepRecord,
+    plan: Plan,
+    shortage: Shortage,
+    settings: Settings,
+    frugal: tuple[Schedule, ...] | None = None,
+) -> Replanned:
+    """A plan within the same budget for a step before which more is held.
+
+    It has room for twice as much, where that is possible: memory that grows steadily is planned for a few times only.
+
+    Args:
+        record: of the step that ``plan`` is of.
+        plan: that does not fit.
+        shortage: what is held.
+        settings: of the process.
+        frugal: the most frugal schedules known of the record's graphs; None to search for them.
+
+    Raises:
+        InfeasibleBudget, NoPlanInTime: nothing fits.
+    """
+    before = record.ledger.get(HELD_SINCE, 0)
+    total = before + shortage.excess_bytes
+    generous = max(2 * total, total + (plan.budget_bytes >> LEAST_COVER_SHIFT))
+    options = options_within_a_step(settings)
+    starts: list[tuple[Schedule, ...]] = [tuple(g.schedule for g in plan.graphs)]
+
+    def planned(held_bytes: int) -> Replanned:
+        more = with_more_held(record, held_bytes - before)
+        base = planner.baseline(more, frugal)
+        made = planner.plan_step(more, plan.budget_bytes, settings.algorithm, options, base, starts)
+        pool = made.pool
+        if pool is not None and plan.pool is not None:
+            pool = replace(pool, plain_bytes=plan.pool.plain_bytes)
+        made = replace(made, plain_peak_bytes=plan.plain_peak_bytes, pool=pool)
+        return Replanned(made, more, base.frugal_schedules)
+
+    frugal = planner.baseline(record).frugal_schedules if frugal is None else frugal
+    try:
+        return planned(generous)
+    except (InfeasibleBudget, NoPlanInTime):
+        return planned(total)
+
+
+def refused_step(
+    plan: Plan, shortage: Shortage, failure: InfeasibleBudget | NoPlanInTime, device: torch.device
+) -> BudgetExceeded:
+    """Why a step before which more is held cannot run: the bytes by kind, and the budget that would do."""
+    held, planned = format_bytes(shortage.held_bytes), format_bytes(shortage.need.held_bytes)
+    now = holdings.holdings(device, shortage.held_bytes)
+    smallest = failure.smallest_bytes if isinstance(failure, InfeasibleBudget) else 0
+    return BudgetExceeded(
+        f"{held} are held before a forward, {planned} were planned, and no schedule fits beside them"
+        f" within {format_bytes(plan.budget_bytes)}\n{holdings.table(now, plan.ledger, shortage.need.held_bytes)}",
+        f"fits: --budget {format_budget(smallest)}" if smallest else "give more (--budget)",
+        smallest_bytes=smallest,
+    )
+
+
+def refused_shape(joint: JointGraph, step: StepRecord, plan: Plan, refused: InfeasibleBudget) -> InfeasibleBudget:
+    """Why a graph at shapes that the plan does not have cannot run."""
+    beside = plan.budget_bytes - allocated_limit(plan)
+    smallest = refused.smallest_bytes + beside
+    plain = plain_peak(step) + beside
+    return InfeasibleBudget(
+        f"{joint.graph.name} with inputs of {adaptation.input_shapes(joint)} needs"
+        f" {format_bytes(smallest, exact=True)} at least: {format_bytes(step.base_bytes)} are held before it;"
+        f" the budget is {format_bytes(plan.budget_bytes)}",
+        f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(plain)}), or smaller batches",
+        budget_bytes=plan.budget_bytes,
+        smallest_bytes=smallest,
+        plain_bytes=plain,
+        operator=refused.operator,
+    )

@@ -1,0 +1,102 @@
+"""Compares what is held when a forward begins with what its step still needs."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from monetrun.capture.meter import Meter
+from monetrun.core.plan import Schedule
+from monetrun.core.step import StepRecord
+from monetrun.planning.forward_needs import ForwardNeed, forward_needs
+from monetrun.planning.intervals import optimizer_steps
+
+# A call is planned again so often at most: where compiling it anew takes memory each time, it runs as it is.
+_MOST_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A forward before which so much is held that its step does not fit.
+
+    Attributes:
+        fingerprint: of the forward's graph.
+        held_bytes: allocated now.
+        need: what its step needs, and what is held before it as planned.
+    """
+
+    fingerprint: str
+    held_bytes: int
+    need: ForwardNeed
+
+    @property
+    def excess_bytes(self) -> int:
+        """Held now beyond what was planned."""
+        return self.held_bytes - self.need.held_bytes
+
+
+class Room:
+    """Of one process. Only the first graph of a model's call is looked at: what has run cannot be taken back.
+
+    Args:
+        meter: of the device.
+
+    Attributes:
+        limit_bytes: what a step may have allocated.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.limit_bytes = 0
+        self._needs: dict[str, tuple[ForwardNeed, ...]] = {}
+        self._calls: Counter[str] = Counter()  # of each graph, in the present step
+        self._optimizers = 1  # optimizer steps in a training step
+        self._optimizer_steps = 0
+        self._first = False
+        self._repeated = 0  # calls for which there was no room, one after the other
+
+    def plan_is(self, record: StepRecord | None, schedules: Mapping[str, Schedule], limit_bytes: int) -> None:
+        """Another plan runs from now on; needs are known of the graphs of ``record``."""
+        self.limit_bytes = limit_bytes
+        self._needs.clear()
+        if record is not None:
+            self._optimizers = max(1, optimizer_steps(record))
+            self.step_is(record, [schedules[g.fingerprint] for g in record.graphs])
+
+    def step_is(self, record: StepRecord, schedules: Sequence[Schedule]) -> None:
+        """The graphs of ``record`` run under ``schedules``, in steps like this one."""
+        for k, needs in forward_needs(record, schedules).items():
+            self._needs[record.graphs[k].fingerprint] = needs
+
+    def call_begins(self) -> None:
+        """A model is called in training."""
+        self._first = True
+
+    def optimizer_ended(self) -> None:
+        """An optimizer's step has ended."""
+        self._optimizer_steps += 1
+        if self._optimizer_steps % self._optimizers == 0:
+            self._calls.clear()
+
+    def shortage(self, fingerprint: str) -> Shortage | None:
+        """A graph's forward begins: whether too much is held for its step, also after a garbage collection."""
+        number = self._calls[fingerprint]
+        self._calls[fingerprint] += 1
+        needs = self._needs.get(fingerprint)
+        first, self._first = self._first, False
+        if not first or not needs or not self.meter.exact or self._repeated >= _MOST_REPEATS:
+            self._repeated = 0
+            return None
+        need = needs[min(number, len(needs) - 1)]
+        if self.meter.current_bytes() + need.planned_bytes <= self.limit_bytes:
+            self._repeated = 0
+            return None
+        gc.collect()
+        held = self.meter.current_bytes()
+        if held + need.planned_bytes <= self.limit_bytes:
+            return None
+        self._calls[fingerprint] -= 1  # the call is repeated
+        self._repeated += 1
+        return Shortage(fingerprint, held, need)

@@ -1,0 +1,139 @@
+"""The end of a trial run: where the script holds its model's outputs, not before the next step shows for how long."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from monetrun.capture.joint import JointGraph
+from monetrun.core.graph import BACKWARD, FORWARD, Costs
+from monetrun.core.plan import Schedule, plain_schedule
+from monetrun.core.step import OUTSIDE, Break, StepRecord, replay
+from monetrun.core.step_changes import last_outputs_bytes, with_outputs_dropped
+from monetrun.planning.intervals import Stretch
+from monetrun.runtime import probe
+from monetrun.runtime.recorder import Recorder
+from monetrun.runtime.stretches import StretchMeter
+
+# Outputs of less than a thousandth of the plain peak are not waited for.
+_WORTHWHILE_SHIFT = 10
+# What a script does between steps (evaluation, a checkpoint) is not waited for longer than this.
+_PATIENCE_SECONDS = 10.0
+
+
+def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> SecondStep:
+    """What takes the place of the trial's recorder once ``record`` is made of its step.
+
+    The process ends at once where the next step would show nothing more.
+    """
+    held = last_outputs_bytes(record)
+    if isinstance(recorder, SecondStep) or record.memory is not None or not recorder.meter.exact or not held:
+        probe.leave(record, path)
+    plain = replay(record, [plain_schedule(g) for g in record.graphs]).peak_bytes
+    if held < plain >> _WORTHWHILE_SHIFT:
+        probe.leave(record, path)
+    return SecondStep(recorder, record, path)
+
+
+class SecondStep:
+    """Sees the step after the recorded one, in the recorder's place, until its backward begins; then the process ends.
+
+    It ends before that where there is no such step, or where it takes long to begin.
+    """
+
+    def __init__(self, recorder: Recorder, record: StepRecord, path: str) -> None:
+        self.known = recorder.known
+        self._recorder = recorder
+        self._record = record
+        self._path = path
+        self._meter = StretchMeter(recorder.meter)
+        self._begun = False
+        self._ending = threading.Lock()
+        atexit.register(self._end)
+        timer = threading.Timer(_PATIENCE_SECONDS, self._end)
+        timer.daemon = True
+        timer.start()
+
+    def _end(self) -> NoReturn:
+        with self._ending:  # once: the process ends here
+            probe.leave(self._record, self._path)
+
+    # ---- as the recorder
+
+    def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
+        """See ``Recorder.choose``."""
+        return self._recorder.choose(joint)
+
+    def measure(self, store: Any) -> list[Costs]:
+        """The costs are in the record."""
+        return list(self._record.costs)
+
+    def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
+        """The record, with what was seen so far."""
+        return self._record
+
+    def forward_begins(self, arguments: Iterable[Any]) -> None:
+        """The next step begins with what hooks allocate, as the recorded one did."""
+        if not self._begun:
+            self._meter.begin()
+            self._begun = True
+            self._meter.end(OUTSIDE)
+
+    def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
+        """A graph's call begins; the first backward ends the process."""
+        if not self._begun:
+            self._meter.begin()
+            self._begun = True
+        self._meter.end(OUTSIDE)
+        if phase == BACKWARD:
+            freed = freed_outputs(self._recorder.stretches, self._meter.stretches, last_outputs_bytes(self._record))
+            self._record = with_outputs_dropped(self._record, freed)
+            self._end()
+
+    def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
+        """It has ended."""
+        self._meter.end(phase, graph)
+
+    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """The first backward has ended the process."""
+
+    def zeroing_gradients(self, parameters: Iterable[Any], set_to_none: bool) -> None:
+        """The record has it already."""
+
+    def optimizer_begins(self) -> None:
+        """A step without a backward of a graph."""
+        self._end()
+
+    def optimizer_ended(self, name: str, parameters: Iterable[Any]) -> None:
+        """As ``optimizer_begins``."""
+        self._end()
+
+    @property
+    def complete(self) -> bool:
+        """The recorded step was."""
+        return True
+
+
+def freed_outputs(first: Sequence[Stretch], second: Sequence[Stretch], held_bytes: int) -> list[int]:
+    """How much of the last step's outputs is freed when what follows each forward is at its peak, in bytes.
+
+    The first step has none of them: what the second one allocates less, in the same stretch, is of those that it began
+    with.
+
+    Args:
+        first: stretches of the first step.
+        second: those of the second one, up to its first backward.
+        held_bytes: the outputs that are held when it begins.
+    """
+    freed: list[int] = []
+    for one, other in zip(first, second, strict=False):
+        if (one.kind, one.graph) != (other.kind, other.graph):
+            break
+        if one.kind == FORWARD:
+            freed.append(freed[-1] if freed else 0)
+        elif freed:
+            less = (one.peak_bytes - first[0].end_bytes) - (other.peak_bytes - second[0].end_bytes)
+            freed[-1] = max(freed[-1], min(held_bytes, less))
+    return freed

@@ -1,0 +1,104 @@
+"""Models sharded by FSDP2 (``fully_shard``): which modules are, and how only their forward is captured.
+
+FSDP2 gathers a module's parameters in a hook before its forward, and frees them in one after it; in the backward, hooks
+on the module's outputs and inputs do the same, and reduce the gradients. Each time the parameters have the same
+storages, so that what a graph saves of them is valid whenever the graph runs. The hooks run as they are: what they
+allocate lies between the calls of graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from monetrun.core.step import Break
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether the module has hooks of ``fully_shard``."""
+    return "torch.distributed.fsdp" in sys.modules and isinstance(module, torch.distributed.fsdp.FSDPModule)
+
+
+def break_between_blocks(module: nn.Module, path: str) -> Break | None:
+    """Why a module with sharded modules in it is not captured whole; None where it has none."""
+    count = sum(is_sharded(child) for child in module.modules() if child is not module)
+    if not count:
+        return None
+    modules = f"{count} sharded modules" if count > 1 else "1 sharded module"
+    return Break(path, type(module).__name__, modules, "hooks of fully_shard run within it", in_python=False)
+
+
+def unplannable(module: nn.Module) -> str | None:
+    """Why a module that is split among ranks cannot be planned, or None."""
+    if type(module).__name__ == "FullyShardedDataParallel":
+        return "FSDP1 flattens its parameters, which a plan does not see; FSDP2 (fully_shard) is planned"
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    for owner in module.modules():
+        for parameter in owner._parameters.values():
+            cuts = _cuts(parameter)
+            if cuts is not None and (cuts > 1 or not getattr(owner, "_is_fsdp_managed_module", False)):
+                return "tensor parallelism splits its operators among ranks, which the plan of one rank does not see"
+    return None
+
+
+def within_unplannable(modules: Iterable[nn.Module]) -> set[int]:
+    """The ``id`` of each module within one of these that cannot be planned: it runs as it is, without a word."""
+    return {id(child) for m in modules if unplannable(m) for child in m.modules() if child is not m}
+
+
+def stage_of_a_pipeline(module: nn.Module) -> str | None:
+    """Why a module that is a stage of a pipeline cannot be planned; None where it is none."""
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return None
+    kind: type = torch.distributed.pipelining.stage._PipelineStageBase  # type: ignore[attr-defined]
+    if any(issubclass(type(thing), kind) and thing.submod is module for thing in gc.get_objects()):
+        return "it is a stage of a pipeline: ranks run different graphs, for which there is no common plan"
+    return None
+
+
+def around_forward(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a module with all its hooks, and ``run`` with what they give in place of its forward."""
+
+    def forward(*given: Any, **named: Any) -> Any:
+        with _attribute(module, "forward", before):
+            return run(module, given, named)
+
+    before = module.__dict__.get("forward", _ABSENT)
+    with _attribute(module, "forward", forward):
+        return module._call_impl(*args, **kwargs)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor that this rank has; another tensor itself."""
+    return tensor if _cuts(tensor) is None else tensor.to_local()  # type: ignore[attr-defined, no-any-return]
+
+
+def _cuts(tensor: Any) -> int | None:
+    """By how many dimensions of a mesh a tensor is cut into shards; None where it is no DTensor."""
+    if "torch.distributed.tensor" not in sys.modules or not isinstance(tensor, torch.distributed.tensor.DTensor):
+        return None
+    return sum(placement.is_shard() for placement in tensor.placements)
+
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of the module's instance, or with ``_ABSENT`` remove it, for a while."""
+    before = module.__dict__.pop(name, _ABSENT)
+    if value is not _ABSENT:
+        module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        module.__dict__.pop(name, None)
+        if before is not _ABSENT:
+            module.__dict__[name] = before

@@ -1,0 +1,109 @@
+"""Uses of a model that cannot be planned: gradients of gradients, and calls within what the script compiles itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from monetrun.core.errors import CaptureFailed
+from monetrun.runtime import probe
+from monetrun.runtime.settings import AS_IS_MARK, PROBE, Settings
+
+# How torch names the backward of what AOTAutograd has compiled in an autograd graph.
+_COMPILED = "CompiledFunctionBackward"
+
+
+def found_before(settings: Settings) -> str:
+    """Why the models of this launch run as they are: found by the trial run, or by a worker that ended for it."""
+    if settings.as_is or not settings.report_folder:
+        return settings.as_is
+    try:
+        return (Path(settings.report_folder) / AS_IS_MARK).read_text()
+    except OSError:
+        return ""
+
+
+def compiled_calls(roots: Iterable[Any]) -> list[Any]:
+    """The autograd nodes of compiled calls that the backward of ``roots`` (tensors) runs."""
+    found = []
+    waiting = [root.grad_fn for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.name() == _COMPILED:
+            found.append(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return found
+
+
+def double_backward(names: Sequence[str], settings: Settings, has_stepped: bool) -> str:
+    """The script wants gradients of gradients of planned models; torch's compiled calls have none.
+
+    A trial run ends with the reason. A worker ends too, if nothing has been trained yet: the launch starts anew, and
+    runs the models as they are. Later, and without a launcher, they run as they are from then on.
+
+    Args:
+        names: of the models.
+        settings: of the process.
+        has_stepped: an optimizer has made a step.
+
+    Returns:
+        Why the models run as they are from now on.
+
+    Raises:
+        CaptureFailed: with ``strict``.
+    """
+    models = ", ".join(dict.fromkeys(names))
+    reason = (
+        f"{models} runs without a plan: the script takes gradients of gradients (create_graph=True), "
+        "which torch's compiled models do not have"
+    )
+    if settings.mode == PROBE:
+        probe.leave_unseen(reason, settings.record_file, as_is=True)
+    if settings.strict:
+        raise CaptureFailed(reason, "without --strict it runs as it is, outside the plan")
+    if has_stepped or not settings.report_folder:
+        return (
+            f"{models} runs without a plan from now on: the script takes gradients of gradients (create_graph=True), "
+            "which torch's compiled models do not have (this step's gradients may differ by rounding)"
+        )
+    part = Path(settings.report_folder) / f"{AS_IS_MARK}.{os.getpid()}"
+    part.write_text(reason)
+    part.replace(part.with_name(AS_IS_MARK))
+    probe.leave(None, "")
+
+
+class Compilations:
+    """What the script has compiled itself (``torch.compile``): a model that it calls there is not seen here."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def add(self, compiled: Any) -> None:
+        """The script compiles a function or a module."""
+        of = compiled if isinstance(compiled, nn.Module) else getattr(compiled, "__self__", None)
+        name = type(of).__name__ if isinstance(of, nn.Module) else getattr(compiled, "__qualname__", repr(compiled))
+        self._names.append(name)
+
+    def reason(self, trained: Iterable[torch.Tensor], planned: Iterable[nn.Module]) -> str:
+        """Why none of the parameters that have gradients is a planned model's; empty if one is, or has no reason.
+
+        Args:
+            trained: an optimizer's parameters.
+            planned: the planned models.
+        """
+        if not self._names:
+            return ""
+        own = {id(p) for module in planned for p in module.parameters()}
+        with_gradients = [p for p in trained if p.grad is not None]
+        if not with_gradients or any(id(p) in own for p in with_gradients):
+            return ""
+        return f"called within what the script compiles itself (torch.compile of {', '.join(self._names)})"

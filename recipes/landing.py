@@ -1,0 +1,117 @@
+"""Make the README's figure and table from the committed results.
+
+    python recipes/landing.py
+
+The figure (``docs/overhead.svg``) has the points that torch's ``activation_memory_budget`` reaches, and the plans found
+within the same peaks, both by recomputation and in-place operators alone (``recipes/results/partitioner.json``). The
+table has, for each network of MONeT's paper, the least memory in the paper at which there is a plan
+(``recipes/results/paper_table.json``). Both are planned under ``roofline:p100``; neither was measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "recipes" / "results"
+BEGIN, END = "<!-- table: recipes/landing.py -->", "<!-- end of table -->"
+SHOWN = {"resnet50": "ResNet-50", "mobilenet_v2": "MobileNetV2", "swin_t": "Swin-T", "bert_24": "BERT, 24 layers"}
+PAPER = {  # name and batch size
+    "resnet50": ("ResNet-50", 184),
+    "googlenet": ("GoogLeNet", 320),
+    "mobilenet_v2": ("MobileNetV2", 272),
+    "unet": ("U-Net", 11),
+    "vgg16": ("VGG-16", 176),
+}
+
+
+def table() -> str:
+    """The README's table, a line for each network."""
+    rows = json.loads((RESULTS / "paper_table.json").read_text())["rows"]
+    lines = ["| network, batch | plain | within | MONeT, published | monetrun, planned | no plan is below |"]
+    lines.append("|---|---|---|---|---|---|")
+    for network, (name, batch) in PAPER.items():
+        found = [r for r in rows if (r["network"], r["reading"]) == (network, "ratio") and r["overhead"] is not None]
+        row = min(found, key=lambda r: float(r["paper_gb"]))
+        share = f"{row['paper_gb'] / row['paper_plain_gb']:.0%}"
+        bound = max(0.0, row["bound"])
+        cells = [f"{name}, {batch}", f"{row['paper_plain_gb']:.1f} GB", f"{row['paper_gb']:.1f} GB ({share})"]
+        cells += [f"+{row['paper_overhead']:.1f}%", f"+{row['overhead']:.1f}%", f"+{bound:.1f}%"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def with_table(text: str) -> str:
+    """``text`` with the table between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+
+
+def points() -> dict[str, list[dict[str, Any]]]:
+    """The compared points of each shown network, by falling peak; both planners had in-place operators."""
+    rows = json.loads((RESULTS / "partitioner.json").read_text())["rows"]
+    wanted = sorted((r for r in rows if r["kinds"] == "in-place" and r["model"] in SHOWN), key=lambda r: r["model"])
+    return {m: sorted(of, key=lambda r: -float(r["share"])) for m, of in groupby(wanted, key=lambda r: r["model"])}
+
+
+def best_so_far(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of torch's points by rising peak, those with a lower overhead than all before: one would use no other."""
+    kept: list[dict[str, Any]] = []
+    for row in sorted(found, key=lambda r: (r["share"], r["torch_overhead"])):
+        if not kept or row["torch_overhead"] < kept[-1]["torch_overhead"]:
+            kept.append(row)
+    return kept
+
+
+def drawn() -> dict[str, list[list[float]]]:
+    """Share, torch's overhead and ours in % (-1: none) of each mark; the figure carries them as its description."""
+    keys = ("share", "torch_overhead", "overhead")
+    return {
+        m: [[round(100 * r[k], 2) if r[k] is not None else -1 for k in keys] for r in of] for m, of in points().items()
+    }
+
+
+def draw(path: Path) -> None:
+    """Draw overhead against the true peak, a panel for each network."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams.update({"svg.hashsalt": "monetrun", "font.size": 9})
+    figure, panels = pyplot.subplots(1, len(SHOWN), figsize=(11, 2.9), sharey=True, layout="constrained")
+    found = points()
+    for panel, (model, name) in zip(panels, SHOWN.items(), strict=True):
+        ours = [r for r in found[model] if r["overhead"] is not None]
+        torchs = best_so_far(r for r in found[model] if r["torch_overhead"] is not None)
+        style = {"where": "post", "linewidth": 1.2}
+        xs = [100 * r["share"] for r in torchs]
+        panel.step(xs, [100 * r["torch_overhead"] for r in torchs], color="#b0592b", alpha=0.5, **style)
+        panel.plot(xs, [100 * r["torch_overhead"] for r in torchs], "s", color="#b0592b", markersize=4.5)
+        panel.plot([100 * r["share"] for r in ours], [100 * r["overhead"] for r in ours], "o-", color="#1f6f8b")
+        panel.set_title(name)
+        panel.set_xlabel("true peak, % of the plain step's")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("extra compute, %")
+    labels = ["torch activation_memory_budget", "monetrun"]
+    marks = [pyplot.Line2D([], [], color=c, marker=m) for c, m in (("#b0592b", "s"), ("#1f6f8b", "o"))]
+    panels[-1].legend(marks, labels, fontsize=8)
+    figure.savefig(path, metadata={"Date": None, "Description": json.dumps(drawn())})
+    pyplot.close(figure)
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(with_table(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    draw(ROOT / "docs" / "overhead.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Code that asks whether it is being compiled computes what it computes in eager."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from monetrun.capture.eager_answers import eager_answers
+
+QUESTIONS = {
+    "torch.compiler.is_compiling": lambda: torch.compiler.is_compiling(),
+    "torch.compiler.is_dynamo_compiling": lambda: torch.compiler.is_dynamo_compiling(),
+    "torch._dynamo.is_compiling": lambda: torch._dynamo.is_compiling(),
+    "torch._utils.is_compiling": lambda: torch._utils.is_compiling(),
+}
+
+
+def traced(question, x):
+    torch._dynamo.reset()
+    return torch.compile(lambda x: x * 2 if question() else x * 3, backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_script_that_asks_whether_it_is_compiled_gets_eagers_answer(name):
+    x = torch.ones(2)
+    with eager_answers():
+        assert traced(QUESTIONS[name], x).tolist() == [3.0, 3.0]
+    # what the script compiles itself is answered as ever
+    assert traced(QUESTIONS[name], x).tolist() == [2.0, 2.0]
+
+
+def test_torchs_own_code_is_answered_as_compiled():
+    asks = types.FunctionType((lambda x: x * 2 if torch.compiler.is_compiling() else x * 3).__code__, vars(F))
+    torch._dynamo.reset()
+    with eager_answers():
+        assert torch.compile(asks, backend="eager", fullgraph=True)(torch.ones(1)).tolist() == [2.0]

@@ -1,0 +1,149 @@
+"""Parameters get their gradients in the plain backward's order, on which DistributedDataParallel's buckets depend."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from monetrun.capture import gradient_order
+from monetrun.runtime import planned_calls
+from monetrun.runtime.backend import Backend
+from support.captured import Chooser, Residual
+
+
+class Tied(nn.Module):
+    """An embedding that is also the output's weight, a bias of the input's shape, and a weight used as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.place = nn.Embedding(31, 8), nn.Parameter(torch.randn(2, 5, 8))
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        x = self.embedding(x) + self.place
+        x = x + self.linear(F.gelu(self.norm(x)))
+        x = torch.addmm(self.bias, x.flatten(0, 1), self.weight)
+        return F.linear(x, self.embedding.weight)
+
+
+class Layer(nn.Module):
+    """Attention whose input is used four times: by three projections, and added to the result."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(x + F.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1) @ self.v(x))
+
+
+def arrivals(module, run, x):
+    names = []
+    for name, parameter in module.named_parameters():
+        parameter.grad = None
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
+    run(x).sum().backward()
+    return names, [p.grad for p in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("make", "example"),
+    [(Tied, lambda: torch.randint(0, 31, (2, 5))), (lambda: Residual(4, F.relu), lambda: torch.randn(2, 4, 6, 6))],
+    ids=["tied", "residual"],
+)
+def test_gradients_arrive_as_in_the_plain_backward(monkeypatch, make, example):
+    monkeypatch.setattr(gradient_order, "communicates", lambda: True)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, planned, x = make(), make(), example()
+    planned.load_state_dict(plain.state_dict())
+    expected, gradients = arrivals(plain, plain, x)
+    given, same = arrivals(planned, torch.compile(planned, backend=Backend(Chooser(), "net")), x)
+    assert given == expected
+    assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
+
+
+class Layers(nn.Module):
+    """Not an ``nn.Sequential``, as which torch 2.11 does not capture a whole model."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Calls(TorchDispatchMode):
+    """Lists the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gradient_is_given_while_the_rest_of_the_backward_has_yet_to_run(monkeypatch):
+    monkeypatch.setattr(gradient_order, "communicates", lambda: True)
+    torch._dynamo.reset()
+    module = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())])
+    run = torch.compile(module, backend=Backend(Chooser(), "net"))
+    run(torch.randn(4, 8)).sum().backward()
+    done = {}
+    calls = Calls()
+    for name, parameter in module.named_parameters():
+        parameter.grad = None
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: done.update({name: calls.names.count("aten.mm.default")})
+        )
+    loss = run(torch.randn(4, 8)).sum()
+    with calls:
+        loss.backward()
+    # of five products: the last layer's weight's comes second at the latest, then two for each layer
+    assert done["4.weight"] <= 2
+    assert done["4.weight"] < done["2.weight"] < done["0.weight"] == calls.names.count("aten.mm.default") == 5
+
+
+def test_a_backward_that_is_asked_for_some_gradients_or_run_twice_gives_the_same(monkeypatch):
+    monkeypatch.setattr(gradient_order, "communicates", lambda: True)
+    torch._dynamo.reset()
+    module, x = Tied(), torch.randint(0, 31, (2, 5))
+    run = torch.compile(module, backend=Backend(Chooser(), "net"))
+    expected = torch.autograd.grad(module(x).sum(), [*module.parameters()])
+    loss = run(x).sum()
+    assert all(map(torch.equal, expected, torch.autograd.grad(loss, [*module.parameters()], retain_graph=True)))
+    some = {"norm.weight": module.norm.weight, "bias": module.bias}
+    wanted = {name: g for (name, _), g in zip(module.named_parameters(), expected, strict=True)}
+    given = dict(zip(some, torch.autograd.grad(loss, [*some.values()]), strict=True))
+    assert all(torch.equal(given[name], wanted[name]) for name in some)
+
+
+@torch._dynamo.config.patch(optimize_ddp=True)
+def test_a_model_in_ddp_is_one_graph_and_its_gradients_are_eagers():
+    planned_calls.prepare_dynamo()
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        module = Layers(*[Layer(360) for _ in range(3)])
+        x = torch.randn(2, 9, 360)
+        module(x).square().mean().backward()
+        expected = [p.grad.clone() for p in module.parameters()]
+        module.zero_grad()
+        parallel = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)
+        backend = Backend(Chooser(), "net")
+        module.compile(backend=backend)
+        parallel(x).square().mean().backward()
+        assert backend.captured == 1  # Dynamo would have made one for each bucket, with sums in another order
+        assert all(torch.equal(g, p.grad) for g, p in zip(expected, module.parameters(), strict=True))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,228 @@
+"""Nodes decide together: one decides for all with the same devices, with the smallest budget, and refuses for all."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from monetrun.core.budget import parse
+from monetrun.core.errors import InfeasibleBudget, MonetrunError
+from monetrun.launcher import nodes
+from monetrun.launcher.decision import Decision
+from monetrun.launcher.nodes import Nodes
+from monetrun.planning import planner
+from monetrun.runtime.settings import RUN
+from support.paths import SCRIPTS
+from support.step_records import chain_record
+
+RECORD = chain_record(10)
+PLAN = planner.plan_step(RECORD, 1 << 20)
+PLAIN = PLAN.plain_peak_bytes
+
+
+class Job:
+    """Decides on a plan of its own, or refuses, and keeps what it was asked to follow."""
+
+    def __init__(self, budget, refuses=False, kind="cpu"):
+        self.budget, self.refuses, self.decided_with = parse(budget), refuses, []
+        self.options = SimpleNamespace(use_cache=False, quiet=True, budget=budget, plan_file="")
+        self.ranks, self.console, self.plan = SimpleNamespace(kind=kind, local=1), None, None
+        self.followed = []
+
+    def budget_bytes(self):
+        return int(self.budget.value) if self.budget.kind == "bytes" else None
+
+    def decide(self):
+        self.decided_with.append(self.budget)
+        if self.refuses:
+            raise InfeasibleBudget("too little", "more", budget_bytes=1, smallest_bytes=2)
+        nbytes = int(self.budget.value) if self.budget.kind == "bytes" else int(self.budget.value * PLAIN)
+        budget_bytes = min(nbytes, self.budget.at_most_bytes or nbytes)
+        self.plan = dataclasses.replace(PLAN, budget_bytes=budget_bytes, planned_peak_bytes=budget_bytes)
+        return Decision(RUN, self.budget, self.plan.budget_bytes, self.plan, RECORD, None, plan_given=False)
+
+    def follow(self, decision, shown):
+        self.followed.append((decision, shown))
+        return {"PLAN": decision.plan.digest}
+
+
+@pytest.fixture(autouse=True)
+def options_are_replaced_in_place(monkeypatch):
+    monkeypatch.setattr(nodes, "replace", lambda options, **given: SimpleNamespace(**{**vars(options), **given}))
+
+
+def meet(*members, fixed=False):
+    """Let nodes meet over a new store, each in a thread; gives what ``joined`` returned or raised."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20), wait_for_workers=False)
+    results = [None] * len(members)
+
+    def run(rank):
+        try:
+            results[rank] = members[rank].joined(store, rank, len(members), fixed)
+        except MonetrunError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(members)) if members[rank]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_the_first_node_decides_for_all_with_the_smallest_budget():
+    jobs = [Job("0.95x"), Job(str(int(0.85 * PLAIN))), Job("0.98x")]
+    given = meet(*map(Nodes, jobs))
+    assert [len(job.decided_with) for job in jobs] == [1, 0, 0]
+    assert {job.followed[0][0].plan.budget_bytes for job in jobs} == {int(0.85 * PLAIN)}
+    assert len({variables["PLAN"] for variables in given}) == 1
+
+
+def test_a_refusal_ends_all_nodes_with_the_same_message_and_exit_code():
+    given = meet(Nodes(Job("1.0x", refuses=True)), Nodes(Job("1.0x")), Nodes(Job("1.0x")))
+    assert [(error.exit_code, str(error)) for error in given] == [(80, "too little\n  more")] * 3
+
+
+def test_nodes_that_meet_again_keep_their_plan_unless_a_new_one_has_a_smaller_budget():
+    old, new, small = Job("0.95x"), Job("0.98x"), Job("0.85x")
+    stays = Nodes(old)
+    (first,) = meet(stays)
+    assert meet(Nodes(new), stays) == [first, first]
+    assert (len(new.decided_with), len(old.decided_with)) == (0, 1)
+    assert [shown for _, shown in old.followed] == [True, False]
+    (again, same) = meet(Nodes(small), stays)
+    assert again == same != first
+    assert old.followed[-1][0].plan.budget_bytes == int(0.85 * PLAIN)
+
+
+def test_a_node_whose_workers_start_again_needs_no_other_where_nodes_do_not_meet_anew():
+    members = [Nodes(Job("0.95x")), Nodes(Job("0.95x"))]
+    first = meet(*members, fixed=True)
+    assert meet(None, members[1], fixed=True) == [None, first[1]]
+
+
+def test_nodes_with_other_devices_have_a_decision_of_their_own(monkeypatch):
+    monkeypatch.setattr(nodes, "_signature", lambda ranks: ranks.kind)
+    jobs = [Job("0.95x", kind="a"), Job("0.85x", kind="b"), Job("0.98x", kind="b")]
+    meet(*map(Nodes, jobs))
+    assert [len(job.decided_with) for job in jobs] == [1, 1, 0]
+    assert {job.followed[0][0].plan.budget_bytes for job in jobs} == {int(0.85 * PLAIN)}
+
+
+def test_where_a_node_is_lost_the_others_meet_anew_a_few_times(monkeypatch):
+    monkeypatch.setattr(nodes, "_SILENCE_SECONDS", 0.2)
+    alone = Nodes(Job("0.95x"))
+    assert [meet(alone, None)[0] for _ in range(2)] == [None, None]
+    assert "node 1 has joined, but" in str(meet(alone, None)[0])
+
+
+# ---- launches
+
+
+def agents(folder, prefixes, address, words, options, script):
+    """Start an agent for each of ``prefixes`` (its own cache, options and words before); gives their results."""
+    endpoint = ("--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=job", f"--nnodes={len(prefixes)}")
+    running = []
+    for k, (prefix, own) in enumerate(zip(prefixes, options, strict=True)):
+        environment = {**os.environ, "MONETRUN_CACHE": str(folder / f"cache{k}"), "OMP_NUM_THREADS": "1"}
+        command = [*prefix, sys.executable, "-m", *words, *endpoint, *own, *script]
+        running.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    results = []
+    for process in running:
+        out, err = process.communicate(timeout=600)
+        results.append(SimpleNamespace(code=process.returncode, out=out, err=err))
+    return results
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def assert_same(folder, names):
+    for rank in (0, 1):
+        a, b = (torch.load(folder / f"{name}.{rank}") for name in names)
+        assert a["losses"] == b["losses"]
+        assert [k for k in a["state"] if not torch.equal(a["state"][k], b["state"][k])] == []
+
+
+@pytest.mark.slow
+def test_two_agents_on_one_host_train_one_plan_as_torchrun_does_or_refuse_alike(tmp_path, plain_surroundings):
+    here, tiny = [[], []], [str(SCRIPTS / "tiny.py"), str(tmp_path / "planned"), "--ddp", "--steps=4"]
+    torch_script = [tiny[0], str(tmp_path / "plain"), *tiny[2:]]
+    plain = agents(tmp_path, here, f"127.0.0.1:{free_port()}", ["torch.distributed.run"], [[], []], torch_script)
+    assert [agent.code for agent in plain] == [0, 0]
+
+    words = ["monetrun", "--implementations=exact", "--solver-seconds=3", "--json"]
+    budgets = [["--budget=0.9x"], ["--budget=0.75x"]]
+    planned = agents(tmp_path, here, f"127.0.0.1:{free_port()}", words, budgets, tiny)
+    assert [agent.code for agent in planned] == [0, 0], planned
+    assert_same(tmp_path, ("plain", "planned"))
+    found = [json.loads(agent.out.splitlines()[-1]) for agent in planned]
+    assert found[0]["budget_bytes"] == found[1]["budget_bytes"] == int(0.75 * found[0]["plain_peak_bytes"])
+    assert sum("trial run up to" in agent.err for agent in planned) == 1
+
+    shutil.rmtree(tmp_path / "cache0")  # one is cold, the other warm
+    again = agents(tmp_path, here, f"127.0.0.1:{free_port()}", words, budgets, tiny)
+    assert [agent.code for agent in again] == [0, 0], again
+    assert_same(tmp_path, ("plain", "planned"))
+
+    refused = agents(tmp_path, here, f"127.0.0.1:{free_port()}", words, [["--budget=0.9x"], ["--budget=0.01x"]], tiny)
+    assert [agent.code for agent in refused] == [80, 80], refused
+    assert all("smallest feasible" in agent.err for agent in refused)
+
+
+@contextlib.contextmanager
+def namespaces():
+    """Two network namespaces with a cable between them; gives the words that run a command in each."""
+    names = [f"monetrun{os.getpid()}{k}" for k in "ab"]
+    commands = [["ip", "netns", "add", name] for name in names]
+    commands += [["ip", "link", "add", names[0][-15:], "type", "veth", "peer", "name", names[1][-15:]]]
+    for k, name in enumerate(names, 1):
+        commands += [
+            ["ip", "link", "set", name[-15:], "netns", name],
+            ["ip", "-n", name, "addr", "add", f"10.213.77.{k}/24", "dev", name[-15:]],
+            ["ip", "-n", name, "link", "set", name[-15:], "up"],
+            ["ip", "-n", name, "link", "set", "lo", "up"],
+        ]
+    try:
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"no network namespaces: {' '.join(command)}: {done.stderr.strip()}")
+        yield [["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={name[-15:]}"] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces are made by ip, of the package iproute2")
+def test_two_machines_train_as_under_torchrun(tmp_path, plain_surroundings):
+    with namespaces() as machines:
+        for name, words in (
+            ("plain", ["torch.distributed.run"]),
+            ("planned", ["monetrun", "--implementations=exact", "--solver-seconds=3", "--budget=0.75x", "--json"]),
+        ):
+            script = [str(SCRIPTS / "tiny.py"), str(tmp_path / name), "--ddp", "--steps=4", "--bucket-mb=0.01"]
+            own = "--local-addr=10.213.77.{}", "--nproc-per-node=2", "--rdzv-conf=is_host={}"
+            options = [[word.format(value) for word, value in zip(own, (k, "", 2 - k), strict=True)] for k in (1, 2)]
+            given = agents(tmp_path, machines, "10.213.77.1:29411", words, options, script)
+            assert [agent.code for agent in given] == [0, 0], given
+    for rank in range(4):
+        a, b = (torch.load(tmp_path / f"{name}.{rank}") for name in ("plain", "planned"))
+        assert a["losses"] == b["losses"]
+        assert [k for k in a["state"] if not torch.equal(a["state"][k], b["state"][k])] == []

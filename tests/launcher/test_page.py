@@ -1,0 +1,120 @@
+"""The page of ``monetrun explain --html`` and of ``--report``: what it is made from, and that a browser shows it."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from monetrun.core.errors import UsageError
+from monetrun.core.graph import BACKWARD, FORWARD
+from monetrun.core.options import Options
+from monetrun.core.plan import plain_schedule
+from monetrun.launcher.page import check_folder, page_of, write_report
+from monetrun.launcher.parser import launch_parser
+from monetrun.launcher.report import Outcome
+from monetrun.planning import planner
+from monetrun.planning.explain import PARAMETERS, SCRIPT, STATE, WORKSPACE, explain
+from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
+from monetrun.planning.moments import moments
+from support.step_records import chain_record
+
+RECORD = chain_record(64)
+MEASURED = MeasuredStep((RankIntervals(0, (Interval(FORWARD, "Net", 10, 2000, 10, 1990),)),))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    base = planner.baseline(RECORD)
+    budget = int(base.frugal.peak_bytes + 0.3 * (base.plain.peak_bytes - base.frugal.peak_bytes))
+    return planner.plan_step(RECORD, budget, "greedy", Options(seconds=1.0), base)
+
+
+def test_each_moment_of_a_profile_has_its_event_operator_and_way(plan):
+    found = explain(plan, RECORD)
+    for profile, schedules in (
+        (found.plain_profile, [plain_schedule(g) for g in RECORD.graphs]),
+        (found.planned_profile, [g.schedule for g in plan.graphs]),
+    ):
+        named = moments(RECORD, schedules, profile)
+        assert tuple(m.nbytes for m in named) == profile
+        assert [m.part for m in named] == [RECORD.events[m.event].kind for m in named]
+        (schedule,), (graph,) = schedules, RECORD.graphs
+        for part, steps in ((FORWARD, schedule.forward), (BACKWARD, schedule.backward)):
+            names = [f"{m.module}.{m.what}" for m in named if m.part == part]
+            assert names == [graph.operators[s.operator].name for s in steps]
+        again = sum(graph.operators[s.operator].phase == FORWARD for s in schedule.backward)
+        assert sum("again" in m.how for m in named) == again
+    assert again > 0
+
+
+def test_the_largest_tensors_are_alive_at_the_peak_and_no_larger_than_their_module_holds(plan):
+    found = explain(plan, RECORD)
+    sizes = [tensor.nbytes for tensor in found.largest]
+    assert sizes == sorted(sizes, reverse=True)
+    held = {row.module: row.nbytes for row in found.alive}
+    kept = [t for t in found.largest if t.module in held]
+    assert kept
+    assert all(tensor.nbytes <= held[tensor.module] for tensor in kept)
+    others = {k: v for k, v in found.at_peak.items() if k in (PARAMETERS, STATE, SCRIPT, WORKSPACE)}
+    assert len(sizes) < 30  # all of them, so that they add up
+    assert sum(sizes) == plan.planned_peak_bytes - sum(others.values())
+
+
+def data_of(page):
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL).group(1))
+
+
+def test_the_page_carries_its_data_and_no_name_can_end_it(plan):
+    title = "</script><b>plan & 1"
+    page = page_of(plan, RECORD, MEASURED, title)
+    data = data_of(page)
+    assert data["title"] == title
+    assert data["explanation"]["planned_peak_bytes"] == plan.planned_peak_bytes
+    assert data["ranks"][0]["intervals"][0]["difference_bytes"] == -10
+    for side in ("plain", "planned"):
+        spans = data[side]["spans"]
+        assert len(spans) == len(data["parts"]) == len(data["cuts"]) - 1 == len(RECORD.events)
+        assert spans[-1][1] == len(data[side]["nbytes"])
+        assert [a for a, _ in spans[1:]] == [b for _, b in spans[:-1]]
+    assert data["cuts"][0] == 0
+    assert data["cuts"][-1] == pytest.approx(1)
+    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)", page), "it needs no network"
+
+
+def test_a_report_folder_is_tried_before_training_and_filled_after_it(tmp_path, plan):
+    options, _ = launch_parser().parse_launch(["--report", str(tmp_path / "a" / "b"), "train.py", "--lr", "1"])
+    check_folder(options.report_folder)
+    outcome = Outcome(plan, 1990, None, None, 0, 0.1, 3, (), MEASURED)
+    write_report(options, outcome, RECORD)
+    folder = tmp_path / "a" / "b"
+    found = json.loads((folder / "report.json").read_text())
+    assert found["command"] == ["train.py", "--lr", "1"]
+    assert found["measured_peak_bytes"] == 1990
+    assert found["ranks"][0]["rank"] == 0
+    assert data_of((folder / "report.html").read_text())["title"] == "train.py --lr 1"
+    write_report(options, outcome, None)  # planned in the worker: the launcher does not know the step
+    assert [path.name for path in folder.iterdir()] == ["report.json"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"--report .*file: "):
+        check_folder(str(tmp_path / "file"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_browser_shows_the_chart_and_the_tables(tmp_path, plan):
+    (tmp_path / "page.html").write_text(page_of(plan, RECORD, MEASURED, "the plan"))
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
+    command = ["chromium", *words, f"--user-data-dir={tmp_path / 'user'}", f"file://{tmp_path / 'page.html'}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    for text in (
+        "planned peak",
+        "Memory over the step",
+        "runs again",
+        "block0",
+        "Planned and measured, rank 0",
+        "again)",
+    ):
+        assert text in shown
+    assert shown.count("<path") == 3  # two profiles, of which one is filled

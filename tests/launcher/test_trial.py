@@ -1,0 +1,216 @@
+"""The trial run decides nothing: a launch does without what it cannot see. None of these scripts imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from monetrun.commands.main import main
+from monetrun.launcher import stdin, trial
+from monetrun.runtime.settings import Settings
+
+pytestmark = pytest.mark.usefixtures("plain_surroundings")
+
+# What only a trial has.
+OWN = {"MONETRUN_TRIAL", "WANDB_MODE", "COMET_MODE", "COMET_AUTO_LOG_DISABLE"}
+OWN |= {"MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"}
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Writes a script; gives its path. Its variable ``where`` is "trial" or its rank."""
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(
+            "import json, os, signal, subprocess, sys\n"
+            "where = 'trial' if os.environ.get('MONETRUN_TRIAL') else os.environ['RANK']\n" + text
+        )
+        return str(path)
+
+    return write
+
+
+def test_a_trial_has_the_variables_and_arguments_of_rank_0s_worker(script, tmp_path):
+    path = script("json.dump([dict(os.environ), sys.argv], open(where, 'w'))\n")
+    words = ["--nproc-per-node=2", "--role=trainers", "--max-restarts=3", "--rdzv-id=17"]
+    assert main([*words, "--quiet", path, "--rank=${local_rank}"]) == 0
+    (tried, tried_with), (ran, ran_with) = (json.loads((tmp_path / name).read_text()) for name in ("trial", "0"))
+    assert tried_with == ran_with == [path, "--rank=0"]
+    assert tried.keys() - ran.keys() == OWN
+    assert ran.keys() - tried.keys() == set()
+    theirs = [name for name in ran if not name.startswith("MONETRUN_")]
+    different = {name for name in theirs if tried[name] != ran[name]}
+    assert different <= {
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
+        "TORCHELASTIC_RUN_ID",  # of a launch on one node, torchrun draws it
+    }
+    assert (ran["ROLE_NAME"], ran["TORCHELASTIC_MAX_RESTARTS"], ran["OMP_NUM_THREADS"]) == ("trainers", "3", "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "ended without a training step in its trial run"),
+        ("if where == 'trial': sys.exit(96)", "failed in its trial run: exit code 96"),
+        ("if where == 'trial': os.kill(os.getpid(), signal.SIGSEGV)", "failed in its trial run: killed by SIGSEGV;"),
+        ("if where == 'trial': os.kill(os.getpid(), 9)", "killed by SIGKILL, which the kernel sends when memory runs"),
+    ],
+)
+def test_a_script_runs_whatever_becomes_of_its_trial_and_strict_gives_85(script, tmp_path, capfd, text, reason):
+    path = script(f"{text}\nopen(where, 'w').close()\n")
+    assert main([path]) == 0
+    assert (tmp_path / "0").exists()
+    printed = capfd.readouterr().err
+    assert reason in printed
+    assert printed.count("planning at the first step instead") == 1
+    (tmp_path / "0").unlink()
+    assert main(["--strict", path]) == 85
+    assert reason.rstrip(";") in capfd.readouterr().err
+    assert not (tmp_path / "0").exists()
+
+
+@pytest.mark.parametrize(
+    ("constant", "text", "reason"),
+    [
+        ("_WAITING_SECONDS", "time.sleep(600)", "it waits, for "),
+        ("_MOST_SECONDS", "while True: pass", "it has called no model in training for "),
+    ],
+)
+def test_a_trial_of_a_server_that_never_trains_and_never_ends_is_ended(
+    script, tmp_path, capfd, monkeypatch, constant, text, reason
+):
+    monkeypatch.setattr(trial, constant, 1.0)
+    path = script(f"import time\nif where == 'trial':\n    {text}\nopen(where, 'w').close()\n")
+    assert main([path]) == 0
+    assert (tmp_path / "0").exists()
+    printed = capfd.readouterr().err
+    assert f"the trial run cannot see {path} train: {reason}" in printed
+    assert printed.count("planning at the first step instead") == 1
+
+
+def test_processes_that_a_trial_leaves_are_ended_before_the_workers_start(script, tmp_path):
+    path = script(
+        "if where == 'trial': open('pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
+        "else: open('state', 'w').write(open(f'/proc/{open(\"pid\").read()}/stat').read().split()[2]\n"
+        "     if os.path.exists(f'/proc/{open(\"pid\").read()}') else 'gone')\n"
+    )
+    assert main(["--quiet", path]) == 0
+    assert (tmp_path / "state").read_text() in ("gone", "Z")
+
+
+def test_a_launch_within_a_trial_ends_that_trial(tmp_path, monkeypatch):
+    class Left(Exception):
+        pass
+
+    def leave(code):
+        raise Left(code)
+
+    trial.end_outer_trial()
+    record = tmp_path / "record.json"
+    for name, value in Settings(mode="probe", record_file=str(record)).to_environment().items():
+        monkeypatch.setenv(name, value)
+    trial.end_outer_trial()  # a worker of another launch
+    monkeypatch.setenv("MONETRUN_TRIAL", "1")
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(Left):
+        trial.end_outer_trial()
+    assert json.loads(Path(f"{record}.unseen").read_text())["reason"] == "it launches monetrun itself"
+
+
+def test_a_launch_in_a_worker_plans_its_own_workers(monkeypatch):
+    monkeypatch.setenv("MONETRUN_WORKER_PID", "1")
+    assert not Settings().claim()
+    for name, value in Settings().to_environment().items():
+        monkeypatch.setenv(name, value)
+    assert Settings().claim()
+
+
+# ---- standard input
+
+
+@pytest.fixture
+def standard_input():
+    """Replaces this process's standard input by a given file."""
+    before = os.dup(0)
+    yield lambda file: os.dup2(file, 0)
+    os.dup2(before, 0)
+    os.close(before)
+
+
+def read_all() -> bytes:
+    with os.fdopen(os.dup(0), "rb") as file:
+        return file.read()
+
+
+DATA = bytes(range(256)) * 1000
+
+
+def test_a_trial_reads_what_the_workers_read(standard_input, tmp_path):
+    file = tmp_path / "input"
+    file.write_bytes(DATA)
+    with file.open("rb") as opened:
+        os.lseek(opened.fileno(), 7, os.SEEK_SET)
+        standard_input(opened.fileno())
+        for _ in range(2):
+            with stdin.lent() as lent:
+                assert os.read(lent, 5) == DATA[7:12]
+        assert read_all() == DATA[7:]
+
+    out, into = os.pipe()
+    standard_input(out)
+
+    def write() -> None:
+        with os.fdopen(into, "wb") as sink:
+            sink.write(DATA[:100_000])
+            sink.flush()
+            time.sleep(0.2)
+            sink.write(DATA[100_000:])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with stdin.lent() as lent:
+        assert os.read(lent, 5) == DATA[:5]
+    with stdin.lent() as lent, os.fdopen(os.dup(lent), "rb") as again:
+        assert again.read() == DATA  # to its end
+    with stdin.lent():
+        pass
+    assert read_all() == DATA
+    writer.join()
+
+
+def test_an_input_that_nobody_writes_to_keeps_nothing_waiting(standard_input):
+    out, into = os.pipe()
+    standard_input(out)
+    began = time.monotonic()
+    with stdin.lent():
+        pass
+    assert time.monotonic() - began < 5
+    os.write(into, b"later")
+    os.close(into)
+    assert read_all() == b"later"
+    with open(os.devnull, "rb") as nothing:
+        standard_input(nothing.fileno())
+        with stdin.lent() as lent:
+            assert os.read(lent, 1) == b""
+    os.close(0)
+    with stdin.lent() as lent:
+        assert os.read(lent, 1) == b""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo-terminal")
+def test_a_terminal_is_asked_once_by_the_workers_only(standard_input):
+    ours, theirs = os.openpty()
+    standard_input(theirs)
+    os.write(ours, b"yes\n")
+    with stdin.lent() as lent:
+        assert os.read(lent, 10) == b""
+    assert os.read(0, 10) == b"yes\n"

@@ -1,0 +1,38 @@
+"""What the matrix of trainings and budgets finds wrong with a launch."""
+
+import stand_in_matrix
+
+MIB = 1 << 20
+SOUND = {
+    "exit_code": 0,
+    "script_steps": 8,
+    "plain_peak_bytes": 1000 * MIB,
+    "torchrun_allocated_bytes": 1000 * MIB,
+    "plain_reserved_bytes": 1100 * MIB,
+    "torchrun_reserved_bytes": 1100 * MIB,
+    "budget_bytes": 660 * MIB,
+    "script_reserved_bytes": 650 * MIB,
+    "script_settled_retries": 0,
+    "planned_peak_bytes": 600 * MIB,
+    "measured_peak_bytes": 601 * MIB,
+    "planned_reserved_bytes": 650 * MIB,
+    "measured_reserved_bytes": 650 * MIB,
+}
+
+
+def found(**changes):
+    return list(stand_in_matrix.wrong(SOUND | changes, 8))
+
+
+def test_each_promise_that_is_not_kept_is_named():
+    assert found() == []
+    assert found(exit_code=80) == []
+    assert found(exit_code=84) == ["exit code 84, 8 of 8 steps"]
+    assert found(script_steps=3) == ["exit code 0, 3 of 8 steps"]
+    assert found(plain_peak_bytes=990 * MIB) == ["plain allocated 1.0% off"]
+    assert found(plain_reserved_bytes=None) == ["plain reserved 100.0% off"]
+    assert found(script_reserved_bytes=661 * MIB) == ["reserved 661 MiB of 660 MiB"]
+    assert found(script_settled_retries=2) == ["2 retries in settled steps"]
+    assert found(planned_peak_bytes=620 * MIB) == ["planned allocated +3.16% off"]
+    assert found(measured_reserved_bytes=600 * MIB) == ["reserved 50 MiB from the planned"]
+    assert found(planned_peak_bytes=None, measured_peak_bytes=None) == []

@@ -1,0 +1,355 @@
+"""Models sharded by FSDP2 train as torch trains them, planned block by block and within the budget.
+
+One process stands for rank 0 of torch's fake process group, whose collectives give every rank what this one sends.
+"""
+
+import gc
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from monetrun.capture import cpu_allocator
+from monetrun.capture.meter import meter_for
+from monetrun.core.step import OUTSIDE
+from monetrun.runtime import agreement
+from support.paths import SCRIPTS
+from support.sessions import opened_session
+
+WIDTH, LENGTH, BATCH, WORDS = 48, 32, 8, 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        weights = (q @ k.transpose(-2, -1)).masked_fill(mask, float("-inf")).softmax(-1)
+        x = x + self.drop(self.out((self.drop(weights) @ v).transpose(1, 2).flatten(-2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    def __init__(self, blocks=2, within_checkpoints=False):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.within_checkpoints = within_checkpoints
+
+    def forward(self, x):
+        x = self.words(x) + self.places.weight
+        for i, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if self.within_checkpoints and i else block(x)
+        return self.head(self.norm(x))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels, to):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(channels, to, 3, padding=1, bias=False), nn.BatchNorm2d(to)
+        self.conv2, self.norm2 = nn.Conv2d(to, to, 3, padding=1, bias=False), nn.BatchNorm2d(to)
+        self.skip = nn.Conv2d(channels, to, 1) if channels != to else nn.Identity()
+
+    def forward(self, x):
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)), inplace=True)))
+        return F.relu(y + self.skip(x), inplace=True)
+
+
+class ResNet(nn.Module):
+    """As torchvision's: a stem, stages of blocks in a row, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        self.stage1 = nn.Sequential(Residual(8, 8), Residual(8, 8))
+        self.stage2 = nn.Sequential(Residual(8, 16), Residual(16, 16))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.relu(self.norm(self.conv(x)))
+        return self.head(self.stage2(self.stage1(x)).mean((2, 3)))
+
+
+@pytest.fixture
+def group(monkeypatch):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def reduce_scatter(output, input, *args, **kwargs):  # torch 2.11's leaves the output as it was allocated
+        output.copy_(input[: len(output)])
+
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", reduce_scatter)
+    monkeypatch.setattr(agreement, "several_ranks", lambda: False)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(model, blocks, **options):
+    for block in blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def gpt(**options):
+    model = GPT()
+    return sharded(model, model.blocks, **options)
+
+
+def in_bf16():
+    return gpt(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+
+def replicated_between_nodes():
+    return gpt(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def wrapped_in_checkpoints():
+    model = GPT()
+    model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+    return sharded(model, model.blocks)
+
+
+def called_in_checkpoints():
+    model = GPT(3, within_checkpoints=True)
+    return sharded(model, model.blocks)
+
+
+def norm_and_head_together():
+    model = GPT()
+    return sharded(model, [*model.blocks, [model.norm, model.head]])
+
+
+def within_a_plain_module():
+    model = gpt()
+    return nn.Sequential(model, nn.Tanh())
+
+
+def resnet():
+    model = ResNet()
+    return sharded(model, [*model.stage1, *model.stage2])
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator)
+
+
+def images(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 3, 24, 24, generator=generator)
+
+
+def trained(build, steps=4, micro_batches=1, given=batch):
+    """Losses, this rank's part of the state, and the generator's state after training; no tensor of the model stays."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses = []
+    for step in range(steps):
+        for micro_batch in range(micro_batches):
+            if micro_batches > 1:
+                model.set_requires_gradient_sync(micro_batch == micro_batches - 1)
+            x = given(step * micro_batches + micro_batch)
+            logits = model(x).float()
+            target = x.roll(-1, 1).flatten() if given is batch else torch.arange(16) % 10
+            loss = F.cross_entropy(logits.flatten(0, -2), target)
+            del logits
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    parts = {k: v.to_local() if hasattr(v, "to_local") else v for k, v in model.state_dict().items()}
+    return losses, {k: v.tolist() for k, v in parts.items()}, torch.get_rng_state().tolist()
+
+
+def plain(build, **options):
+    """The same of a plain run, and its peak from the second step on."""
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+    meter = meter_for(torch.device("cpu"))
+    trained(build, steps=1, **options)  # what torch keeps from a first use
+    gc.collect()
+    before = meter.current_bytes()
+    meter.reset_peak()
+    return trained(build, **options), meter.peak_bytes() - before
+
+
+def session(**options):
+    return opened_session(**{"solver_seconds": 1.0, "implementations": "exact", **options})
+
+
+def check(build, budget, plain_within=0.02, **options):
+    """Train under ``budget``: bitwise as without it, and with the bytes that are planned. Gives the engine."""
+    expected, plain_bytes = plain(build, **options)
+    gc.collect()
+    before = meter_for(torch.device("cpu")).current_bytes()
+    share = int(float(budget.rstrip("x")) * plain_bytes)
+    with session(budget=str(before + share)) as opened:  # other tests' garbage is held beside the step
+        found = trained(build, **options)
+        engine, warned = opened.engine, opened.reporter.warned
+    assert found == expected
+    assert engine.plan.plain_peak_bytes - before == pytest.approx(plain_bytes, rel=plain_within)
+    assert engine.peak_bytes <= engine.plan.budget_bytes
+    assert engine.peak_bytes == pytest.approx(engine.plan.planned_peak_bytes, rel=0.01)
+    assert warned == set()
+    return engine
+
+
+def test_each_sharded_block_is_planned_and_what_its_hooks_allocate_is_in_the_step(group, capsys):
+    engine = check(gpt, "0.7x")
+    record = engine.running.record
+    assert [g.name for g in record.graphs] == ["FSDPBlock"]
+    assert [(e.kind, e.graph) for e in record.events if e.kind != OUTSIDE] == [("forward", 0)] * 2 + [
+        ("backward", 0)
+    ] * 2
+    assert engine.plan.planned_peak_bytes <= engine.plan.budget_bytes < engine.plan.plain_peak_bytes
+    recomputed = [s for s in engine.plan.graphs[0].schedule.backward if s.operator < record.graphs[0].forward_count]
+    assert recomputed
+    # planned and measured bytes agree wherever a graph or an optimizer runs
+    for interval in engine.running.intervals():
+        assert interval.measured_peak_bytes <= interval.planned_peak_bytes * 1.01, interval
+    said = [line for line in capsys.readouterr().err.splitlines() if "in parts" in line]
+    assert len(said) == 1
+    assert "hooks of fully_shard run within it (2 sharded modules)" in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "budget", "options"),
+    [
+        (in_bf16, "0.7x", {}),
+        (lambda: gpt(reshard_after_forward=False), "0.7x", {}),
+        (replicated_between_nodes, "0.7x", {}),
+        (gpt, "0.7x", {"micro_batches": 2}),
+        (wrapped_in_checkpoints, "0.9x", {}),
+        (called_in_checkpoints, "0.9x", {}),
+        (norm_and_head_together, "0.7x", {}),
+        (within_a_plain_module, "0.7x", {}),
+        (resnet, "0.8x", {"given": images, "plain_within": 0.07}),  # of the model without FSDP2, too
+    ],
+    ids=["bf16", "kept", "hsdp", "accumulated", "wrapped", "called", "grouped", "within", "resnet"],
+)
+def test_sharded_models_train_bitwise_as_without_a_plan_and_keep_their_budget(group, build, budget, options):
+    check(build, budget, **options)
+
+
+def launched(launcher, out, *words):
+    command = [
+        *launcher,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(SCRIPTS / "sharded.py"),
+        str(out),
+        *map(str, words),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(f"{out}.{rank}") for rank in range(2)], done.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_and_a_restart_from_a_checkpoint_train_as_under_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    monetrun = [
+        sys.executable,
+        "-m",
+        "monetrun",
+        "--budget",
+        "0.7x",
+        "--implementations",
+        "exact",
+        "--solver-seconds",
+        "2",
+    ]
+    for words in (("--save", tmp_path / "saved"), ("--load", tmp_path / "saved")):
+        expected, _ = launched(torchrun, tmp_path / "plain", *words)
+        found, said = launched(monetrun, tmp_path / "planned", *words)
+        for theirs, ours in zip(expected, found, strict=True):
+            assert ours["losses"] == theirs["losses"]
+            assert all(torch.equal(ours["state"][name], value) for name, value in theirs["state"].items())
+        assert "FSDPGPT is planned in parts" in said
+        planned, measured = (re.search(rf"{name} peak +([0-9.]+) MiB", said) for name in ("planned", "measured"))
+        assert float(measured[1]) == pytest.approx(float(planned[1]), rel=0.01)
+
+
+class Perceptron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)))
+
+
+def tensor_parallel():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = nn.Sequential(Perceptron(), nn.Linear(WIDTH, WIDTH))
+    parallelize_module(model[0], init_device_mesh("cpu", (4,)), plan)
+    return model, model
+
+
+def tensor_parallel_and_sharded():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "split"))
+    model = Perceptron()
+    parallelize_module(model, mesh["split"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model, fully_shard(model, mesh=mesh["shard"])
+
+
+def fsdp1():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(Perceptron(), device_id=torch.device("cpu"), use_orig_params=True)
+    return model, model
+
+
+def pipeline_stage():
+    from torch.distributed.pipelining import PipelineStage
+
+    model = Perceptron()
+    return PipelineStage(model, 0, 4, torch.device("cpu")), model
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (tensor_parallel, "tensor parallelism"),
+        (tensor_parallel_and_sharded, "tensor parallelism"),
+        (fsdp1, "FSDP1"),
+        (pipeline_stage, "stage of a pipeline"),
+    ],
+)
+def test_models_split_among_ranks_in_other_ways_run_as_they_are_after_one_warning(group, build, reason):
+    with session(budget="0.7x", quiet=True) as opened:
+        whole, model = build()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, WIDTH)).sum().backward()
+            optimizer.step()
+        assert opened.engine is None
+        (warning,) = opened.reporter.warned
+    assert reason in warning
+    assert any(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert whole is not None

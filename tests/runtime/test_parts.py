@@ -1,0 +1,291 @@
+"""Models that cannot be captured whole train as torch trains them, with a plan of their parts and within the budget."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from monetrun.core import codec
+from monetrun.core.errors import CaptureFailed
+from monetrun.planning.coverage import coverage, planned_share
+from monetrun.runtime import planned_calls
+from monetrun.runtime.planned_calls import PlannedCall
+from support.sessions import opened_session
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(WIDTH, 5)
+
+    def forward(self, x):
+        return self.head(self.through(x))
+
+    def through(self, x):
+        raise NotImplementedError
+
+
+class TorchsOwnInALoop(Net):
+    def __init__(self):
+        super().__init__(*(nn.TransformerEncoderLayer(WIDTH, 2, 64, batch_first=True) for _ in range(2)))
+
+    def through(self, x):
+        x = x.view(-1, 8, WIDTH)
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x.flatten(0, 1)
+
+
+class ShapesFromData(Net):
+    def __init__(self):
+        super().__init__(Block(), Block())
+
+    def through(self, x):
+        x = self.blocks[0](x)
+        return self.blocks[1](x) + x.detach()[x > 0].mean()
+
+
+class SequentialWithoutMomentum(Net):
+    """Between blocks, a BatchNorm that reads a number of its own buffer."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(Block(), nn.BatchNorm1d(WIDTH, momentum=None), Block()))
+
+    def through(self, x):
+        return self.blocks[0](x)
+
+
+class CheckpointedNorm(Net):
+    """Eager updates the BatchNorm's statistics in the forward, and again where the region runs again."""
+
+    def __init__(self):
+        super().__init__(Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), Block())
+
+    def through(self, x):
+        x = checkpoint(self.blocks[1], self.blocks[0](x), use_reentrant=False)
+        return self.blocks[2](x)
+
+
+class Recurrent(Net):
+    def __init__(self):
+        super().__init__(Block(), nn.GRU(WIDTH, WIDTH), Block())
+
+    def through(self, x):
+        x, _ = self.blocks[1](self.blocks[0](x).view(8, -1, WIDTH))
+        return self.blocks[2](x.flatten(0, 1))
+
+
+class Hooked(Net):
+    def __init__(self):
+        super().__init__(Block(), Block(), Block())
+        self.seen = []
+        self.blocks[0].register_forward_hook(lambda module, given, x: x * 1.5)
+        self.blocks[1].register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+        self.blocks[2].register_full_backward_hook(lambda module, into, out: self.seen.append(out[0].sum().item()))
+
+    def through(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class SharedAndSkipped(Net):
+    """LayerDrop over a shared block, one that gives a dict, one without gradients and one in a checkpoint."""
+
+    class Dict(Block):
+        def forward(self, x):
+            return {"x": super().forward(x), "n": len(x)}
+
+    def __init__(self):
+        shared = Block()
+        super().__init__(shared, shared, self.Dict(), Block(), Block())
+        self.chosen = random.Random(0)
+
+    def through(self, x):
+        if torch.rand([]).item() < 0.5:
+            x = self.blocks[0](x)
+        if self.chosen.random() < 0.7:
+            x = self.blocks[1](x)
+        x = self.blocks[2](x)["x"]
+        with torch.no_grad():
+            y = self.blocks[3](x)
+        return checkpoint(self.blocks[4], self.blocks[3](x), use_reentrant=False) + y
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(256, WIDTH, generator=generator), torch.randint(0, 5, (256,), generator=generator)
+
+
+def trained(kind, steps=4):
+    """Losses, state, and the generator's state after training; no tensor of the model stays."""
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    state = {k: v.tolist() for k, v in model.state_dict().items()}
+    return losses, state, torch.get_rng_state().tolist(), getattr(model, "seen", None)
+
+
+def session(**options):
+    return opened_session(**{"budget": "0.95x", "solver_seconds": 0.5, "implementations": "exact", **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "parts", "where"),
+    [
+        (TorchsOwnInALoop, {"TransformerEncoderLayer"}, "graph_break()"),
+        (SequentialWithoutMomentum, {"Block"}, "batchnorm.py"),
+        (CheckpointedNorm, {"Block"}, "CheckpointedNorm"),
+        (Recurrent, {"Recurrent"}, "self.blocks[1]"),
+        (Hooked, {"Block"}, "module.py"),
+        (SharedAndSkipped, {"Block", "Dict"}, "torch.rand([])"),
+    ],
+)
+def test_a_model_in_parts_trains_bitwise_as_eager_within_its_budget(capsys, kind, parts, where):
+    plain = trained(kind)
+    with session() as opened:
+        assert trained(kind) == plain
+        engine, warned = opened.engine, opened.reporter.warned
+    record = engine.running.record
+    assert parts <= {graph.name for graph in record.graphs}
+    assert record.breaks[0].name == kind.__name__
+    assert where in record.breaks[0].where
+    assert engine.peak_bytes <= engine.plan.budget_bytes
+    said = [line for line in capsys.readouterr().err.splitlines() if "in parts" in line]
+    assert len(said) == 1
+    assert where in said[0]
+    assert f"{planned_share(record):.0%} of the step's peak is planned" in said[0]
+    assert warned == set()
+
+
+def test_the_record_keeps_the_choice_and_the_next_process_does_not_try_again(tmp_path, capsys, monkeypatch):
+    plain = trained(ShapesFromData)
+    with session() as opened:
+        assert trained(ShapesFromData) == plain
+        record, plan, peak_bytes = opened.engine.running.record, opened.engine.plan, opened.engine.peak_bytes
+        assert opened.reporter.warned == set()
+    assert plan.planned_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    assert abs(peak_bytes / plan.planned_peak_bytes - 1) <= 0.005
+    assert 0.3 < planned_share(record) < 1.0
+    (broken,) = record.breaks
+    assert (broken.name, broken.in_python) == ("ShapesFromData", True)
+    assert "x.detach()[x > 0]" in broken.where
+    share = f"{planned_share(record):.0%} of the step's peak is planned"
+    assert [broken.where in line and share in line for line in capsys.readouterr().err.splitlines()] == [True]
+    assert broken.where in coverage(record)
+    assert share in coverage(record)
+
+    tried = []
+    monkeypatch.setattr(PlannedCall, "_cannot_be_captured", lambda self, error: tried.append(error))
+    for name, value in (("plan", plan), ("record", record)):
+        (tmp_path / name).write_text(codec.dumps(value))
+    with session(plan_file=str(tmp_path / "plan"), record_file=str(tmp_path / "record")) as opened:
+        assert trained(ShapesFromData) == plain
+        assert opened.planned[0].captured == 2  # the first block's input needs no gradient
+    assert tried == []
+    assert capsys.readouterr().err == ""  # the launcher prints it with the plan
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, 5))
+
+    def forward(self, x):
+        return (x @ self.weight) * float(x.sum())
+
+
+def test_a_model_without_parts_runs_as_it_is_with_the_line_and_what_becomes_of_the_budget(capsys):
+    plain = trained(Bare)
+    with session():
+        assert trained(Bare) == plain
+    said = capsys.readouterr().err
+    assert said.count("Bare runs without a plan, nothing of its forward was captured") == 1
+    assert "float(x.sum())" in said
+    assert "its budget is not enforced" in said
+    with session(strict=True), pytest.raises(CaptureFailed, match="nothing of its forward"):
+        trained(Bare)
+
+
+@pytest.mark.slow
+def test_a_part_whose_shapes_never_settle_runs_in_python(monkeypatch):
+    monkeypatch.setattr(planned_calls, "_UNSETTLED_CALLS", 2)
+
+    class Growing(ShapesFromData):
+        def through(self, x):
+            x = self.blocks[0](x)
+            return x.detach() + self.blocks[1](x[x[:, 0] > 0]).mean()
+
+    plain = trained(Growing, steps=6)
+    with session(budget="1GiB") as opened:
+        assert trained(Growing, steps=6) == plain
+        settled, growing = (part for part in opened.planned[0].parts if part.name == "Block")
+    assert settled.broken is None
+    assert growing.broken.reason == "a new shape in each call"
+
+
+class TinyDetector(nn.Module):
+    """torchvision's Faster R-CNN: proposals, and so shapes, follow from the data."""
+
+    def __init__(self):
+        super().__init__()
+        detection = pytest.importorskip("torchvision").models.detection
+        self.net = detection.fasterrcnn_mobilenet_v3_large_320_fpn(
+            weights=None, weights_backbone=None, num_classes=3, min_size=96, max_size=96
+        )
+
+    def forward(self, x):
+        images = list(x[:, : 3 * 32].reshape(-1, 3, 32, 32)[:2].sigmoid())
+        boxes = torch.tensor([[2.0, 2.0, 20.0, 20.0], [5.0, 8.0, 28.0, 30.0]])
+        targets = [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in images]
+        return sum(self.net(images, targets).values())
+
+
+@pytest.mark.slow
+def test_a_two_stage_detector_is_planned_in_its_backbone_and_heads():
+    def steps(count=3):
+        torch.manual_seed(0)
+        model = TinyDetector()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        losses = []
+        for step in range(count):
+            optimizer.zero_grad()
+            loss = model(torch.randn(64, 3 * 32, generator=torch.Generator().manual_seed(step)))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain = steps()
+    with session(budget="1GiB") as opened:
+        assert steps() == plain
+        engine = opened.engine
+    record = engine.running.record
+    assert {"BackboneWithFPN", "RPNHead", "TwoMLPHead"} <= {graph.name for graph in record.graphs}
+    assert {"RegionProposalNetwork", "RoIHeads"} <= {broken.name for broken in record.breaks}
+    assert engine.peak_bytes <= engine.plan.budget_bytes

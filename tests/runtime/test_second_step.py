@@ -1,0 +1,107 @@
+"""A trial sees the step after the recorded one until its backward begins: when the script drops its last outputs."""
+
+import gc
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from monetrun.capture import cpu_allocator
+from monetrun.core.plan import plain_schedule
+from monetrun.core.step import LAST_OUTPUTS, OUTSIDE, Event, replay
+from monetrun.core.step_changes import last_outputs_bytes, with_outputs_dropped
+from monetrun.planning.intervals import Stretch
+from monetrun.runtime import probe, second_step
+from monetrun.runtime.second_step import freed_outputs
+from monetrun.runtime.session import Session
+from monetrun.runtime.settings import PROBE, Settings
+from support.step_records import chain_record
+
+WORDS = 3000
+
+
+class Left(Exception):
+    """In place of the process's end."""
+
+    def __init__(self, record):
+        super().__init__()
+        self.record = record
+
+
+def train(steps, *, late=False):
+    """A model whose logits stay in a variable until the next step has its own, or has its loss (``late``)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, WORDS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    peak = 0
+    for step in range(steps):
+        tokens = torch.randint(0, WORDS, (256,))
+        optimizer.zero_grad()
+        if step == steps - 1 and cpu_allocator.install():
+            cpu_allocator.reset_peak()
+        if late:
+            new = model(tokens)
+            loss = F.cross_entropy(new, tokens)
+            logits = new
+            del new
+        else:
+            logits = model(tokens)
+            loss = F.cross_entropy(logits, tokens)
+        loss.backward()
+        optimizer.step()
+        peak = cpu_allocator.peak_bytes()
+    assert logits is not None
+    return peak
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_plain_peak_has_outputs_that_a_variable_holds_as_long_as_it_does(late, monkeypatch, tmp_path):
+    def leave(record, path):
+        raise Left(record)
+
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+    before = cpu_allocator.allocated_bytes()
+    true = train(4, late=late) - before
+    monkeypatch.setattr(probe, "leave", leave)
+    monkeypatch.setattr(second_step, "atexit", SimpleNamespace(register=lambda end: None))
+    monkeypatch.setattr(second_step, "_PATIENCE_SECONDS", 1e6)
+    monkeypatch.setattr(probe, "stand_in_for_the_other_ranks", lambda world_size: None)
+    gc.collect()
+    before = cpu_allocator.allocated_bytes()
+    session = Session(Settings(mode=PROBE, budget="1x", record_file=str(tmp_path / "record.json")))
+    session.watch_process()
+    try:
+        with pytest.raises(Left) as found:
+            train(3, late=late)
+        record = found.value.record
+    finally:
+        session.close()
+        torch._dynamo.reset()
+    plain = replay(record, [plain_schedule(g) for g in record.graphs]).peak_bytes - before
+    assert last_outputs_bytes(record) >= 256 * WORDS * 4
+    assert plain == pytest.approx(true, rel=0.005)
+
+
+def test_outputs_are_dropped_after_the_forward_after_which_less_is_allocated():
+    def step(base, *peaks):
+        kinds = [OUTSIDE, "forward", OUTSIDE, "forward", OUTSIDE]
+        return [
+            Stretch(k, -1 if k == OUTSIDE else 0, "", base, base + p, base) for k, p in zip(kinds, peaks, strict=True)
+        ]
+
+    first, second = step(100, 0, 10, 50, 10, 80), step(400, 0, 10, 50, 10, 45)
+    assert freed_outputs(first, second, 60) == [0, 35]
+    assert freed_outputs(first, second, 20) == [0, 20]
+    assert freed_outputs(first, second[:3], 60) == [0]
+    record = chain_record(10)
+    held = (Event(OUTSIDE, -1, 60, 60, LAST_OUTPUTS), *record.events)
+    backward = next(i for i, e in enumerate(held) if e.kind == "backward")
+    late = replace(record, events=(*held[:backward], Event(OUTSIDE, -1, -60, 0, LAST_OUTPUTS), *held[backward:]))
+    early = with_outputs_dropped(late, [35])
+    drops = [(i, e.delta_bytes) for i, e in enumerate(early.events) if e.name == LAST_OUTPUTS]
+    forward = next(i for i, e in enumerate(early.events) if e.kind == "forward")
+    assert drops == [(0, 60), (forward + 1, -35), (backward + 1, -25)]
+    assert with_outputs_dropped(late, [0]) == late
