@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from monetrun.capture.output_gradients import autograd_node
 from monetrun.core.errors import CaptureFailed
-from monetrun.ops.random import generator
+from monetrun.ops.random import generator, uncounted_state
 
 _KEY = "monetrun"  # in a node's metadata
 
@@ -71,7 +71,7 @@ def repeatable(compiled: Callable[..., Any], module: fx.GraphModule, draws_on: S
     def call(*arguments: Any) -> Any:
         given = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments  # boxed
         inputs = tuple(weakref.ref(v) if isinstance(v, torch.Tensor) else v for v in given)
-        generators = tuple((device, generator(device).get_state()) for device in draws_on)
+        generators = tuple((device, uncounted_state(device)) for device in draws_on)
         results = compiled(*arguments)
         node = next((n for r in results if isinstance(r, torch.Tensor) and (n := autograd_node(r))), None)
         if node is not None:
@@ -130,7 +130,7 @@ def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _as_before(again: Again) -> Iterator[None]:
     """Autocast and the generators are as they were in the call; the generators are restored at the end."""
-    now = [(device, generator(device).get_state()) for device, _ in again.generators]
+    now = [(device, uncounted_state(device)) for device, _ in again.generators]
     with contextlib.ExitStack() as stack:
         for device_type, enabled, dtype in again.autocast:
             stack.enter_context(torch.autocast(device_type, dtype, enabled=enabled))

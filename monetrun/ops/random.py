@@ -71,6 +71,11 @@ def generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
+def uncounted_state(device: torch.device) -> torch.Tensor:
+    """The state of ``device``'s generator in NumPy's memory, which a budget does not count."""
+    return torch.from_numpy(generator(device).get_state().numpy().copy())
+
+
 @torch.library.impl(_library, "generator_state", "CompositeExplicitAutograd")
 def _generator_state(device: torch.device) -> torch.Tensor:
     return generator(device).get_state()
@@ -91,7 +96,7 @@ def draw_again(
     if isinstance(state, FakeTensor):
         return target(*args, **kwargs)
     drawn_from = generator(device)
-    before = torch.from_numpy(drawn_from.get_state().numpy().copy())  # NumPy's memory: torch's allocator would count it
+    before = uncounted_state(device)
     drawn_from.set_state(state)
     try:
         return target(*args, **kwargs)
