@@ -187,10 +187,11 @@ class _Calls:
         return [*found, (begin, end)] if begin < end else found
 
     def _free(self, inputs: int) -> None:
-        """Free each value after the call that reads it last."""
+        """Free each value after the call that reads it last, or that gives it where none reads it."""
         last = dict.fromkeys(range(inputs), 0)
         for k, call in enumerate(self.calls):
-            last.update(dict.fromkeys(call.reads(), k))
+            last.update(dict.fromkeys((*call.reads(), *call.results), k))
+        last.pop(_NONE, None)
         for value, k in last.items():
             if value not in self.outputs and self.calls:
                 self.calls[k].freed.append(value)

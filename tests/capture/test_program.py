@@ -106,6 +106,21 @@ def test_what_is_saved_for_the_backward_is_freed_at_its_last_reader():
     assert cpu_allocator.allocated_bytes() - before == -4 * big
 
 
+def test_a_result_that_nobody_reads_is_freed_at_once():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(1 << 20, device="meta")
+    both = graph.call_function(torch.ops.aten.sort.default, (x,))
+    both.meta["val"] = (x.meta["val"],) * 2
+    graph.call_function(operator.getitem, (both, 1))  # the places: nobody reads them
+    y = graph.call_function(operator.getitem, (both, 0))
+    graph.output((graph.call_function(torch.ops.aten.mul.Scalar, (y, 2.0)),))
+    made = programs._Calls.of(torch.fx.GraphModule(nn.Module(), graph))
+    sort, product = made.calls
+    assert sort.freed == [0, sort.results[1]]
+    assert product.freed == [sort.results[0]]
+
+
 def test_errors_keep_their_types_and_free_what_was_held():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
