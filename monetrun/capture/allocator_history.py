@@ -5,13 +5,15 @@ Uses the history that ``torch.cuda.memory._record_memory_history`` keeps, withou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
 from monetrun.core.allocator_settings import AllocatorSettings, parse_settings, settings_text
 from monetrun.core.step import Segment
+
+T = TypeVar("T")
 
 _ALLOC, _FREE = "alloc", "free_completed"
 _MAIN_STREAM = 0
@@ -56,6 +58,7 @@ class AllocatorHistory:
 
     Attributes:
         elsewhere_bytes: allocated on other streams in the latest piece, less what was freed there.
+        other_frees: what the latest piece freed beside its requests: bytes, and how many of its entries come before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,6 +66,7 @@ class AllocatorHistory:
         self._numbers: dict[int, int] = {}  # of requests that were not freed yet, by address
         self._count = 0
         self.elsewhere_bytes = 0
+        self.other_frees: list[tuple[int, int]] = []
 
     def start(self) -> None:
         """Begin to record."""
@@ -83,8 +87,8 @@ class AllocatorHistory:
 
     def piece(self) -> tuple[int, ...]:
         """The requests since the last piece ended, as ``Event.requests``."""
-        found = []
-        self.elsewhere_bytes = 0
+        found: list[int] = []
+        self.elsewhere_bytes, self.other_frees = 0, []
         for entry in self._entries(every_stream=True):
             address = entry["addr"]
             if entry["stream"] != _MAIN_STREAM:
@@ -95,8 +99,14 @@ class AllocatorHistory:
                 found.append(int(entry["size"]))
             elif entry["action"] == _FREE and address in self._numbers:
                 found.append(-self._numbers.pop(address))
+            elif entry["action"] == _FREE:
+                self.other_frees.append((int(entry["size"]), len(found)))
         self._clear()
         return tuple(found)
+
+    def not_freed(self) -> dict[int, int]:
+        """The numbers of requests that were not freed yet, by address."""
+        return dict(self._numbers)
 
     def _entries(self, every_stream: bool = False) -> Iterable[dict[str, Any]]:
         return [e for e in _snapshot(self.device)["trace"] if every_stream or e["stream"] == _MAIN_STREAM]
@@ -105,6 +115,24 @@ class AllocatorHistory:
         torch.cuda.memory._record_memory_history(
             enabled="all", context=None, stacks="python", max_entries=1 << 40, clear_history=True
         )
+
+
+def requests_of(device: torch.device, call: Callable[[], T]) -> tuple[T, tuple[int, ...], dict[int, int]]:
+    """Call, and see what it asks for on the default stream.
+
+    Returns:
+        What it gives; its requests, as ``Requests.sizes``; by address the numbers of those that are not freed. Nothing
+        is seen while somebody else keeps torch's history of the allocator.
+    """
+    if torch._C._cuda_isHistoryEnabled():  # type: ignore[attr-defined, unused-ignore]
+        return call(), (), {}
+    history = AllocatorHistory(device)
+    history.start()
+    try:
+        result = call()
+        return result, history.piece(), history.not_freed()
+    finally:
+        history.stop()
 
 
 def use_library_workspaces(targets: Iterable[str]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from monetrun.capture import data_sheet, operands, roofline
+from monetrun.capture.allocator_history import requests_of
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
 from monetrun.capture.storages import block_bytes
 from monetrun.capture.timer import Timer, timer_for
-from monetrun.core.graph import Costs, Graph, Operator, check_cost, counterpart
+from monetrun.core.graph import Costs, Graph, Operator, Requests, check_cost, counterpart
 from monetrun.ops import device_errors, random
 from monetrun.ops.registry import Call
 
@@ -40,12 +41,14 @@ class OperatorCost:
         workspace_bytes: allocated in the call beside its outputs.
         measured: False where it was estimated.
         eagers_bits: whether a trial showed it bitwise identical to the default; False where no trial was needed.
+        requests: of a caching allocator.
     """
 
     seconds: float
     workspace_bytes: int
     measured: bool = True
     eagers_bits: bool = False
+    requests: Requests = field(default_factory=Requests)
 
     def check(self) -> None:
         """Check what was read.
@@ -64,7 +67,7 @@ def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) 
     place, 190 out of place, on 2 cores of a Zen 4, 2026-11). One marked as no faster than the default costs at least as
     much as the default.
     """
-    seconds, workspaces = [], []
+    seconds, workspaces, requests = [], [], []
     for op, row in zip(joint.graph.operators, joint.signatures, strict=True):
         costs = [known[signature] for signature in row]
         least_workspace = _bytes_to_save_generator_state(joint, op)
@@ -72,7 +75,15 @@ def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) 
         floors = [costs[0].seconds if (op.id, k) in joint.no_faster_than_default else 0.0 for k in range(len(costs))]
         seconds.append(tuple(max(s, min(c.seconds for c in pair)) for s, pair in zip(floors, pairs, strict=True)))
         workspaces.append(tuple(max(least_workspace, min(c.workspace_bytes for c in pair)) for pair in pairs))
-    return Costs(device, tuple(seconds), tuple(workspaces))
+        requests.append(tuple(_fitting(c.requests, op, k) for k, c in enumerate(costs)))
+    seen = any(r.results for row in requests for r in row)
+    return Costs(device, tuple(seconds), tuple(workspaces), tuple(requests) if seen else ())
+
+
+def _fitting(requests: Requests, op: Operator, k: int) -> Requests:
+    """Those of the operator's k-th implementation; none where they do not give each of its outputs."""
+    new = len(op.outputs) - (op.implementations[k].in_place_of is not None)
+    return requests if len(requests.results) == new else Requests()
 
 
 def _bytes_to_save_generator_state(joint: JointGraph, op: Operator) -> int:
@@ -118,7 +129,7 @@ def measure(
         return {}
     timer = timer or timer_for(meter, device)
     seconds: dict[str, list[float]] = {signature: [] for signature in todo}
-    workspace: dict[str, int] = {}
+    memory: dict[str, tuple[int, Requests]] = {}  # workspace, requests
     failed: dict[str, OperatorCost] = {}
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -128,7 +139,7 @@ def measure(
                     continue
                 try:
                     if round_ == 0:
-                        workspace[signature] = _workspace_bytes(call, meter, timer)
+                        memory[signature] = _memory(call, meter, timer, device)
                     seconds[signature].append(timer.seconds(call))
                 except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
                     if device_errors.is_sticky(error, meter.synchronize):
@@ -138,7 +149,9 @@ def measure(
         trials = {s: calls for s, calls in joint.exactness_trials.items() if s in todo and s not in failed}
         exact = {s for s, calls in trials.items() if _is_bitwise_identical(*calls, timer.spread_indices)}
     measured = {
-        signature: OperatorCost(statistics.median(seconds[signature]), workspace[signature], True, signature in exact)
+        signature: OperatorCost(
+            statistics.median(seconds[signature]), memory[signature][0], True, signature in exact, memory[signature][1]
+        )
         for signature in todo
         if signature not in failed
     }
@@ -180,16 +193,21 @@ def _is_bitwise_identical(call: Call, default: Call, spread_indices: bool) -> bo
     return all(torch.equal(one, other) for one, other in pairs if isinstance(other, torch.Tensor))
 
 
-def _workspace_bytes(call: Call, meter: Meter, timer: Timer) -> int:
-    """Call once, after the timer's first calls, and return the bytes allocated during it beside its results."""
+def _memory(call: Call, meter: Meter, timer: Timer, device: torch.device) -> tuple[int, Requests]:
+    """Call once, after the timer's first calls; gives the bytes allocated beside its results, and its requests."""
     arguments, keywords = operands.make(call, spread_indices=timer.spread_indices)
     for _ in range(timer.first_calls):
         call.target(*arguments, **keywords)
     before = meter.current_bytes()
     meter.reset_peak()
-    result = call.target(*arguments, **keywords)
+    sizes: tuple[int, ...] = ()
+    places: dict[int, int] = {}
+    if device.type == "cuda":
+        result, sizes, places = requests_of(device, lambda: call.target(*arguments, **keywords))
+    else:
+        result = call.target(*arguments, **keywords)
     if not meter.exact:
-        return 0
+        return 0, Requests()
     peak = meter.peak_bytes()
     existing = {
         a.untyped_storage().data_ptr()
@@ -200,7 +218,8 @@ def _workspace_bytes(call: Call, meter: Meter, timer: Timer) -> int:
     for leaf in tree_flatten(result)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in existing:
             new[leaf.untyped_storage().data_ptr()] = block_bytes(leaf.untyped_storage())
-    return max(0, peak - before - sum(new.values()))
+    requests = Requests(sizes, tuple(places[n] for n in new)) if places.keys() >= new.keys() else Requests()
+    return max(0, peak - before - sum(new.values())), requests
 
 
 def estimate(call: Call, like: fx.Node, model: roofline.Device | None = None) -> OperatorCost:

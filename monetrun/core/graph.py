@@ -183,6 +183,35 @@ def _digest(value: object) -> str:
 
 
 @dataclass(frozen=True)
+class Requests:
+    """What one call of an operator asks a caching allocator for.
+
+    Attributes:
+        sizes: bytes requested, in order; ``-n`` frees what the n-th request of the call gave (the first is 1).
+        results: the numbers of the requests that gave the outputs, but for one that is written in place, in the order
+            of the outputs. Empty where they are not known: outputs then come in their order, before the workspace.
+    """
+
+    sizes: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: something is freed, or given, that was never requested.
+        """
+        made, freed = 0, set[int]()
+        for n in self.sizes:
+            made += n > 0
+            if n < 0 and (-n > made or -n in freed):
+                raise ValueError(f"{n} in {self.sizes}: not a request that is there")
+            freed.update([-n] if n < 0 else [])
+        if not set(self.results) <= set(range(1, made + 1)) - freed:
+            raise ValueError(f"results {self.results} are not among the requests {self.sizes}")
+
+
+@dataclass(frozen=True)
 class Costs:
     """What each implementation of each operator costs on one device.
 
@@ -190,16 +219,18 @@ class Costs:
         device: where they were measured, or the name of the cost model that computed them.
         seconds: ``seconds[operator][implementation]``.
         workspace_bytes: bytes allocated and freed inside the operator, beside its outputs; same indices.
+        requests: what a call asks a caching allocator for; same indices, or empty where no operator's are known.
     """
 
     device: str
     seconds: tuple[tuple[float, ...], ...]
     workspace_bytes: tuple[tuple[int, ...], ...]
+    requests: tuple[tuple[Requests, ...], ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all values."""
-        return _digest([self.device, self.seconds, self.workspace_bytes])
+        return _digest([self.device, self.seconds, self.workspace_bytes, self.requests])
 
 
 def check(graph: Graph, costs: Costs | None = None) -> None:

@@ -7,14 +7,14 @@ last step's gradients come to lie among the activations, and once more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.freed import freed_after
-from monetrun.core.graph import BACKWARD, FORWARD, Graph
-from monetrun.core.plan import Schedule
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Requests
+from monetrun.core.plan import Schedule, Step
 from monetrun.core.simulate import last_reads
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, Event, StepRecord, events_under
 
@@ -170,7 +170,9 @@ class _Replay:
         before = self._held_bytes()
         state = event.name.endswith(".step")
         freed_here = {-n for n in event.requests if n < 0}
-        for n in event.requests:
+        after = event.dropped_after or (len(event.requests),) * len(event.dropped)
+        for i, n in enumerate(event.requests):
+            self._drop(t for t, place in zip(event.dropped, after, strict=True) if place == i)
             if n < 0:
                 block = self._script.pop(-n, None)
                 if block is not None:
@@ -190,7 +192,11 @@ class _Replay:
         surplus = self._held_bytes() - before - (event.delta_bytes - event.elsewhere_bytes)
         for blocks in (self.gradients, self.outputs):
             surplus -= self._free_some(blocks, surplus)
-        for k, t in event.dropped:
+        self._drop(t for t, place in zip(event.dropped, after, strict=True) if place >= len(event.requests))
+
+    def _drop(self, outputs: Iterable[tuple[int, int]]) -> None:
+        """Free outputs (graph, id) that the script holds no more."""
+        for k, t in outputs:
             call = next((c for c in reversed(self._calls.get(k, ())) if t in c.addresses), None)
             if call is not None:
                 self.allocator.free(call.addresses.pop(t))
@@ -266,19 +272,19 @@ class _Replay:
                 return
 
     def _run(self, k: int, call: _Call, i: int) -> None:
-        """One step of a schedule: it writes its outputs, then takes its workspace, then frees what is read no more."""
+        """One step of a schedule: the call of its operator, then what is read no more is freed."""
         graph, schedule = self.record.graphs[k], self.schedules[k]
         cut = len(schedule.forward)
         step = schedule.forward[i] if i < cut else schedule.backward[i - cut]
         op = graph.operators[step.operator]
         implementation = op.implementations[step.implementation]
         again: list[int] = []
-        for t, until in zip(op.outputs, call.last[i], strict=True):
-            if implementation.in_place_of is not None and t == op.outputs[0]:
-                address = call.addresses.pop(implementation.in_place_of)
-                call.until.pop(implementation.in_place_of, None)
-            else:
-                address = self.allocator.allocate(graph.tensors[t].nbytes)
+        new = op.outputs[0 if implementation.in_place_of is None else 1 :]
+        addresses = _serve(self.allocator, self.record.costs[k], step, [graph.tensors[t].nbytes for t in new])
+        if implementation.in_place_of is not None:
+            addresses.insert(0, call.addresses.pop(implementation.in_place_of))
+            call.until.pop(implementation.in_place_of, None)
+        for t, until, address in zip(op.outputs, call.last[i], addresses, strict=True):
             if graph.tensors[t].kept:
                 if t in call.addresses:
                     again.append(address)
@@ -286,11 +292,30 @@ class _Replay:
             else:
                 call.until[t] = until
             call.addresses[t] = address
-        workspace = self.record.costs[k].workspace_bytes[step.operator][step.implementation]
-        self.allocator.free(self.allocator.allocate(workspace))
         for address in again:
             self.allocator.free(address)
         for t in dict.fromkeys((*implementation.inputs, *op.outputs)):
             if call.until.get(t) == i:
                 del call.until[t]
                 self.allocator.free(call.addresses.pop(t))
+
+
+def _serve(allocator: CachingAllocator, costs: Costs, step: Step, outputs: Sequence[int]) -> list[int]:
+    """Serve what one step's operator requests, for new outputs of these sizes; gives their addresses."""
+    known = costs.requests[step.operator][step.implementation] if costs.requests else Requests()
+    if not known.results:
+        addresses = [allocator.allocate(nbytes) for nbytes in outputs]
+        allocator.free(allocator.allocate(costs.workspace_bytes[step.operator][step.implementation]))
+        return addresses
+    held: dict[int, int] = {}
+    made = 0
+    for n in known.sizes:
+        if n < 0:
+            allocator.free(held.pop(-n))
+        else:
+            made += 1
+            held[made] = allocator.allocate(n)
+    addresses = [held.pop(number) for number in known.results]
+    for address in held.values():
+        allocator.free(address)
+    return addresses

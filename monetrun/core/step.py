@@ -45,6 +45,7 @@ class Event:
             ``delta_bytes``, if the backward under the schedule does not read them.
         requests: outside, where the allocator records them (CUDA): bytes requested, in order; ``-n`` frees what the
             step's ``n``-th such request got.
+        dropped_after: how many of ``requests`` come before each of ``dropped`` is freed; empty: all of them.
         elsewhere_bytes: the part of ``delta_bytes`` on other streams than the default one, which ``requests`` have not.
     """
 
@@ -57,6 +58,7 @@ class Event:
     dropped: tuple[tuple[int, int], ...] = ()
     requests: tuple[int, ...] = ()
     elsewhere_bytes: int = 0
+    dropped_after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +273,12 @@ def events_under(record: StepRecord, schedules: Sequence[Schedule]) -> list[Even
     found = []
     for event in record.events:
         if event.dropped:
-            freed = tuple((k, t) for k, t in event.dropped if t not in read[k])
+            places = [i for i, (k, t) in enumerate(event.dropped) if t not in read[k]]
+            freed = tuple(event.dropped[i] for i in places)
+            after = tuple(event.dropped_after[i] for i in places) if event.dropped_after else ()
             saved_bytes = sum(record.graphs[k].tensors[t].nbytes for k, t in event.dropped if t in read[k])
-            event = replace(event, dropped=freed, peak_bytes=event.peak_bytes + saved_bytes)
+            peak_bytes = event.peak_bytes + saved_bytes
+            event = replace(event, dropped=freed, dropped_after=after, peak_bytes=peak_bytes)
             gone.update(freed)
         elif gone and event.kind == BACKWARD:
             absent = {t for t in event.released if gone[event.graph, t]}

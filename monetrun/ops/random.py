@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from monetrun.ops.registry import Call, argument
@@ -73,7 +74,8 @@ def generator(device: torch.device) -> torch.Generator:
 
 def uncounted_state(device: torch.device) -> torch.Tensor:
     """The state of ``device``'s generator in NumPy's memory, which a budget does not count."""
-    return torch.from_numpy(generator(device).get_state().numpy().copy())
+    with unset_fake_temporarily():
+        return torch.from_numpy(generator(device).get_state().numpy().copy())
 
 
 @torch.library.impl(_library, "generator_state", "CompositeExplicitAutograd")

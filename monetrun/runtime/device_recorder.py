@@ -33,6 +33,7 @@ class DeviceRecorder:
         self._batch: tuple[int, ...] = ()
         self._library_bytes = 0
         self._elsewhere: list[int] = []  # of each stretch
+        self._other_frees: list[list[tuple[int, int]]] = []  # of each stretch
         self._other_streams_bytes = 0
 
     def begin(self, joints: Sequence[JointGraph], joint: JointGraph, arguments: Sequence[Any]) -> None:
@@ -56,18 +57,32 @@ class DeviceRecorder:
         """A stretch of the step has ended."""
         self._requests.append(self._history.piece() if kind == OUTSIDE else self._history.skip())
         self._elsewhere.append(self._history.elsewhere_bytes)
+        self._other_frees.append(self._history.other_frees if kind == OUTSIDE else [])
 
-    def requests(self, stretch: int) -> tuple[int, ...]:
-        """The script's requests in a stretch, see ``Event.requests``."""
-        return self._requests[stretch]
+    def seen_outside(self, stretch: int, dropped: Iterable[int]) -> dict[str, Any]:
+        """What the allocator saw in a stretch outside of graphs, as fields of its event.
 
-    def elsewhere_bytes(self, stretch: int) -> int:
-        """What the script has allocated on other streams in a stretch, see ``Event.elsewhere_bytes``."""
-        return self._elsewhere[stretch]
+        Args:
+            stretch: its number.
+            dropped: sizes of the outputs that the script has dropped in it.
+        """
+        requests, frees = self._requests[stretch], list(self._other_frees[stretch])
+        settings = allocator_history.settings_from_environment()
+        places = []
+        for nbytes in dropped:
+            found = next((f for f in frees if settings.rounded(f[0]) == nbytes), None)
+            if found is not None:
+                frees.remove(found)
+            places.append(len(requests) if found is None else found[1])
+        return {"requests": requests, "elsewhere_bytes": self._elsewhere[stretch], "dropped_after": tuple(places)}
+
+    def stop(self) -> None:
+        """Nothing is recorded from now on."""
+        self._history.stop()
 
     def end(self) -> int:
         """Nothing is recorded from now on; gives the bytes of the workspaces that cuBLAS keeps, and frees them."""
-        self._history.stop()
+        self.stop()
         self._other_streams_bytes = allocator_history.other_streams_bytes(self.device)
         self._library_bytes = allocator_history.clear_library_workspaces(self.device)
         return self._library_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,8 +35,6 @@ from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.ruled_out import usable_now
 from monetrun.runtime.stretches import StretchMeter
 from monetrun.solve import greedy
-
-_log = logging.getLogger("monetrun")
 
 
 class Recorder:
@@ -177,13 +174,14 @@ class Recorder:
         """The costs of all graphs: measured, with what ``store`` has and for it, or those of the modelled device."""
         if self.model is not None:
             return [cost.modelled(joint, self.model) for joint in self.joints]
+        if self._memory is not None:
+            self._memory.stop()
         self.known = cost_store.measure(self.joints, self.known, self.meter, self.device, store)
         return [cost.costs_of(joint, self.known, cost_store.device_name(self.device)) for joint in self.joints]
 
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
-        first = self.stretches[0].end_bytes if self.stretches else 0
-        end = self.stretches[-1].end_bytes if self.stretches else 0
+        first, end = (self.stretches[0].end_bytes, self.stretches[-1].end_bytes) if self.stretches else (0, 0)
         gradients = _last_gradients(self.stretches, self._zeroed, self._gradient_bytes)
         events = self._events(costs, gradients)
         outputs = max(0, end - first - self._state_bytes - self._all_gradients_bytes)
@@ -226,11 +224,11 @@ class Recorder:
                 absent = self._lifetimes.absent_bytes(i)
                 delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
                 grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
-                requests = () if self._memory is None else self._memory.requests(i)
                 dropped = tuple((self.joints.index(joint), t) for joint, t in self._lifetimes.dropped(i))
-                high = max(0, peak - grown - sum(self.joints[k].graph.tensors[t].nbytes for k, t in dropped))
-                aside = 0 if self._memory is None else self._memory.elsewhere_bytes(i)
-                events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, (), dropped, requests, aside))
+                sizes = [self.joints[k].graph.tensors[t].nbytes for k, t in dropped]
+                seen = {} if self._memory is None else self._memory.seen_outside(i, sizes)
+                high = max(0, peak - grown - sum(sizes))
+                events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, **seen))
                 now = stretch.end_bytes + absent
                 continue
             joint, schedule = self.joints[stretch.graph], self.schedules[stretch.graph]
@@ -238,7 +236,6 @@ class Recorder:
             events.append(Event(stretch.kind, stretch.graph, released=released))
             simulated = call_footprint(joint.graph, costs[stretch.graph], schedule, released)
             now += simulated.saved_bytes if stretch.kind == FORWARD else simulated.backward_delta_bytes
-            _log.debug("%s %d: simulated %d, measured %d", stretch.kind, stretch.graph, now, stretch.end_bytes)
         return events
 
 

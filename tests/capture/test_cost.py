@@ -58,14 +58,14 @@ def test_a_norm_with_wider_parameters_is_captured_with_the_dtypes_that_it_gives(
 
 
 def refuse_tanh(monkeypatch, error):
-    original = cost._workspace_bytes
+    original = cost._memory
 
     def refuse(call, *arguments):
         if call.target is torch.ops.aten.tanh.default:
             raise error
         return original(call, *arguments)
 
-    monkeypatch.setattr(cost, "_workspace_bytes", refuse)
+    monkeypatch.setattr(cost, "_memory", refuse)
 
 
 def test_a_call_that_fails_alone_is_estimated_with_its_results_as_workspace(monkeypatch):

@@ -62,6 +62,13 @@ def test_the_measurement_gives_its_memory_back(measured):
     assert measured["reserved"] <= 64 << 20
 
 
+def test_a_calls_requests_are_known_in_their_order(measured):
+    """Dropout: its mask, a byte per element, comes before its output, which is the first result."""
+    elements = 8 * 16 * 32 * 32
+    assert measured["requests"]["aten.native_dropout.default"] == [[elements, 4 * elements], [2, 1]]
+    assert measured["requests"]["aten.relu.default"] == [[4 * elements], [1]]
+
+
 def test_the_roofline_is_that_of_the_gpu(measured):
     assert measured["roofline"] == pytest.approx(67e12, rel=0.01)  # an H100's, whose architecture the stand-in has
     assert measured["estimate"] == 5e-6

@@ -252,4 +252,5 @@ def test_what_a_first_call_searches_with_is_no_workspace(addition):
         meter = FakeMeter()
         measured = timer.HostTimer(meter)
         measured.first_calls = first_calls
-        assert cost._workspace_bytes(Call(Searching(meter), addition.args), meter, measured) == expected
+        call = Call(Searching(meter), addition.args)
+        assert cost._memory(call, meter, measured, torch.device("cpu"))[0] == expected

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.graph import Requests
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
-from monetrun.core.requests import reserved, reserved_under
+from monetrun.core.requests import _Replay, reserved, reserved_under
 from monetrun.core.step import LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, replay
 from monetrun.core.step_changes import with_excess, with_plain_peaks
-from support.step_records import chain_record
+from support.step_records import chain_record, output_of
 
 MIB = 1 << 20
 SETTINGS = AllocatorSettings(expandable=True)
@@ -123,3 +125,53 @@ def test_the_plain_peak_tells_when_the_last_outputs_are_dropped(record):
     forward = next(i for i, e in enumerate(early.events) if e.kind == "forward")
     assert early.events[forward + 1] == drop
     assert replay(early, plain(early)).peak_bytes < peak
+
+
+# ---- what a call of an operator requests
+
+
+def in_halves(record):
+    """``record`` whose operators take their workspace in two halves, one after the other, around their outputs."""
+    rows = []
+    for op, workspaces in zip(record.graphs[0].operators, record.costs[0].workspace_bytes, strict=True):
+        row = []
+        for implementation, nbytes in zip(op.implementations, workspaces, strict=True):
+            new = op.outputs[0 if implementation.in_place_of is None else 1 :]
+            half = nbytes // 2
+            sizes = [*([half, -1] if half else []), *(record.graphs[0].tensors[t].nbytes for t in new)]
+            first = 2 if half else 1
+            last = first + len(new)
+            row.append(Requests((*sizes, half, -last) if half else tuple(sizes), tuple(range(first, last))))
+        rows.append(tuple(row))
+    return replace(record, costs=(replace(record.costs[0], requests=tuple(rows)),))
+
+
+def test_workspaces_one_after_the_other_need_less_than_both_together(record):
+    both, one = reserved(record, plain(record)), reserved(in_halves(record), plain(record))
+    assert one.allocated_peak_bytes < both.allocated_peak_bytes
+    none = replace(record.costs[0], workspace_bytes=tuple((0,) * len(r) for r in record.costs[0].workspace_bytes))
+    assert one.allocated_peak_bytes > reserved(replace(record, costs=(none,)), plain(record)).allocated_peak_bytes
+
+
+def test_an_output_is_dropped_at_its_place_among_the_scripts_requests(record):
+    output = output_of(record.graphs[0])
+    nbytes = record.graphs[0].tensors[output].nbytes
+    peaks = []
+    for after in ((2,), ()):
+        allocator = CachingAllocator(SETTINGS)
+        replayed = _Replay(record, plain(record), allocator)
+        replayed._forward(0)
+        allocator.reset_peaks()
+        requests = (nbytes, -1, nbytes, nbytes, -2, -3)
+        event = Event(OUTSIDE, dropped=((0, output),), requests=requests, dropped_after=after)
+        replayed._outside(event, 0, first=True)
+        peaks.append(allocator.peak_allocated_bytes)
+    assert peaks[1] - peaks[0] == nbytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "results"), [((-1,), ()), ((5, -1, -1), ()), ((5,), (2,)), ((5, -1), (1,)), ((5, -2, 5), ())]
+)
+def test_requests_that_cannot_be_are_refused(sizes, results):
+    with pytest.raises(ValueError, match="request"):
+        Requests(sizes, results).check()

@@ -1,5 +1,6 @@
 """Captures a small network on a GPU and measures its operators; prints what a test wants to see, as JSON."""
 
+import dataclasses
 import json
 import sys
 
@@ -51,6 +52,7 @@ print(
                 for i in op.implementations
                 if i.name != "default"
             },
+            "requests": {target: dataclasses.astuple(known[s].requests) for target, s in called.items()},
             "still_held": torch.cuda.memory_allocated(device) - held,
             "reserved": torch.cuda.memory_reserved(device),
             "roofline": data_sheet.present(device).flops_per_second["fp32"],
