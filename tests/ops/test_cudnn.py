@@ -249,12 +249,10 @@ def test_a_plan_is_found_by_its_name(frontend):
     assert frontend.ran == ["eng1"]
 
 
-@pytest.mark.parametrize(
-    ("plan", "error"), [("eng9", None), ("eng1", NotSupported("bad")), ("eng1", RuntimeError("bad"))], ids=str
-)
+@pytest.mark.parametrize(("plan", "error"), [("eng9", None), ("eng1", NotSupported), ("eng1", RuntimeError)], ids=str)
 def test_atens_choice_runs_in_place_of_a_plan_that_fails(plan, error, frontend, caplog):
     x, weight, _, window = operands("2d", torch.float32, False)
-    frontend.fails = error
+    frontend.fails = error and error("bad")
     caplog.set_level(logging.WARNING, "monetrun")
     for _ in range(2):
         given = forward(False, (x, weight, None, *window), plan)

@@ -13,7 +13,6 @@ DEFAULT = (13,)
 LONG = (2, 4, 11, 13, 14, 18, 20, 21)  # those that have found something
 OPEN = {
     14: "weights differ by rounding: a tensor is used several times in a part, and outside of it",
-    20: "a BatchNorm in a checkpointed region: eager updates its statistics again when it recomputes the region",
     21: "weights differ by rounding: one backward goes through two calls of a graph that uses a weight several times",
 }
 

@@ -15,6 +15,7 @@ import linecache
 import random
 import sys
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -305,12 +306,13 @@ def source(seed: int) -> str:
 
 
 def model_class(text: str, name: str = "random_model") -> type[nn.Module]:
-    """The class ``Model`` of a source; tracebacks show its lines."""
-    file = f"<{name} {hashlib.sha1(text.encode()).hexdigest()[:8]}>"
+    """The class ``Model`` of a source, in a module that TorchDynamo can import; tracebacks show its lines."""
+    module = types.ModuleType(f"{name}_{hashlib.sha1(text.encode()).hexdigest()[:8]}")
+    file = f"<{module.__name__}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    found: dict[str, Any] = {"__name__": name}
-    exec(compile(text, file, "exec"), found)
-    return found["Model"]
+    sys.modules[module.__name__] = module
+    exec(compile(text, file, "exec"), vars(module))
+    return module.Model  # type: ignore[no-any-return]
 
 
 # ---- training it
