@@ -91,7 +91,8 @@ def product(settings: Settings) -> Iterable[Section]:
     yield Section("auto", "product", planned(settings, "auto", "resnet50"), 150, read_launch)
     group = "gloo" if settings.stand_in else "nccl"
     words = ("--process-group", group) if settings.small else ("--process-group", group, "--batch", "64")
-    yield Section("nccl", "product", planned(settings, "0.7x", "resnet50", *words), 150, read_launch)
+    network = "gpt" if settings.small else "resnet50"
+    yield Section("nccl", "product", planned(settings, "0.7x", network, *words), 150, read_launch)
     yield Section("scaler", "product", planned(settings, "0.7x", "gpt", "--precision", "fp16"), 200, read_launch)
 
 
