@@ -1,6 +1,6 @@
 """What torch's own tests of its launcher check (``test/distributed/launcher/test_run.py``), with monetrun's defaults.
 
-None of these scripts trains. With TORCHRUN_TOO=1 each case runs under torchrun, too: what fails there is not asked of us.
+None of these scripts trains. With TORCHRUN_TOO=1 each runs under torchrun, too: what fails there is not asked of us.
 """
 
 from __future__ import annotations
