@@ -16,7 +16,11 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["monetrun", "monetrun.*"]), "monetrun.cuda_ops"],
     package_dir={"monetrun": "monetrun", "monetrun.cuda_ops": "cuda_ops"},
-    package_data={"monetrun.launcher": ["*.html"], "monetrun.cuda_ops": ["*.cpp", "*.hpp", "*.cu", "*.cuh"]},
+    package_data={
+        "monetrun": ["py.typed"],
+        "monetrun.launcher": ["*.html"],
+        "monetrun.cuda_ops": ["*.cpp", "*.hpp", "*.cu", "*.cuh"],
+    },
     install_requires=[
         "torch>=2.11",
         "torchvision",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from monetrun.machine.store import Store, default_root
 from monetrun.planning import explain as explanation
 from monetrun.planning.explain import Explanation
 from monetrun.planning.intervals import MeasuredStep, as_plain
+from monetrun.planning.snapshot import snapshot
 
 _MOST_ROWS = 20
 _BARS = "▁▂▃▄▅▆▇█"
@@ -43,12 +45,18 @@ monetrun plan writes PLAN_FILE. The trial run and the measurements are read from
     "--measured", is_flag=True, help="Show planned and measured bytes of a step instead, from the last launch."
 )
 @click.option("--html", "page_file", metavar="FILE", help="Write a page for a browser, with all of it.")
+@click.option(
+    "--snapshot",
+    "snapshot_file",
+    metavar="FILE",
+    help="Write the planned step for pytorch.org/memory_viz.",
+)
 @click.argument("plan_file")
-def command(plan_file: str, as_json: bool, measured: bool, page_file: str | None) -> None:
+def command(plan_file: str, as_json: bool, measured: bool, page_file: str | None, snapshot_file: str | None) -> None:
     """Explain a plan, from what the cache has of it."""
     plan = read_plan(plan_file)
     store = Store(default_root())
-    if measured and page_file is None:
+    if measured and page_file is None and snapshot_file is None:
         step = explain_measured.find_measured_step(plan, store, plan_file)
         if as_json:
             peaks = {"budget_bytes": plan.budget_bytes, "planned_peak_bytes": plan.planned_peak_bytes}
@@ -60,8 +68,11 @@ def command(plan_file: str, as_json: bool, measured: bool, page_file: str | None
     record = explanation.find_record(plan, (r for r in cached if r is not None), plan_file)
     if page_file is not None:
         seen = store.get("measured", measured_key(plan), MeasuredStep)
-        _write(Path(page_file), page_of(plan, record, seen, Path(plan_file).name))
-        print(page_file)
+        _write("--html", page_file, page_of(plan, record, seen, Path(plan_file).name).encode())
+    if snapshot_file is not None:
+        seen_by_torch = snapshot(record, [graph.schedule for graph in plan.graphs])
+        _write("--snapshot", snapshot_file, pickle.dumps(seen_by_torch, protocol=4))
+    if page_file is not None or snapshot_file is not None:
         return
     found = explanation.explain(plan, record)
     if as_json:
@@ -75,11 +86,13 @@ def run(words: Sequence[str]) -> int:
     return run_click(command, words)
 
 
-def _write(path: Path, page: str) -> None:
+def _write(option: str, file: str, content: bytes) -> None:
     try:
-        path.write_text(page, encoding="utf-8")
+        Path(file).write_bytes(content)
     except OSError as error:
-        raise UsageError(f"--html {path}: {error.strerror}", "name a file in a folder that you may write to") from error
+        problem = f"{option} {file}: {error.strerror}"
+        raise UsageError(problem, "name a file in a folder that you may write to") from error
+    print(file)
 
 
 def show(found: Explanation, title: str, console: Console) -> None:

@@ -71,8 +71,8 @@ def reserved_under(record: StepRecord, schedules: Sequence[Schedule], settings: 
     sizes = [nbytes for segment in record.memory.base for nbytes in segment.blocks if nbytes > 0]
     allocator.empty_cache()
     allocator.reset_peaks()
-    replay = _Replay(record, schedules, allocator)
-    replay.find_batch([_Block(address, nbytes) for address, nbytes in zip(base, sizes, strict=True)])
+    replay = StepReplay(record, schedules, allocator)
+    replay.find_batch(base, sizes)
     for number in range(_STEPS):
         replay.step(first=number == 0)
     large_bytes = allocator.large_bytes + record.memory.other_streams_bytes
@@ -100,7 +100,7 @@ class _Call:
     until: dict[int, int] = field(default_factory=dict)
 
 
-class _Replay:
+class StepReplay:
     """Training steps, one after the other.
 
     Attributes:
@@ -123,9 +123,10 @@ class _Replay:
             for k, (g, s) in enumerate(zip(record.graphs, schedules, strict=True))
         }
 
-    def find_batch(self, base: list[_Block]) -> None:
+    def find_batch(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
         """Find the first step's batch among the blocks that are there before it: the latest of the same sizes."""
         assert self.record.memory is not None
+        base = [_Block(address, nbytes) for address, nbytes in zip(addresses, sizes, strict=True)]
         for nbytes in self.record.memory.batch:
             found = next((b for b in reversed(base) if b.nbytes == nbytes), None)
             if found is not None:

@@ -132,6 +132,8 @@ def test_plan_writes_a_plan_that_a_launch_runs_and_measures_and_another_model_re
     assert all(abs(i["difference"]) < 0.005 for i in rank["intervals"])
     assert max(i["planned_peak_bytes"] for i in rank["intervals"]) == plan.planned_peak_bytes
     assert "Sequential backward" in monetrun("explain", "--measured", "p.json").stdout
+    assert monetrun("explain", "--snapshot", "plan.pickle", "p.json").stdout == "plan.pickle\n"
+    assert pickle.loads(Path("plan.pickle").read_bytes())["device_traces"][0]
     other = tmp_path / "other.py"
     other.write_text(Path(TINY).read_text().replace("range(4)", "range(5)"))
     refused = monetrun("--plan", "p.json", str(other), "refused", expect=83)

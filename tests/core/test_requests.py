@@ -9,7 +9,7 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import Requests
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
-from monetrun.core.requests import _Replay, reserved, reserved_under
+from monetrun.core.requests import StepReplay, reserved, reserved_under
 from monetrun.core.step import LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, replay
 from monetrun.core.step_changes import with_excess, with_plain_peaks
 from support.step_records import chain_record, output_of
@@ -159,7 +159,7 @@ def test_an_output_is_dropped_at_its_place_among_the_scripts_requests(record):
     peaks = []
     for after in ((2,), ()):
         allocator = CachingAllocator(SETTINGS)
-        replayed = _Replay(record, plain(record), allocator)
+        replayed = StepReplay(record, plain(record), allocator)
         replayed._forward(0)
         allocator.reset_peaks()
         requests = (nbytes, -1, nbytes, nbytes, -2, -3)
