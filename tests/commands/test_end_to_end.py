@@ -1,6 +1,7 @@
 """`monetrun script` from the command line: the same training as torchrun's, the budget, and every refusal."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
