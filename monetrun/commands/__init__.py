@@ -12,7 +12,7 @@ to ``SUMMARIES``.
 
 SUMMARIES = {
     "batch": "Find the largest batch that trains within a budget.",
-    "cache": "List or clear what is kept between runs: plans, trial runs, measurements.",
+    "cache": "List, check or move what is kept between runs: plans, trial runs, measurements.",
     "doctor": "Check which parts of this machine monetrun can use, and what is missing.",
     "explain": "Explain a plan: what is recomputed, what that saves, what the peak holds.",
     "frontier": "Show what each budget costs, from the plain peak to the smallest feasible.",

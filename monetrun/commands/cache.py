@@ -1,4 +1,4 @@
-"""``monetrun cache``: list or clear what is kept between runs."""
+"""``monetrun cache``: what is kept between runs: listed, checked, removed, taken to another machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import datetime
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
 from monetrun.commands import SUMMARIES
 from monetrun.commands.click_command import run_click
 from monetrun.core.errors import UsageError
-from monetrun.machine.store import Store, default_root
+from monetrun.machine import archive
+from monetrun.machine.store import KINDS, Store, default_root
 
 
 @click.command("list", help="List what is kept, by kind, the newest first.")
@@ -27,11 +29,36 @@ def _clear() -> None:
     clear(Store(default_root()))
 
 
-command = click.Group("cache", commands=[_list, _clear], help=SUMMARIES["cache"], no_args_is_help=False)
+@click.command("verify", help="Check every entry; exit code 1 if one is unusable.")
+def _verify() -> int:
+    return 0 if verify(Store(default_root())) else 1
+
+
+@click.command("export", help="Write what is kept to FILE, for monetrun cache import on another machine.")
+@click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Only this kind; may be repeated.")
+@click.argument("file", type=click.Path(path_type=Path))
+def _export(file: Path, kinds: Sequence[str]) -> None:
+    count = archive.export(Store(default_root()), file, kinds or KINDS)
+    print(f"wrote {count} entries to {file}", file=sys.stderr)
+
+
+@click.command("import", help="Add the entries of a FILE that monetrun cache export wrote.")
+@click.option("--replace", is_flag=True, help="Also replace entries that are here already.")
+@click.argument("file", type=click.Path(path_type=Path))
+def _import(file: Path, replace: bool) -> None:
+    store = Store(default_root())
+    added, present = archive.import_(store, file, replace=replace)
+    were = f"; {present} were there already" if present else ""
+    print(f"added {added} entries to {store.root}{were}", file=sys.stderr)
+
+
+command = click.Group(
+    "cache", commands=[_list, _clear, _verify, _export, _import], help=SUMMARIES["cache"], no_args_is_help=False
+)
 
 
 def run(words: Sequence[str]) -> int:
-    """List or clear the cache."""
+    """Run a command on the cache."""
     return run_click(command, words)
 
 
@@ -48,6 +75,16 @@ def show(store: Store, *, as_json: bool) -> None:
         print(f"{entry.kind:8}  {entry.key}  {when}  {entry.size_bytes / 1024:9.1f} KiB{problem}")
     total_bytes = sum(entry.size_bytes for entry in entries)
     print(f"{len(entries)} entries, {total_bytes / 1024:.1f} KiB in {store.root}", file=sys.stderr)
+
+
+def verify(store: Store) -> bool:
+    """Print the unusable entries, and how many are usable to stderr; whether all are."""
+    entries = store.entries()
+    unusable = [entry for entry in entries if entry.problem or archive.usable(store, entry.kind, entry.key) is None]
+    for entry in unusable:
+        print(f"{entry.path}: {entry.problem or 'not JSON'}")
+    print(f"{len(entries) - len(unusable)} of {len(entries)} entries are usable in {store.root}", file=sys.stderr)
+    return not unusable
 
 
 def clear(store: Store) -> None:

@@ -15,12 +15,9 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import re
-import secrets
-import stat
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -31,15 +28,14 @@ from typing import Any, TypeVar
 from monetrun.core import codec
 from monetrun.core.errors import MonetrunError, UsageError
 from monetrun.core.user_folders import user_cache
+from monetrun.machine.entry_file import checked, content_of, fields_of, header, write
 
 T = TypeVar("T")
 
-SCHEMA = 2
 KINDS = ("plan", "probe", "plain", "costs", "measured")
 LOCK_SECONDS = 10.0
 
 _MAPPING = "mapping"
-_MOST_BYTES = 256 << 20  # the record of a network of 1,823 operators has 1 MiB
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # some network file systems
 _log = logging.getLogger("monetrun")
@@ -151,7 +147,7 @@ class Store:
         """
         path, text = self.path(kind, key), codec.dumps(value)
         try:
-            with self._locked():
+            with self.locked():
                 self._write(path, kind, key, type(value).__name__, text)
         except OSError as failure:
             self._warn(f"{self.root} cannot be written, going on without it: {failure.strerror}")
@@ -192,7 +188,7 @@ class Store:
         codec.dumps(new)
         merged = new
         try:
-            with self._locked():
+            with self.locked():
                 old = self.get_mapping(kind, key, item)
                 merged = {**old, **new} if replace else {**new, **old}
                 if merged != old:
@@ -239,28 +235,17 @@ class Store:
 
     def _read(self, path: Path, kind: str, key: str, type_name: str) -> str | None:
         try:
-            content = _content(path)
+            content = content_of(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return _checked(content, kind, key, type_name).decode()
+        return checked(content, kind, key, type_name).decode()
 
     def _write(self, path: Path, kind: str, key: str, type_name: str, text: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         body = text.encode()
-        temporary = path.parent / f".{path.name[:-5]}.{os.getpid()}.{secrets.token_hex(4)}.json.tmp"
-        try:
-            # Not tempfile: its files are private to the user, and a cache may be shared by a group.
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            with open(descriptor, "wb") as file:
-                file.write(_header(kind, key, type_name, body) + body + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write(path, header(kind, key, type_name, body) + body + b"\n")
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Hold the store's lock; ``OSError`` if the folder cannot be written or the lock is not free in time."""
         self.root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
@@ -292,80 +277,14 @@ class Store:
             _log.warning("%s", message)
 
 
-def _content(path: Path) -> bytes:
-    """The bytes of a regular file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is something else, or too large for a file of the store.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would make the call wait for a writer
-    try:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("not a regular file")
-        if status.st_size > _MOST_BYTES:
-            raise ValueError(f"{status.st_size} bytes, where a file of the cache has {_MOST_BYTES} at most")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(_MOST_BYTES)
-    finally:
-        os.close(descriptor)
-
-
-def _header(kind: str, key: str, type_name: str, body: bytes) -> bytes:
-    fields = {
-        "monetrun": SCHEMA,
-        "kind": kind,
-        "key": key,
-        "type": type_name,
-        "bytes": len(body),
-        "sha256": hashlib.sha256(body).hexdigest(),
-    }
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-
-
-def _checked(content: bytes, kind: str, key: str, type_name: str) -> bytes:
-    """The value of a file, if the file is exactly what ``_write`` writes.
-
-    Raises:
-        ValueError: it is not; the message names the difference.
-    """
-    header, _, rest = content.partition(b"\n")
-    body = rest[:-1]
-    if content == _header(kind, key, type_name, body) + body + b"\n":
-        return body
-    fields = _fields(header)
-    if fields is None:
-        raise ValueError("not a file of monetrun's cache")
-    if fields["monetrun"] != SCHEMA:
-        raise ValueError(f"written with schema {fields['monetrun']!r}, this monetrun reads {SCHEMA}")
-    if (fields.get("kind"), fields.get("key")) != (kind, key):
-        raise ValueError(f"holds {fields.get('kind')!r} {fields.get('key')!r}, not {kind!r} {key!r}")
-    if fields.get("type") != type_name:
-        raise ValueError(f"holds a {fields.get('type')!r}, not a {type_name!r}")
-    if fields.get("bytes") != len(body):
-        raise ValueError(f"{len(body)} bytes where {fields.get('bytes')!r} were written")
-    raise ValueError("the checksum does not match")
-
-
-def _fields(header: bytes) -> dict[str, Any] | None:
-    try:
-        fields = json.loads(header)
-    except (ValueError, RecursionError):
-        return None
-    return fields if isinstance(fields, dict) and "monetrun" in fields else None
-
-
 def _entry(kind: str, path: Path) -> Entry:
     status, name, problem = path.lstat(), path.name.removesuffix(".json"), ""
     type_name = ""
     try:
-        content = _content(path)
-        fields = _fields(content.partition(b"\n")[0])
+        content = content_of(path)
+        fields = fields_of(content.partition(b"\n")[0])
         type_name = str((fields or {}).get("type", ""))
-        _checked(content, kind, name, type_name)
+        checked(content, kind, name, type_name)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as failure:

@@ -319,6 +319,25 @@ def test_the_cache_is_listed_and_cleared(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out == ""
 
 
+def test_the_cache_is_checked_and_moved(monkeypatch, capsys, tmp_path):
+    from monetrun.core.plan import Step
+    from monetrun.machine.store import Store
+
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    store = Store(tmp_path / "cache")
+    store.put("plan", "p", Step(3))
+    assert cli.main(["cache", "verify"]) == 0
+    assert cli.main(["cache", "export", str(tmp_path / "all.tar.gz"), "--kind", "plan"]) == 0
+    store.path("plan", "p").write_text("damaged")
+    assert cli.main(["cache", "verify"]) == 1
+    assert f"{store.path('plan', 'p')}: not a file of monetrun's cache" in capsys.readouterr().out
+    assert cli.main(["cache", "import", str(tmp_path / "all.tar.gz")]) == 0
+    assert "added 1 entries" in capsys.readouterr().err
+    assert cli.main(["cache", "verify"]) == 0
+    assert cli.main(["cache", "import", str(tmp_path / "none.tar.gz")]) == 2
+    assert "monetrun cache export writes such a file" in capsys.readouterr().err
+
+
 def test_help_version_and_cache_import_neither_torch_nor_cvxpy():
     code = (
         "import sys; from monetrun.commands.main import main; main(['--help']); main(['--version']); "

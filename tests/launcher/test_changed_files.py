@@ -34,7 +34,8 @@ from monetrun.core.simulate import judge, simulate
 from monetrun.core.step import OUTSIDE, Event, StepRecord
 from monetrun.launcher.kept import kept_plan, kept_record, kept_schedules
 from monetrun.launcher.plan_file import read_plan
-from monetrun.machine.store import Store, _header
+from monetrun.machine.entry_file import header
+from monetrun.machine.store import Store
 from monetrun.planning import planner
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 from monetrun.runtime.engine import Engine
@@ -185,7 +186,7 @@ def written(near: Surroundings, kind: str, value: object, change: Callable[[str]
     signed = text.encode() if len(body) % 3 == 0 else body
     path = near.store.path(kind, "k")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(_header(kind, "k", name, signed) + body + b"\n")
+    path.write_bytes(header(kind, "k", name, signed) + body + b"\n")
 
 
 def cached_plan(near: Surroundings, change: Callable[[str], bytes]) -> str:

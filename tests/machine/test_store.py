@@ -20,7 +20,8 @@ from monetrun.core import codec
 from monetrun.core.errors import UsageError
 from monetrun.core.graph import MOST_BYTES
 from monetrun.core.plan import STATUSES, GraphPlan, NamedImplementation, Plan, Schedule, Step
-from monetrun.machine.store import Store, _header, default_root, key
+from monetrun.machine.entry_file import header
+from monetrun.machine.store import Store, default_root, key
 from support.paths import ROOT as REPOSITORY
 
 
@@ -280,7 +281,7 @@ def test_what_no_run_has_written_is_a_miss_with_a_reason_and_replaced(
             file.truncate(1 << 40)
     else:
         body = texts[what].encode()
-        path.write_bytes(_header("costs", "k", "Measured", body) + body + b"\n")
+        path.write_bytes(header("costs", "k", "Measured", body) + body + b"\n")
     assert cache.get("costs", "k", Measured) is None
     (warning,) = warnings_in(caplog)
     assert reason in warning
