@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from typing import Any
@@ -88,7 +89,7 @@ def _change_list(items: list[Any], place: int, chance: random.Random) -> None:
     elif kind == "remove":
         del items[place]
     elif kind == "double":
-        items.insert(place, items[place])
+        items.insert(place, copy.deepcopy(items[place]))
     elif kind == "swap":
         other = chance.randrange(len(items))
         items[place], items[other] = items[other], items[place]
@@ -107,7 +108,7 @@ def _change_dict(fields: dict[str, Any], name: str, chance: random.Random) -> No
     elif kind == "rename":
         fields[name + "_"] = fields.pop(name)
     else:
-        fields[chance.choice(("x", "schema", "pool"))] = chance.choice(_VALUES)
+        fields[chance.choice(("x", "schema", "pool"))] = copy.deepcopy(chance.choice(_VALUES))
 
 
 def _another(value: Any, chance: random.Random) -> Any:
@@ -118,7 +119,7 @@ def _another(value: Any, chance: random.Random) -> Any:
     if isinstance(value, str) and value and chance.random() < 0.6:
         place = chance.randrange(len(value))
         return value[:place] + chance.choice("0a.\u00e9[") + value[place + 1 :]
-    return chance.choice(_VALUES)
+    return copy.deepcopy(chance.choice(_VALUES))  # it may be changed, too
 
 
 def _places(value: Any) -> list[Any]:
