@@ -224,9 +224,11 @@ class Job:
     def _solve(self, record: StepRecord, smallest_key: str, budget_bytes: int | None) -> Plan:
         # BudgetBelowSmallest names the smallest budget. A later launch with exactly that must succeed, even if its own
         # search finds nothing as small: so the schedules are kept.
-        base = planner.baseline(record, kept_schedules(self._store, smallest_key, record.graphs))
-        if budget_bytes is None:
-            budget_bytes = resolve(self.budget, None, planner.plain_bytes(record, base))
+        def budget_of(plain_bytes: int) -> int:
+            return resolve(self.budget, None, plain_bytes) if budget_bytes is None else budget_bytes
+
+        base = planner.baseline(record, kept_schedules(self._store, smallest_key, record.graphs), budget_of)
+        budget_bytes = budget_of(planner.plain_bytes(record, base))
         try:
             with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
                 options = replace(self.options.solver_options(), on_progress=progress)

@@ -17,7 +17,7 @@ from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import meter_for
 from monetrun.core import codec
 from monetrun.core.allocator_settings import AllocatorSettings
-from monetrun.core.budget import parse, resolve
+from monetrun.core.budget import Budget, parse, resolve
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import Break, StepRecord
 from monetrun.machine.store import Store
@@ -92,7 +92,7 @@ class Engine:
         if plan is None:
             model = roofline.parse(settings.cost_model)
             plain = AllocatorSettings() if settings.own_allocator else None
-            self.recorder = Recorder(self.meter, device, self.known, model, plain)
+            self.recorder = Recorder(self.meter, device, self.known, model, plain, _budget(settings))
             return
         record = codec.loads(StepRecord, Path(settings.record_file).read_text()) if settings.record_file else None
         self.breaks = {b.module: b for b in record.breaks} if record is not None else {}
@@ -259,10 +259,17 @@ def _given_plan(plan: Plan | None, settings: Settings) -> Plan | None:
 
 def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan:
     """The plan of the recorded step, within the smallest of all ranks' ``budgets``."""
-    settings, base = engine.settings, planner.baseline(record)
-    plain = planner.plain_bytes(record, base)
-    budget_bytes = min(resolve(parse(budget), None, plain) for budget in budgets)
+
+    def budget_of(plain_bytes: int) -> int:
+        return min(resolve(parse(budget), None, plain_bytes) for budget in budgets)
+
+    settings, base = engine.settings, planner.baseline(record, budget_of=budget_of)
+    budget_bytes = budget_of(planner.plain_bytes(record, base))
     return planner.plan_step(record, budget_bytes, settings.algorithm, settings.solver_options(), base)
+
+
+def _budget(settings: Settings) -> Budget | None:
+    return parse(settings.budget) if settings.budget else None
 
 
 def _findings(engine: Engine) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from monetrun.capture.joint import JointGraph
 from monetrun.capture.lifetimes import Lifetimes
 from monetrun.capture.meter import CudaMeter, Meter
 from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, without
-from monetrun.core.plan import Schedule
+from monetrun.core.plan import Schedule, plain_schedule
 from monetrun.core.reductions import Reductions
+from monetrun.core.simulate import simulate
 from monetrun.core.step import (
     LAST_GRADIENTS,
     LAST_OUTPUTS,
@@ -46,6 +48,7 @@ class Recorder:
         known: costs measured before, by signature.
         model: of the device to plan for, where it is not this one and nothing can be measured.
         plain_settings: of CUDA's allocator in the plain run; None: the present ones.
+        budget: of the step, where it is known.
 
     Attributes:
         joints: the captured graphs, in the order of their first calls.
@@ -60,8 +63,9 @@ class Recorder:
         known: Mapping[str, OperatorCost],
         model: roofline.Device | None = None,
         plain_settings: AllocatorSettings | None = None,
+        budget: Budget | None = None,
     ) -> None:
-        self.meter, self.device, self.model = meter, device, model
+        self.meter, self.device, self.model, self._budget = meter, device, model, budget
         self.known = dict(known)
         self.joints: list[JointGraph] = []
         self.schedules: list[Schedule] = []
@@ -81,11 +85,10 @@ class Recorder:
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number, and the schedule of the least peak that is known for it."""
-        number = self._numbers.get(joint.graph.fingerprint)
-        if number is None:
-            number = self._numbers[joint.graph.fingerprint] = len(self.joints)
+        number = self._numbers.setdefault(joint.graph.fingerprint, len(self.joints))
+        if number == len(self.joints):
             self.joints.append(joint)
-            self.schedules.append(_most_frugal(joint))
+            self.schedules.append(_most_frugal(joint, self._budget, self.meter.current_bytes()))
         return number, self.schedules[number]
 
     # ---- what happens in the step
@@ -144,8 +147,7 @@ class Recorder:
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``: from the second step on, the last step's gradients are allocated until now.
 
-        Gradients that this step has computed already are not the last step's: the script zeroes them at its end.
-        With ``set_to_none=False`` they stay, and the new ones are added to them after the last backward.
+        Those that this step has computed are none of them. Without ``set_to_none`` they stay, and new ones are added.
         """
         absent = [p for p in parameters if p.grad is None and id(p) not in self._zeroed_ids]
         self._zeroed_ids.update(id(p) for p in absent)
@@ -268,15 +270,25 @@ def _reductions(parallel: Any, given: Iterable[tuple[int, int]]) -> Reductions |
     return Reductions(gradients, cap, min(cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES))
 
 
-def _most_frugal(joint: JointGraph) -> Schedule:
+def _most_frugal(joint: JointGraph, budget: Budget | None, held_bytes: int) -> Schedule:
     """The schedule of the least peak without what needs a guard, since the weights are not known here.
 
-    What is not known to be exact is left out, too.
+    What is not known to be exact is left out, too. A schedule far below the budget ends the search.
+
+    Args:
+        joint: the graph.
+        budget: of the step, if it is known.
+        held_bytes: what is allocated now, beside the graph.
     """
     unknown = {(g.operator, g.implementation) for g in joint.guards.guards}
     for op in joint.graph.operators:
         unknown.update((op.id, k) for k, impl in enumerate(op.implementations) if not impl.exact)
-    return greedy.most_frugal(without(joint.graph, unknown), estimated(joint))
+    costs, enough = estimated(joint), 0.0
+    if budget is not None and budget.kind == BYTES:
+        enough = 0.5 * (budget.value - held_bytes)
+    elif budget is not None and budget.kind == SHARE_OF_PLAIN:
+        enough = 0.5 * budget.value * simulate(joint.graph, costs, plain_schedule(joint.graph)).peak_bytes
+    return greedy.most_frugal(without(joint.graph, unknown), costs, enough_bytes=max(0, int(enough)))
 
 
 def estimated(joint: JointGraph) -> Costs:

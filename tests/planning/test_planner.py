@@ -12,6 +12,7 @@ from monetrun.core.options import Options, parse_kinds
 from monetrun.core.plan import GraphPlan, Schedule, Step, plain_schedule
 from monetrun.core.simulate import simulate
 from monetrun.planning import kept, planner
+from monetrun.solve import greedy
 from support.exhaustive import cheapest_seconds
 from support.random_graphs import joint_graphs
 from support.small_graphs import make
@@ -142,3 +143,22 @@ def test_a_plan_is_carried_over_to_a_graph_that_offers_fewer_implementations():
     assert kept.carry_over(plan_a, fewer, costs, 100) == Schedule((Step(0),), (Step(1, 0),))
     peak_bytes = simulate(fewer, costs, Schedule((Step(0),), (Step(1, 1),))).peak_bytes
     assert kept.carry_over(plan_b, fewer, costs, peak_bytes - 1) is None
+
+
+def test_a_search_for_the_lowest_peak_ends_far_below_the_budget(monkeypatch):
+    record = chain_record(1 << 20)
+    full = planner.baseline(record)
+    search, searches = greedy.most_frugal, []
+
+    def counted(graph, costs, **options):
+        searches.append(options)
+        return search(graph, costs, **options)
+
+    monkeypatch.setattr(greedy, "most_frugal", counted)
+    loose = planner.baseline(record, budget_of=lambda plain_bytes: plain_bytes)
+    assert len(searches) == 1  # nothing more is looked for
+    assert loose.frugal.peak_bytes <= 0.75 * loose.plain.peak_bytes
+    tight = planner.baseline(record, budget_of=lambda plain_bytes: full.frugal.peak_bytes)
+    assert tight.frugal.peak_bytes <= full.frugal.peak_bytes
+    plan = planner.plan_step(record, loose.plain.peak_bytes, "greedy", Options(seconds=0.5), loose)
+    assert plan.planned_peak_bytes <= loose.plain.peak_bytes

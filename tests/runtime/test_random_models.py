@@ -12,6 +12,7 @@ DEFAULT = (13,)
 # others are run by hand: python -m support.random_models FIRST END
 LONG = (2, 4, 11, 13, 14, 18, 20, 21)  # those that have found something
 OPEN = {
+    13: "torch 2.11: a mean that a buffer is updated with differs in its last bit after the batch size has changed",
     14: "weights differ by rounding: a tensor is used several times in a part, and outside of it",
     21: "weights differ by rounding: one backward goes through two calls of a graph that uses a weight several times",
 }
@@ -24,7 +25,7 @@ def _counted():
 
 def _parameter(seed):
     marks = [] if seed in DEFAULT else [pytest.mark.slow]
-    if seed in OPEN:
+    if seed in OPEN and (seed != 13 or torch.__version__ < "2.12"):
         marks.append(pytest.mark.xfail(reason=OPEN[seed], strict=False))
     return pytest.param(seed, marks=marks)
 

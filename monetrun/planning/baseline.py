@@ -1,0 +1,132 @@
+"""What is known of a recorded step before any budget: its plain form, and the lowest peak that can be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from monetrun.core.graph import Graph, dominated, without
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule, each_once, plain_schedule
+from monetrun.core.round_graph import RoundGraph, join_round
+from monetrun.core.simulate import simulate
+from monetrun.core.step import StepRecord, StepTimeline, replay
+from monetrun.planning.device_budget import plain_reserved_bytes
+from monetrun.planning.separate_graphs import SeparateRound
+from monetrun.solve import greedy
+from monetrun.solve.tidy import in_place_where_legal
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What is known of a step before any budget: the plain step, and the most frugal one.
+
+    The plain step's bytes are those of ``plain_schedule``. Its seconds are fewer where running in place is faster,
+    since the script may do that itself: a plan's overhead is over the faster of the two.
+
+    Attributes:
+        plain: the plain step.
+        frugal: the step with the lowest peak known to be possible.
+        plain_schedules: the plain step, in place wherever an operand is read for the last time; never slower.
+        fast_schedules: the same, without the recomputation that the script asks for.
+        frugal_schedules: of ``frugal``.
+        rounds: of the record's rounds, each as one graph where its graphs can be joined.
+        searched: the record without implementations that no schedule needs.
+    """
+
+    plain: StepTimeline
+    frugal: StepTimeline
+    plain_schedules: tuple[Schedule, ...]
+    fast_schedules: tuple[Schedule, ...]
+    frugal_schedules: tuple[Schedule, ...]
+    rounds: tuple[RoundGraph | SeparateRound, ...]
+    searched: StepRecord
+
+
+def plain_in_place(
+    record: StepRecord, options: Options | None = None, of: Callable[[Graph], Schedule] = plain_schedule
+) -> tuple[Schedule, ...]:
+    """The schedules ``of`` each graph, in place wherever an operand is read for the last time and ``options`` allow it.
+
+    They are never slower.
+    """
+    pairs = zip(record.graphs, record.costs, strict=True)
+    return tuple(in_place_where_legal(g, c, of(g), options or Options()) for g, c in pairs)
+
+
+def _without_dominated(record: StepRecord) -> StepRecord:
+    """The record with implementations that no schedule needs marked as not usable: less to search."""
+    pairs = zip(record.graphs, record.costs, strict=True)
+    return replace(record, graphs=tuple(without(g, dominated(g, c)) for g, c in pairs))
+
+
+def baseline(
+    record: StepRecord,
+    frugal: Sequence[Schedule] | None = None,
+    budget_of: Callable[[int], int] | None = None,
+) -> Baseline:
+    """Replay the plain step, and the step with the lowest peak known to be possible.
+
+    Args:
+        record: of the step.
+        frugal: the most frugal schedules known; None to search for them.
+        budget_of: the budget for a plain step of so many bytes; schedules far below it end that search.
+    """
+    record = _without_dominated(record)
+    plain = replay(record, [plain_schedule(g) for g in record.graphs])
+    script, fast = plain_in_place(record), plain_in_place(record, of=each_once)
+    rounds = tuple(join_round(record, bounds) or SeparateRound(record, bounds, fast) for bounds in record.rounds)
+    pairs = zip(record.graphs, record.costs, strict=True)
+    far_below_bytes, enough_bytes = _far_below(record, plain, budget_of), 0
+    if len(record.graphs) == 1:  # what lies beside the graph does not depend on its schedule
+        graph, costs = record.graphs[0], record.costs[0]
+        beside_bytes = plain.peak_bytes - simulate(graph, costs, plain_schedule(graph)).peak_bytes
+        enough_bytes = max(0, far_below_bytes - beside_bytes)
+    known = tuple(frugal or (greedy.most_frugal(g, c, enough_bytes=enough_bytes) for g, c in pairs))
+    fastest = replace(plain, seconds=replay(record, script).seconds)
+    base = Baseline(fastest, replay(record, known), script, fast, known, rounds, record)
+    if frugal is None:
+        # the lowest peak of each graph need not give the step's lowest: what one graph saves adds to the others' peaks
+        for joined in rounds:
+            if base.frugal.peak_bytes <= far_below_bytes:
+                break
+            if isinstance(joined, SeparateRound):
+                base = _with_lower(record, base, joined.least_saving)
+            else:
+                base = _with_lower(record, base, joined.split(greedy.most_frugal(joined.graph, joined.costs)))
+        for found in (fast, script):  # the searches may end above them
+            base = _with_lower(record, base, dict(enumerate(found)))
+    return base
+
+
+def _far_below(record: StepRecord, plain: StepTimeline, budget_of: Callable[[int], int] | None) -> int:
+    """A peak that is so far below the budget that a more frugal step need not be looked for; 0 without a budget."""
+    if budget_of is None:
+        return 0
+    if record.memory is None:
+        return int(0.75 * budget_of(plain.peak_bytes))
+    return int(0.5 * budget_of(plain_reserved_bytes(record)))  # some of it goes to fragmentation
+
+
+def more_frugal(record: StepRecord, base: Baseline, options: Options) -> Baseline:
+    """The baseline after a longer search for its most frugal step, which comes before a budget is refused.
+
+    Takes about ``options.seconds`` at most.
+    """
+    from monetrun.solve.least import least_budget  # cvxpy takes long to import, and most budgets are feasible
+
+    share = replace(options, seconds=options.seconds / max(1, len(base.rounds)), on_progress=None)
+    for joined in base.rounds:
+        if isinstance(joined, SeparateRound):
+            base = _with_lower(record, base, joined.lowest_peak(base.frugal_schedules, share.seconds))
+        else:
+            base = _with_lower(record, base, joined.split(least_budget(joined.graph, joined.costs, share).schedule))
+    return base
+
+
+def _with_lower(record: StepRecord, base: Baseline, found: Mapping[int, Schedule]) -> Baseline:
+    """The baseline with ``found`` (schedules by graph index) in its most frugal step, where they lower its peak."""
+    frugal = tuple(found.get(k, s) for k, s in enumerate(base.frugal_schedules))
+    timeline = replay(record, frugal)
+    lower = timeline.peak_bytes < base.frugal.peak_bytes
+    return replace(base, frugal=timeline, frugal_schedules=frugal) if lower else base
