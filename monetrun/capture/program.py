@@ -107,12 +107,25 @@ class _PythonCall:
         """The values among its arguments."""
         return set(self.inputs)
 
+    def check_results(self) -> None:
+        """Check that what is read of its results are tensors.
+
+        Raises:
+            _Unsupported: it is a number, as flash attention gives some.
+        """
+        given = self.node.meta.get("val")
+        for v, value in zip(self.results, given if isinstance(given, (list, tuple)) else [given], strict=False):
+            if v != _NONE and not isinstance(value, (torch.Tensor, type(None))):
+                raise _Unsupported(f"{self.node.name} gives {value}, which is not a tensor")
+
     def run(self, values: Any) -> None:
         """Make it."""
         given = dict(zip(self.node.all_input_nodes, values.read(self.inputs), strict=True))
         args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
         result = self.node.target(*args, **kwargs)  # type: ignore[operator]
-        values.write(self.results, list(result) if isinstance(result, (list, tuple)) else [result])
+        results = result if isinstance(result, (list, tuple)) else [result]
+        read = [(v, r) for v, r in zip(self.results, results, strict=False) if v != _NONE]
+        values.write([v for v, _ in read], [r for _, r in read])
         values.free(self.freed)
 
 
@@ -160,6 +173,8 @@ class _Calls:
                 else:
                     call = _PythonCall(node, [_number(n, numbers) for n in node.all_input_nodes])
                 values = _number_results(node, call, numbers, values)
+                if isinstance(call, _PythonCall):
+                    call.check_results()
                 calls.append(call)
             elif node not in numbers:
                 raise _Unsupported(f"{node.name} is an element of what no operator gave")

@@ -190,6 +190,29 @@ def test_python_functions_are_called_between_the_programs_calls():
     assert same is given
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_numbers_among_a_python_functions_results(read):
+    """Attention that draws again gives lengths beside tensors; where they are read, generated code runs."""
+
+    def with_length(x):
+        return x * 2, len(x), None
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, device="meta")
+    both = graph.call_function(with_length, (x,))
+    both.meta["val"] = (torch.empty(4, device="meta"), 4, None)
+    doubled, length = (graph.call_function(operator.getitem, (both, k)) for k in (0, 1))
+    last = graph.call_function(torch.ops.aten.mul.Scalar, (doubled, length)) if read else doubled
+    if not read:
+        graph.erase_node(length)
+    graph.output((graph.call_function(torch.ops.aten.neg.default, (last,)),))
+    made = programs.program(torch.fx.GraphModule(nn.Module(), graph))
+    assert (made is None) == read
+    if made is not None:
+        assert made([torch.arange(4.0)])[0].tolist() == [0, -2, -4, -6]
+
+
 def test_what_a_program_cannot_do_is_left_to_generated_code():
     graph = torch.fx.Graph()
     number = graph.placeholder("number")
