@@ -7,7 +7,7 @@ last step's gradients come to lie among the activations, and once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
@@ -16,9 +16,9 @@ from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Requests
 from monetrun.core.plan import Schedule, Step
 from monetrun.core.simulate import last_reads
-from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, Event, StepRecord, events_under
+from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, DeviceMemory, Event, StepRecord, events_under
 
-_STEPS = 3
+STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,21 @@ def reserved_under(record: StepRecord, schedules: Sequence[Schedule], settings: 
     if record.memory is None:
         raise ValueError("the record does not have the device's memory")
     allocator = CachingAllocator(settings, record.memory.device_bytes)
-    base = [address for segment in record.memory.base for address in allocator.load(segment.small, segment.blocks)]
-    sizes = [nbytes for segment in record.memory.base for nbytes in segment.blocks if nbytes > 0]
+    replay = StepReplay(record, schedules, allocator)
+    replay.find_batch(load_base(record.memory, allocator))
     allocator.empty_cache()
     allocator.reset_peaks()
-    replay = StepReplay(record, schedules, allocator)
-    replay.find_batch(base, sizes)
-    for number in range(_STEPS):
+    for number in range(STEPS):
         replay.step(first=number == 0)
     large_bytes = allocator.large_bytes + record.memory.other_streams_bytes
     return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, large_bytes)
+
+
+def load_base(memory: DeviceMemory, allocator: CachingAllocator) -> dict[int, int]:
+    """Load what lies there before the first step; gives the bytes of each block, by its address."""
+    addresses = [address for s in memory.base for address in allocator.load(s.small, s.blocks)]
+    sizes = [nbytes for s in memory.base for nbytes in s.blocks if nbytes > 0]
+    return dict(zip(addresses, sizes, strict=True))
 
 
 @dataclass(slots=True)
@@ -123,10 +128,10 @@ class StepReplay:
             for k, (g, s) in enumerate(zip(record.graphs, schedules, strict=True))
         }
 
-    def find_batch(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+    def find_batch(self, loaded: Mapping[int, int]) -> None:
         """Find the first step's batch among the blocks that are there before it: the latest of the same sizes."""
         assert self.record.memory is not None
-        base = [_Block(address, nbytes) for address, nbytes in zip(addresses, sizes, strict=True)]
+        base = [_Block(address, nbytes) for address, nbytes in loaded.items()]
         for nbytes in self.record.memory.batch:
             found = next((b for b in reversed(base) if b.nbytes == nbytes), None)
             if found is not None:

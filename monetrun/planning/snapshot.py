@@ -14,7 +14,7 @@ from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD
 from monetrun.core.plan import Schedule
-from monetrun.core.requests import StepReplay
+from monetrun.core.requests import STEPS, StepReplay, load_base
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, StepRecord
 
 _HELD = "held between steps"
@@ -31,23 +31,23 @@ def snapshot(record: StepRecord, schedules: Sequence[Schedule]) -> dict[str, Any
     Raises:
         ScheduleError: a schedule is not valid for its graph.
     """
-    held = {name: nbytes for name, nbytes in record.ledger.items() if nbytes and name != "gradients"}
+    names: list[str] = []
     if record.memory is None:
-        blocks = tuple(held.values()) if sum(held.values()) == record.base_bytes else (record.base_bytes,)
+        held = {name: nbytes for name, nbytes in record.ledger.items() if nbytes and name != "gradients"}
+        known = sum(held.values()) == record.base_bytes
+        names, blocks = (list(held), tuple(held.values())) if known else ([], (record.base_bytes,))
         settings = AllocatorSettings(expandable=True)
         base = (Segment(False, blocks),) if record.base_bytes else ()
         memory = DeviceMemory(settings, settings, _ADDRESS_SPACE, base)
         record = replace(record, memory=memory, events=_with_requests(record))
     assert record.memory is not None
     traced = _Traced(record.memory.settings, record.memory.device_bytes)
-    sizes = [nbytes for segment in record.memory.base for nbytes in segment.blocks if nbytes > 0]
-    names = list(held) if len(held) == len(sizes) else [_HELD] * len(sizes)
-    addresses = [a for segment in record.memory.base for a in traced.load(segment.small, segment.blocks)]
-    for address, nbytes, name in zip(addresses, sizes, names, strict=True):
-        traced.held[address] = (nbytes, name)
     replayed = _Labelled(record, schedules, traced)
-    replayed.find_batch(addresses, sizes)
-    for number in range(3):  # as core.requests does: in the last one everything lies where it will
+    loaded = load_base(record.memory, traced)
+    for (address, nbytes), name in zip(loaded.items(), names or [_HELD] * len(loaded), strict=True):
+        traced.held[address] = (nbytes, name)
+    replayed.find_batch(loaded)
+    for number in range(STEPS):
         traced.begin()
         replayed.step(first=number == 0)
     return {
