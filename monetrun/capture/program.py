@@ -35,22 +35,38 @@ class _Unsupported(Exception):
     """The module has something that a program cannot do; the text says what."""
 
 
+def _build() -> Path:
+    folder = Path(torch.__file__).parent
+    abi = int(torch.compiled_with_cxx11_abi())
+    return native.build(
+        "program.cpp",
+        ("-std=c++20", "-O2", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
+        includes=(folder / "include",),
+        library_folders=(folder / "lib",),
+        libraries=("c10", "torch_cpu"),
+        # another torch in the same folder has the same flags and another interface
+        key=f"{torch.__version__} {torch.version.git_version}",
+    )
+
+
+def prebuild() -> str | None:
+    """Build the library if it is missing, without loading it.
+
+    Returns:
+        None, or why it cannot be built.
+    """
+    try:
+        _build()
+    except native.NativeBuildFailed as error:
+        return str(error)
+    return None
+
+
 @functools.cache
 def unavailable_reason() -> str:
     """Why there are no programs (no compiler, a failed build, ...); empty where there are. Builds if need be."""
-    folder = Path(torch.__file__).parent
-    abi = int(torch.compiled_with_cxx11_abi())
     try:
-        path = native.build(
-            "program.cpp",
-            ("-std=c++20", "-O2", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
-            includes=(folder / "include",),
-            library_folders=(folder / "lib",),
-            libraries=("c10", "torch_cpu"),
-            # another torch in the same folder has the same flags and another interface
-            key=f"{torch.__version__} {torch.version.git_version}",
-        )
-        torch.classes.load_library(str(path))
+        torch.classes.load_library(str(_build()))
     except (OSError, native.NativeBuildFailed) as error:
         return str(error)
     return ""

@@ -26,6 +26,7 @@ from monetrun.core.errors import CaptureFailed, MonetrunError, NeverTrained, Scr
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.launcher import stdin
+from monetrun.launcher.libraries import build_ahead
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.process import check_space
 from monetrun.launcher.progress import status
@@ -85,6 +86,7 @@ def run_trial(
     """
     error_file, stderr_file = folder / "probe_error.json", folder / "probe_stderr.txt"
     environment = trial_environment(options, ranks, settings, error_file) | allocator_variables(ranks.kind)
+    build_ahead(ranks.kind)
     with status(console, "trial run up to the first optimizer step", shown=not options.quiet):
         most_seconds = math.inf if needed else _MOST_SECONDS  # without a plan there is nothing to go on with
         code = _run(options, environment, stderr_file, settings.record_file, most_seconds)

@@ -35,3 +35,18 @@ def test_doctor_names_the_compiler_for_cuda_and_whether_it_has_compiled(monkeypa
     native.cache_folder().mkdir(parents=True)
     (native.cache_folder() / "ops_cuda-0.cubin").touch()
     assert doctor_checks._kernels().found == f"for CUDA by NVRTC 13.2, built in {native.cache_folder()}"
+
+
+def test_doctor_says_what_calls_the_operators_of_a_planned_step_on_cuda(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor_checks._programs().found == "not used: torch sees no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert doctor_checks._programs().found.endswith("built by the first run on a CUDA device")
+    native.cache_folder().mkdir(parents=True)
+    (native.cache_folder() / "program-0.so").touch()
+    assert doctor_checks._programs().found.endswith(f"built in {native.cache_folder()}")
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    check = doctor_checks._programs()
+    assert (check.state, check.mend) == ("warning", "unset CXX or name a C++ compiler")
+    assert check.found.endswith(doctor_checks.WITHOUT_PROGRAMS)
