@@ -215,7 +215,7 @@ def test_two_machines_train_as_under_torchrun(tmp_path, plain_surroundings):
     with namespaces() as machines:
         for name, words in (
             ("plain", ["torch.distributed.run"]),
-            ("planned", ["monetrun", "--implementations=exact", "--solver-seconds=3", "--budget=0.75x", "--json"]),
+            ("planned", ["monetrun", "--implementations=exact", "--solver-seconds=3", "--budget=1.0x", "--json"]),
         ):
             script = [str(SCRIPTS / "tiny.py"), str(tmp_path / name), "--ddp", "--steps=4", "--bucket-mb=0.01"]
             own = "--local-addr=10.213.77.{}", "--nproc-per-node=2", "--rdzv-conf=is_host={}"
