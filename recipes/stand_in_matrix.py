@@ -4,6 +4,7 @@
 
 Each training of ``matrix_training.py`` runs under torchrun, then under monetrun with each budget. What must hold:
 
+\b
 - It is refused (exit code 80), or trains to its end.
 - The plain peaks that are printed are torchrun's, within 0.5%.
 - Planned and measured allocated peaks agree within 0.5%, reserved ones within 2% or 32 MiB.
