@@ -130,23 +130,25 @@ def judged(differences: Sequence[Difference], *, bitwise: bool) -> tuple[Differe
         differences: of one step.
         bitwise: whether the plan promises the plain step's bits. It cannot keep that where the plain step itself does
             not (``repeats``): there, and otherwise, the planned value may be ``FACTOR`` times as far from float64's as
-            the plain one is, or as one rounding of a value of its size. Without float64 both may differ by the root of
-            the dtype's epsilon, as a share. A value's size is its norm, or that of as many elements of average size: a
-            gradient that is zero but for rounding has none of its own.
+            the plain one is, or as all plain ones of its kind are as a share of their norm (where rounding moves the
+            input of a ReLU across zero, gradients jump), or as one rounding of a value of its size. Without float64
+            both may differ by the root of the dtype's epsilon, as a share. A value's size is its norm, or that of as
+            many elements of average size: a gradient that is zero but for rounding has none of its own.
     """
-    totals: dict[str, tuple[float, int]] = {}
+    totals: dict[str, tuple[float, float, int]] = {}
     for d in differences:
-        square, elements = totals.get(d.kind, (0.0, 0))
-        totals[d.kind] = square + d.norm**2, elements + d.elements
+        far, square, elements = totals.get(d.kind, (0.0, 0.0, 0))
+        totals[d.kind] = far + (d.plain_float64 or 0.0) ** 2, square + d.norm**2, elements + d.elements
 
     def allowed(d: Difference) -> float:
         if bitwise and d.repeats:
             return -1.0
-        square, elements = totals[d.kind]
+        far, square, elements = totals[d.kind]
         size = max(d.norm, math.sqrt(square / max(1, elements) * d.elements))
         if d.plain_float64 is None:
             return math.sqrt(d.epsilon) * size
-        return FACTOR * max(d.plain_float64, d.epsilon * size)
+        share = math.sqrt(far / square) if square else 0.0
+        return FACTOR * max(d.plain_float64, share * d.norm, d.epsilon * size)
 
     return tuple(replace(d, allowed=allowed(d)) for d in differences)
 

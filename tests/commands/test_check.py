@@ -175,6 +175,13 @@ def test_rounding_may_lead_a_stated_factor_farther_from_float64_than_the_plain_s
     assert not within(planned_float64=math.nan)
 
 
+def test_where_the_plain_steps_gradients_jump_the_planned_ones_may_do_so_elsewhere():
+    jumped = replace(ONE, norm=3.0, planned_float64=0.0, plain_float64=0.5)
+    other = replace(ONE, name="other", norm=4.0, plain_float64=1e-6)
+    assert judged([jumped, replace(other, planned_float64=3.9)], bitwise=False)[1].within  # 10 x 0.5 / 5 of its norm
+    assert not judged([jumped, replace(other, planned_float64=4.1)], bitwise=False)[1].within
+
+
 def test_a_gradient_of_rounding_alone_is_measured_by_the_size_of_the_others():
     large = replace(ONE, elements=10_000, norm=100.0, planned_float64=0.0, plain_float64=0.0)
     zero = replace(ONE, name="bias", elements=100, norm=1e-9, planned_float64=9e-6, plain_float64=1e-9)
