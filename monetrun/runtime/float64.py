@@ -15,7 +15,7 @@ def convert(module: nn.Module) -> None:
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     module.double()
     if (default := torch.get_default_dtype()) != torch.float64:
-        _SameRandomNumbers(dtypes.pop() if len(dtypes) == 1 else default, default).__enter__()
+        SameRandomNumbers(dtypes.pop() if len(dtypes) == 1 else default, default).__enter__()
         torch.set_default_dtype(torch.float64)
 
 
@@ -24,7 +24,7 @@ def converted(values: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, values)
 
 
-class _SameRandomNumbers(TorchDispatchMode):
+class SameRandomNumbers(TorchDispatchMode):
     """Random operators run in the model's own precision: in float64 they would draw other numbers.
 
     Args:
@@ -48,11 +48,12 @@ class _SameRandomNumbers(TorchDispatchMode):
         narrowed = tree_map_only(torch.Tensor, narrow, (args, kwargs))
         if narrowed[1].get("dtype") == torch.float64:
             narrowed[1]["dtype"] = self.default
+        before = torch.get_default_dtype()
         torch.set_default_dtype(self.default)
         try:
             drawn = func(*narrowed[0], **narrowed[1])
         finally:
-            torch.set_default_dtype(torch.float64)
+            torch.set_default_dtype(before)
         if func._schema.is_mutable:
             written = args[0] if args else kwargs["out"]
             return written.copy_(drawn)

@@ -31,6 +31,7 @@ from monetrun.planning.check import (
     judged,
     operator_times,
 )
+from monetrun.runtime.float64 import SameRandomNumbers
 from support.paths import ROOT
 from support.step_records import chain_record
 
@@ -199,6 +200,21 @@ def test_a_float64_run_with_other_random_numbers_is_recognized():
     assert is_another_step([replace(ONE, plain_float64=0.9)])
     assert is_another_step([replace(ONE, plain_float64=math.nan)])
     assert not is_another_step([replace(ONE, plain_float64=0.1)])
+
+
+def test_a_float64_run_draws_the_random_numbers_of_the_models_precision():
+    def drawn(dtype):
+        torch.manual_seed(0)
+        x = torch.ones(8, dtype=dtype)
+        numbers = (torch.rand(8), torch.randn(8, dtype=dtype), torch.rand_like(x), torch.empty_like(x).normal_())
+        return *numbers, torch.nn.functional.dropout(x), torch.randint(9, (8,))
+
+    expected = drawn(torch.float32)
+    with SameRandomNumbers(torch.float32, torch.float32):
+        given = drawn(torch.float64)
+    assert [g.dtype for g in given] == [torch.float64] * 5 + [torch.int64]
+    assert all(torch.equal(g, e.to(g.dtype)) for g, e in zip(given, expected, strict=True))
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_values_are_compared_bit_by_bit_and_by_their_norms():
