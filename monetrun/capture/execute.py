@@ -27,8 +27,9 @@ from monetrun.ops.registry import Call
 
 monet = torch.ops.monet
 
-# in a call's meta: see ``_Builder._extra_share``
+# in a call's meta: see ``_Builder._extra_share``, and the step of the schedule that it is
 _EXTRA = "monetrun_extra_share"
+_STEP = "monetrun_step"
 
 
 @dataclass
@@ -171,6 +172,7 @@ class _Builder:
         new = into.graph.call_function(call.target, arguments, keywords)
         new.meta = _metadata(node)
         new.meta[_EXTRA] = self._extra_share(step, again)
+        new.meta[_STEP] = step
         written = self.joint.graph.operators[step.operator].outputs
         # a kept tensor that is written again is a copy without readers: they use the first one
         stale = {t for t in written if not (again and self.joint.graph.tensors[t].kept)}
@@ -274,6 +276,10 @@ class Stopwatch:
         """Stop, and add the time since ``start``."""
         self._spans.append((self._started, self._clock.mark()))
 
+    def spans(self) -> list[float]:
+        """The seconds of each, in order, before ``seconds`` has added them up."""
+        return [self._clock.seconds(start, end) for start, end in self._spans]
+
     @property
     def seconds(self) -> float:
         """The sum; waits until the device has come to the last stop.
@@ -311,3 +317,29 @@ def timed(module: fx.GraphModule, stopwatch_of: Callable[[float], Stopwatch]) ->
             running = share
         copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, graph) if any(n.meta.get(_EXTRA) for n in module.graph.nodes) else None
+
+
+def timed_by_step(
+    module: fx.GraphModule, stopwatch_of: Callable[[Step], Stopwatch], begins: Callable[[], None]
+) -> fx.GraphModule:
+    """A copy of a module of ``build`` in which a stopwatch runs during each step of the schedule.
+
+    Args:
+        module: the forward or the backward.
+        stopwatch_of: gives the stopwatch of a step; one that the schedule has several times gets the same one.
+        begins: called when the module is.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    begun = False
+    for node in module.graph.nodes:
+        step: Step | None = node.meta.get(_STEP)
+        if node.op != "placeholder" and not begun:
+            graph.call_function(begins)
+            begun = True
+        if step is not None:
+            graph.call_function(stopwatch_of(step).start)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if step is not None:
+            graph.call_function(stopwatch_of(step).stop)
+    return fx.GraphModule(module, graph)

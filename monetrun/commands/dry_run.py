@@ -1,4 +1,4 @@
-"""What ``plan``, ``frontier`` and ``batch`` share: they take a launch's options and a trial run, and train nothing."""
+"""What ``plan``, ``frontier``, ``batch`` and ``check`` share: they take a launch's options, and train nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from monetrun.launcher.parser import LaunchParser
 from monetrun.launcher.script import check_script
 
 
-def parse_dry_run(command: str, parser: LaunchParser, words: Sequence[str]) -> tuple[LaunchOptions, argparse.Namespace]:
+def parse_dry_run(
+    command: str, parser: LaunchParser, words: Sequence[str], *, plan_file: bool = False
+) -> tuple[LaunchOptions, argparse.Namespace]:
     """Parse the options of a command that needs a trial run, and check that its script exists.
+
+    Args:
+        command: its name, for messages.
+        parser: of its words.
+        words: what follows its name.
+        plan_file: whether ``--plan`` may name a plan.
 
     Returns:
         The launch's options, and the namespace with the command's own.
@@ -22,8 +30,9 @@ def parse_dry_run(command: str, parser: LaunchParser, words: Sequence[str]) -> t
         ScriptNotFound: there is no such script.
     """
     options, args = parser.parse_launch(words)
-    if options.plan_file or not options.probe:
-        raise UsageError(f"monetrun {command} needs its trial run", "leave out --no-probe and --plan")
+    if not options.probe or (options.plan_file and not plan_file):
+        refused = "--no-probe" if plan_file else "--no-probe and --plan"
+        raise UsageError(f"monetrun {command} needs its trial run", f"leave out {refused}")
     if options.report_folder:
         raise UsageError(f"monetrun {command} trains nothing to report", "monetrun explain --html FILE shows a plan")
     check_script(options)

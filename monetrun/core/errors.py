@@ -10,6 +10,7 @@
     +-- PlanMismatch               83   the plan is not for this model, or ranks disagree
     +-- BudgetExceeded             84   a step needed more than the budget
     +-- NeverTrained               85   no training step was seen in the trial run (where a plan is needed, or --strict)
+    +-- CheckFailed                86   monetrun check: the planned step is not the plain one, or not within the budget
     +-- ScriptFailed                    the user's script failed in its trial run; its own exit code
     +-- ScheduleError              70   a schedule breaks the replay rules, and is not run
     +-- GuardFailed                70   weights violate what a schedule assumes (the worker catches it and plans again)
@@ -123,6 +124,12 @@ class NeverTrained(MonetrunError):
     """No training step was seen in the trial run, and a launch is ``--strict``, or a command needs its plan."""
 
     exit_code = 85
+
+
+class CheckFailed(MonetrunError):
+    """The planned step computes something else than the plain one, or takes more than the budget."""
+
+    exit_code = 86
 
 
 class ScriptFailed(MonetrunError):

@@ -68,7 +68,7 @@ class Job:
         budget: parsed.
         ranks: the workers to start.
         modelled_bytes: memory of the device that ``--cost-model`` describes; 0 if costs are measured.
-        console: for progress and reports.
+        console: for progress and reports; ``settings``, ``folder``: of the trial runs' and the workers' processes.
         plain: what the plain run takes of a CUDA device, once measured.
         record: the script's step, once known.
         plan: the step's plan, once known.
@@ -89,16 +89,16 @@ class Job:
         self.plan: Plan | None = None
         self.from_cache = False
         self._store = Store(default_root()) if options.use_cache else None
-        self._folder = temporary_folder("monetrun_")
-        self._reports = self._folder / "reports"
+        self.folder = temporary_folder("monetrun_")
+        self._reports = self.folder / "reports"
         self._reports.mkdir()
-        self._settings = _settings(options, self._reports, self._store)
-        place = (self._settings, self._folder, self.console, self._store)
+        self.settings = _settings(options, self._reports, self._store)
+        place = (self.settings, self.folder, self.console, self._store)
         self._find_plain = partial(find_plain, options, self.ranks, *place)
 
     def close(self) -> None:
         """Remove the job's files, other than the cache."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- before training
 
@@ -132,14 +132,14 @@ class Job:
                 self._find_plan(self.record)
         budget_bytes = self.plan.budget_bytes if self.plan else memory.given_bytes(self.budget)
         found = self.plan, self.record, self.plain
-        return Decision(RUN, self.budget, budget_bytes, *found, bool(self.options.plan_file), self._settings.as_is)
+        return Decision(RUN, self.budget, budget_bytes, *found, bool(self.options.plan_file), self.settings.as_is)
 
     def follow(self, decision: Decision, *, shown: bool = True) -> dict[str, str]:
         """Print what was decided, here or by another node; gives the variables of this node's workers."""
         self.plan, self.record, self.plain = decision.plan, decision.record, decision.plain
         if shown:
             _print_decision(self, decision)
-        return decision.environment(self._settings, self._folder, self.ranks.kind)
+        return decision.environment(self.settings, self.folder, self.ranks.kind)
 
     def trial(self) -> StepRecord:
         """The script's step: from the cache, else from a trial run.
@@ -199,10 +199,10 @@ class Job:
         self.record = kept_record(self._store, key)
         self.from_cache = self.record is not None
         if self.record is None:
-            file, given = self._folder / "record.json", memory.given_bytes(self.budget)
-            settings = replace(self._settings, mode=PROBE, budget_bytes=given, record_file=str(file))
-            trial = run_trial(self.options, self.ranks, settings, self._folder, self.console, needed=needed)
-            self.record, self._settings = trial.record, replace(self._settings, as_is=trial.as_is)
+            file, given = self.folder / "record.json", memory.given_bytes(self.budget)
+            settings = replace(self.settings, mode=PROBE, budget_bytes=given, record_file=str(file))
+            trial = run_trial(self.options, self.ranks, settings, self.folder, self.console, needed=needed)
+            self.record, self.settings = trial.record, replace(self.settings, as_is=trial.as_is)
             if self.record is not None and self._store is not None:
                 self._store.put("probe", key, self.record)
         if self.record is not None and self.plain is not None:

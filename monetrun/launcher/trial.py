@@ -89,7 +89,7 @@ def run_trial(
     build_ahead(ranks.kind)
     with status(console, "trial run up to the first optimizer step", shown=not options.quiet):
         most_seconds = math.inf if needed else _MOST_SECONDS  # without a plan there is nothing to go on with
-        code = _run(options, environment, stderr_file, settings.record_file, most_seconds)
+        code = run_process(options, environment, stderr_file, settings.record_file, most_seconds)
     if (text := _read(settings.record_file)) is not None:
         record = codec.loads(StepRecord, text)
         return Trial(record if record.graphs else None)
@@ -98,7 +98,7 @@ def run_trial(
         if needed or options.strict:
             raise CaptureFailed(unseen["reason"], "without --strict a launch runs it as it is, outside the plan")
         return Trial(None, unseen["reason"])
-    own_error = _read_own_error(error_file)
+    own_error = read_own_error(error_file)
     if own_error is not None and (needed or options.strict):
         raise own_error
     if unseen:
@@ -106,7 +106,7 @@ def run_trial(
     elif code == 0:
         why = f"{options.script} ended without a training step in its trial run"
     else:
-        why = f"{options.script} failed in its trial run: {_how(code, error_file)}"
+        why = f"{options.script} failed in its trial run: {how_it_failed(code, error_file)}"
     if needed and code != 0 and not unseen:
         sys.stderr.write(stderr_file.read_text(errors="replace"))
         raise ScriptFailed(why, exit_code=code)
@@ -134,7 +134,7 @@ def measure_plain_run(
     """
     environment = trial_environment(options, ranks, settings, folder / "plain_error.json")
     with status(console, "trial run of the plain step", shown=not options.quiet):
-        _run(options, environment, folder / "plain_stderr.txt", settings.record_file)
+        run_process(options, environment, folder / "plain_stderr.txt", settings.record_file)
     text = _read(settings.record_file)
     return None if text is None else codec.loads(PlainPeaks, text)
 
@@ -147,7 +147,7 @@ def end_outer_trial() -> None:
         probe.leave_unseen("it launches monetrun itself", record_file)
 
 
-def _run(
+def run_process(
     options: LaunchOptions,
     environment: Mapping[str, str],
     stderr_file: Path,
@@ -241,7 +241,7 @@ def _command(options: LaunchOptions) -> list[str]:
     return [*command, options.script, *words]
 
 
-def _how(code: int, error_file: Path) -> str:
+def how_it_failed(code: int, error_file: Path) -> str:
     """How a process failed: the signal that killed it, its exception, or its exit code."""
     if code < 0:
         with contextlib.suppress(ValueError):
@@ -271,7 +271,7 @@ def _read_message(error_file: Path) -> Mapping[str, object] | None:
     return message if isinstance(message, Mapping) else None
 
 
-def _read_own_error(error_file: Path) -> MonetrunError | None:
+def read_own_error(error_file: Path) -> MonetrunError | None:
     """The monetrun error that ended the trial run, if one did."""
     message = _read_message(error_file)
     if message is None or "errorCode" not in message:

@@ -18,7 +18,13 @@ def autoload() -> None:
 
     try:
         from monetrun.runtime import session
+        from monetrun.runtime.settings import CHECKS
 
-        session.start(os.environ)
+        if os.environ[MODE] in CHECKS:
+            from monetrun.runtime.checked_session import CheckedSession
+
+            session.start(os.environ, CheckedSession)
+        else:
+            session.start(os.environ)
     except Exception:
         logging.getLogger("monetrun").exception("monetrun could not start in this process; the script runs as it is")

@@ -191,7 +191,7 @@ class Backend:
         number, guards = module.meta["monetrun"]
         if self.meters is None:
             return self._observed(FORWARD, number, guards.watching(execute.boxed(module)))
-        timed = self._timed(module)
+        timed = self._timed(module, FORWARD, number)
         return guards.checking(self._with_room(guards.graph, _measured(self.meters.steps, FORWARD, number, timed)))
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
@@ -201,7 +201,7 @@ class Backend:
         if by_turns is not None:
             turns = by_turns.run
             if self.meters is not None:
-                turns = self._timed_by_turns(turns, module, pending.order)
+                turns = self._timed_by_turns(turns, module, pending.order, number)
                 turns = _measured_by_turns(self.meters.steps, number, turns)
             elif self.observer is not None:
                 turns = _observed_by_turns(self.observer, number, pending.watched, turns)
@@ -210,7 +210,7 @@ class Backend:
         if self.meters is None:
             run = self._observed(BACKWARD, number, execute.boxed(module))
         else:
-            run = _measured(self.meters.steps, BACKWARD, number, self._timed(module))
+            run = _measured(self.meters.steps, BACKWARD, number, self._timed(module, BACKWARD, number))
         return gradient_forms.fitting(absent.at_once(run), module, inputs)
 
     def _with_room(self, graph: Graph, run: Run) -> Run:
@@ -224,17 +224,17 @@ class Backend:
         checked._boxed_call = True  # type: ignore[attr-defined]
         return checked
 
-    def _timed(self, module: fx.GraphModule) -> Run:
+    def _timed(self, module: fx.GraphModule, phase: str, number: int) -> Run:
         """Runs ``module``, timed in its early calls."""
         assert self.meters is not None
         run = (programs.program(module) if programs.runs_on_cuda(module) else None) or execute.boxed(module)
-        timed = execute.timed(module, self.meters.timing.extra)
+        timed = self.meters.timing.instrumented(module, phase, number)
         return self.meters.timing.early_calls(run, None if timed is None else execute.boxed(timed))
 
-    def _timed_by_turns(self, run: Turns, module: fx.GraphModule, order: GradientOrder) -> Turns:
+    def _timed_by_turns(self, run: Turns, module: fx.GraphModule, order: GradientOrder, number: int) -> Turns:
         """``_timed`` of a backward that gives its gradients by turns."""
         assert self.meters is not None
-        timed = execute.timed(module, self.meters.timing.extra)
+        timed = self.meters.timing.instrumented(module, BACKWARD, number)
         early = None if timed is None else in_turn(timed, order.results).run
         return self.meters.timing.early_calls_by_turns(run, early)
 

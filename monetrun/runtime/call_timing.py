@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import logging
+import statistics
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
+
+from torch import fx
 
 from monetrun.capture import cost
 from monetrun.capture.clock import clock_of
 from monetrun.capture.cost import OperatorCost
-from monetrun.capture.execute import Stopwatch
+from monetrun.capture.execute import Stopwatch, timed, timed_by_step
 from monetrun.capture.in_turn import Turns
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
 from monetrun.core.graph import Costs
+from monetrun.core.plan import Step
+from monetrun.planning.check import OperatorSeconds
 
 Run = Callable[[list[Any]], Any]
 
@@ -50,6 +56,16 @@ class CallTiming:
     def extra(self, share: float) -> Stopwatch:
         """Runs in timed calls while they do what the plain step does not do, or ``share`` of it is."""
         return self._extra.setdefault(share, Stopwatch(self._clock))
+
+    def instrumented(self, module: fx.GraphModule, phase: str, graph: int) -> fx.GraphModule | None:
+        """What runs in timed calls in the place of a module of ``execute.build``; None: the module itself.
+
+        Args:
+            module: the forward or the backward.
+            phase: which of the two.
+            graph: its graph's number in the record, -1 if it has none.
+        """
+        return timed(module, self.extra)
 
     def overhead(self) -> float | None:
         """Seconds that the plain step would not take, over the other seconds of the timed calls.
@@ -95,3 +111,36 @@ class CallTiming:
             return result
 
         return call
+
+
+class OperatorTiming(CallTiming):
+    """Times every operator in the timed calls of the record's graphs, in place of what is extra."""
+
+    def __init__(self, meter: Meter, known: Mapping[str, OperatorCost] | None = None) -> None:
+        super().__init__(meter, known)
+        self._steps: dict[tuple[int, str, Step], Stopwatch] = {}
+        self._calls_of: Counter[tuple[int, str]] = Counter()
+
+    def instrumented(self, module: fx.GraphModule, phase: str, graph: int) -> fx.GraphModule | None:
+        """See ``CallTiming.instrumented``."""
+        if graph < 0:
+            return None
+
+        def stopwatch_of(step: Step) -> Stopwatch:
+            return self._steps.setdefault((graph, phase, step), Stopwatch(self._clock))
+
+        def begins() -> None:
+            self._calls_of[graph, phase] += 1
+
+        return timed_by_step(module, stopwatch_of, begins)
+
+    def operators(self) -> tuple[OperatorSeconds, ...]:
+        """Measured seconds of the operators in a call of their graph, the medians; empty before any timed call."""
+        found = []
+        for (graph, phase, step), stopwatch in self._steps.items():
+            spans, calls = stopwatch.spans(), self._calls_of[graph, phase]
+            if calls:
+                runs = len(spans) // calls
+                seconds = statistics.median(sum(spans[k * runs : (k + 1) * runs]) for k in range(calls))
+                found.append(OperatorSeconds(graph, phase, step.operator, step.implementation, seconds))
+        return tuple(found)

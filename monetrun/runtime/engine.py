@@ -27,12 +27,12 @@ from monetrun.runtime import agreement
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.backend import Backend, PlannedCallMeters
 from monetrun.runtime.budget_here import budget_here
-from monetrun.runtime.call_timing import CallTiming
+from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.running_plan import RunningPlan
 from monetrun.runtime.second_step import SecondStep, followed
-from monetrun.runtime.settings import PROBE, Settings
+from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
 
 _log = logging.getLogger("monetrun")
@@ -80,13 +80,14 @@ class Engine:
             _log.info("torch.ops.monet runs its references: %s", kernels.unavailable_reason(device.type))
         self.store = Store(Path(settings.cache_folder)) if settings.cache_folder else None
         self.known = cost_store.load(self.store, device)
-        self.meters = PlannedCallMeters(CallTiming(self.meter, self.known), StepMeter(self.meter))
+        timing = OperatorTiming if settings.mode == CHECK else CallTiming
+        self.meters = PlannedCallMeters(timing(self.meter, self.known), StepMeter(self.meter))
         self.generation = 0
         self.breaks: dict[str, Break] = {}
         self.recorder: Recorder | SecondStep | None = None
         self.running: RunningPlan | None = None
         self._step_recorded = False
-        self._looked = False
+        self._looked = settings.mode == CHECK  # whose plan is the one to check
         self._traces = _Traces()
         plan = _given_plan(plan, settings)
         if plan is None:
@@ -94,7 +95,7 @@ class Engine:
             plain = AllocatorSettings() if settings.own_allocator else None
             self.recorder = Recorder(self.meter, device, self.known, model, plain, _budget(settings))
             return
-        record = codec.loads(StepRecord, Path(settings.record_file).read_text()) if settings.record_file else None
+        record = _planned_step(settings.step_file or settings.record_file)
         self.breaks = {b.module: b for b in record.breaks} if record is not None else {}
         self._run(plan, record)
 
@@ -255,6 +256,10 @@ def _given_plan(plan: Plan | None, settings: Settings) -> Plan | None:
     if plan is not None:
         return agreement.plan_in_rank_0(lambda budgets: plan)
     return codec.loads(Plan, Path(settings.plan_file).read_text()) if settings.plan_file else None
+
+
+def _planned_step(path: str) -> StepRecord | None:
+    return codec.loads(StepRecord, Path(path).read_text()) if path else None
 
 
 def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan:

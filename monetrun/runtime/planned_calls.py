@@ -122,6 +122,7 @@ class PlannedCall:
     Attributes:
         backend: compiles the module's graphs; None before the first call.
         broken: why it is not captured whole, once that is known.
+        as_compiled: code that asks whether it is being compiled is told so.
         parts: planned calls of the modules in it, where it is not captured whole. Only of a model.
     """
 
@@ -145,7 +146,7 @@ class PlannedCall:
         self.parts: list[PlannedCall] = []
         self.broken: Break | None = None
         self._generation = -1
-        self._as_compiled = False  # code that asks whether it is being compiled is told so
+        self.as_compiled = False
         self._run: Any = None
         self._unsettled = 0  # calls that captured something
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
@@ -222,7 +223,7 @@ class PlannedCall:
             before = self.backend.captured
             try:
                 with slow:
-                    result = _with_own_errors(self._run, module, args, kwargs, as_eager=not self._as_compiled)
+                    result = _with_own_errors(self._run, module, args, kwargs, as_eager=not self.as_compiled)
             except GuardFailed as failure:  # ends: each time there is one implementation less
                 engine.plan_without(failure.failed)
             except MemoryShort as failure:  # ends: each time there is room for what is held, or an error
@@ -232,17 +233,17 @@ class PlannedCall:
                     raise  # a part of the forward may have run
                 if (
                     was_asked()
-                    and not self._as_compiled
+                    and not self.as_compiled
                     and not only_exact(parse_kinds(engine.settings.implementations))
                 ):
-                    self._as_compiled, self._generation = True, -1
+                    self.as_compiled, self._generation = True, -1
                 else:
                     self._cannot_be_captured(error)
             else:
                 self._unsettled += self.backend.captured > before
                 if self._unsettled > _UNSETTLED_CALLS and (self.broken or self.model):
                     self._break(Break(self.path, self.name, "its inputs", "a new shape in each call", in_python=True))
-                if self._as_compiled and self.backend.captured and engine.running is not None:
+                if self.as_compiled and self.backend.captured and engine.running is not None:
                     self.reporter.warn(f"{self.name} {_ASKS}")
                 return result
             if self.broken is not None:
@@ -252,7 +253,7 @@ class PlannedCall:
         """Have Dynamo compile the module anew; parts of one class share what is compiled."""
         generation, whole = self.engine.generation, self.broken is None
         shared = (self.model or self)._compiled
-        key = (self.model is None, type(self.module()), whole, self._as_compiled)
+        key = (self.model is None, type(self.module()), whole, self.as_compiled)
         if key not in shared or shared[key][0] != generation:
             backend = self.engine.backend(self.name)
             run = _torch_compile(_entry(self._sharded), backend=backend, dynamic=False, fullgraph=whole)
@@ -273,7 +274,7 @@ class PlannedCall:
         self._break(found)
 
     def _break(self, found: Break) -> None:
-        self.broken, self._as_compiled = found, False
+        self.broken, self.as_compiled = found, False
         self._said = False  # a model that was captured whole so far may break later
         self._generation, self.backend = -1, None
         if self.model is None and not self.parts:

@@ -14,6 +14,7 @@ import torch
 from monetrun.core import codec
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
+from monetrun.planning.check import CheckedRun
 from monetrun.runtime.settings import PROBED
 
 # What is added to the path of a record that a trial run could not make, for the file that says why.
@@ -21,6 +22,9 @@ UNSEEN = ".unseen"
 
 # The same, for an empty file that says that a model has been called in training.
 BEGUN = ".begun"
+
+# The same, for the folder of the values that a check's run keeps of its first step.
+VALUES = ".values"
 
 NO_OPTIMIZER = "it computes gradients without an optimizer of torch.optim"
 
@@ -60,7 +64,7 @@ def _future(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def write(record: StepRecord | PlainPeaks, path: str) -> None:
+def write(record: StepRecord | PlainPeaks | CheckedRun, path: str) -> None:
     """Write what a trial run found; the file is there as a whole or not at all."""
     part = Path(f"{path}.{os.getpid()}")
     part.write_text(codec.dumps(record))
@@ -86,7 +90,7 @@ def leave_unseen(reason: str, path: str, *, as_is: bool = False) -> NoReturn:
     leave(None, path)
 
 
-def leave(record: StepRecord | PlainPeaks | None, path: str) -> NoReturn:
+def leave(record: StepRecord | PlainPeaks | CheckedRun | None, path: str) -> NoReturn:
     """Write the record, if any, and end the process at once: no ``atexit``, no ``finally``, no further line."""
     if record is not None:
         write(record, path)

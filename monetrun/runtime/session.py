@@ -31,8 +31,13 @@ if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch
 _session: Session | None = None
 
 
-def start(environ: Mapping[str, str]) -> None:
-    """Begin the session that the environment describes; called at the end of ``import torch``."""
+def start(environ: Mapping[str, str], kind: Callable[[Settings], Session] | None = None) -> None:
+    """Begin the session that the environment describes; called at the end of ``import torch``.
+
+    Args:
+        environ: as ``Settings.from_environment`` reads it.
+        kind: makes the session; by default ``Session``.
+    """
     global _session
     settings = Settings.from_environment(environ)
     if not settings.claim():
@@ -54,7 +59,7 @@ def start(environ: Mapping[str, str]) -> None:
 
         PlainRun(settings).watch_process()
         return
-    _session = Session(settings)
+    _session = (kind or Session)(settings)
     _session.watch_process()
 
 

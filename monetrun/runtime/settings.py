@@ -15,7 +15,11 @@ PROBE = "probe"
 RUN = "run"
 MEASURE = "measure"
 PLAIN = "plain"
-TRIALS = (PROBE, MEASURE)  # nothing may train in these
+CHECK = "check"
+CHECK_PLAIN = "check-plain"
+CHECK_FLOAT64 = "check-float64"
+CHECKS = (CHECK, CHECK_PLAIN, CHECK_FLOAT64)
+TRIALS = (PROBE, MEASURE, *CHECKS)  # nothing may train in these
 
 # Set in a trial run, for the script to recognise it.
 TRIAL = "MONETRUN_TRIAL"
@@ -35,12 +39,14 @@ class Settings:
 
     Attributes:
         mode: ``"run"``, ``"probe"`` (a trial run up to the first optimizer step), ``"measure"`` (a trial run without
-            a plan, of a few steps) or ``"plain"`` (a run that needs no plan).
+            a plan, of a few steps), ``"plain"`` (a run that needs no plan), or one of ``CHECKS``: a trial run of a few
+            steps whose first one is kept to be compared, under a plan, plain, or plain and in float64.
         budget: in ``--budget``'s grammar.
         budget_bytes: the budget in bytes, 0 where that is not known yet.
         plan_file: the plan to run, or empty: plan in this process after the first step.
         plan_given: the user named the plan, so that one for another model is an error.
         record_file: where a trial run writes its record, and where a run reads it.
+        step_file: where a check, which writes its own record, reads that of the planned step.
         report_folder: where each rank leaves its measurements, or empty.
         cache_folder: of the store, or empty for none.
         algorithm: the solver's name.
@@ -64,6 +70,7 @@ class Settings:
     plan_file: str = ""
     plan_given: bool = False
     record_file: str = ""
+    step_file: str = ""
     report_folder: str = ""
     cache_folder: str = ""
     algorithm: str = "hierarchical"

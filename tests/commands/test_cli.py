@@ -359,7 +359,7 @@ def test_importing_monetrun_imports_none_of_its_packages():
 
 
 def test_every_command_is_a_module_whose_words_torchruns_parser_or_click_parses():
-    of_a_launch = {"batch", "frontier", "plan", "run"}
+    of_a_launch = {"batch", "check", "frontier", "plan", "run"}
     modules = {path.stem for path in Path(commands.__file__).parent.glob("*.py")}
     for name in (*SUMMARIES, "run"):
         assert name in modules
