@@ -11,7 +11,7 @@ Each training of ``matrix_training.py`` runs under torchrun, then under monetrun
 - What the script itself sees reserved is within the budget; settled steps retry no allocation.
 
 A budget is as for ``--budget``; ``=0.7x`` is that share of the plain run in bytes, ``0.8x-no-probe`` has no trial run.
-"""
+"""  # noqa: D301 - click reads the backspace
 
 from __future__ import annotations
 
