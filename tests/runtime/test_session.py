@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import monetrun
-from monetrun.capture import cpu_allocator
+from monetrun.capture import allocator_history, cpu_allocator
 from monetrun.core.errors import BudgetSyntaxError, CaptureFailed
 from monetrun.core.graph import BACKWARD
 from monetrun.runtime import session as process
@@ -242,3 +242,11 @@ def test_a_plans_forward_has_no_backward_operators(session):
     (graph,) = session.engine.running.record.graphs
     forward = [s.operator for s in session.engine.plan.graphs[0].schedule.forward]
     assert not [i for i in forward if graph.operators[i].phase == BACKWARD]
+
+
+def test_a_warm_up_of_cublas_is_no_backward_of_the_scripts(session):
+    allocator_history.warm_up_libraries(torch.device("cpu"))
+    assert session._backwards == 0
+    weight = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(weight.sum(), weight)
+    assert session._backwards == 1
