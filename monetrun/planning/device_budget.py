@@ -94,7 +94,7 @@ def found_within(
     target = max(target, lowest_bytes)
     best: tuple[float, Found, Reserved] | None = None
     least: tuple[int, Sequence[Schedule]] | None = None
-    kept = 0  # the most allocated by schedules that reserve no more than the budget
+    kept = 0  # the highest target whose schedules reserve no more than the budget
     failure: NoPlanInTime | None = None
     tried: list[Sequence[Schedule]] = list(starts)
     seconds = options.seconds / 2
@@ -120,7 +120,7 @@ def found_within(
         else:
             if best is None or timeline.seconds < best[0]:
                 best = (timeline.seconds, found, taken)
-            kept = max(kept, timeline.peak_bytes)
+            kept = max(kept, timeline.peak_bytes, target)
             target = timeline.peak_bytes - excess
         if kept and (target >= too_much or target <= kept):
             target = (kept + too_much) // 2
