@@ -25,20 +25,28 @@ ROOT = Path(__file__).resolve().parent.parent
 # Files with long tests, in about the order of their time: a file runs in one process, and none of these should be left
 # over when the others are done.
 LONGEST = (
-    "test_training",
     "test_end_to_end",
+    "test_training",
+    "test_gpu_check",
+    "test_fsdp",
+    "test_nodes",
+    "test_recipes_train_alike",
+    "test_gpu_launches",
+    "test_torch_launcher",
+    "test_commands",
     "test_implementations",
+    "test_session",
+    "test_unplannable_use",
+    "test_parts",
+    "test_random_models",
+    "test_standin_gpu",
+    "test_changed_files",
+    "test_guards",
+    "test_launch",
+    "test_fake_tensors",
+    "test_check",
     "test_whole_networks",
     "test_solver_laws",
-    "test_session",
-    "test_launch",
-    "test_guards",
-    "test_kernels",
-    "test_norm_kernels",
-    "test_commands",
-    "test_fake_tensors",
-    "test_gpu_check",
-    "test_random",
 )
 
 
