@@ -11,9 +11,10 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "apply": "monetrun.runtime.session",
     "close": "monetrun.runtime.session",
+    "SavedTensors": "monetrun.integrations.partitioner",
 }
 
-__all__ = ["__version__", "apply", "close"]
+__all__ = ["SavedTensors", "__version__", "apply", "close"]
 
 
 def __getattr__(name: str) -> Any:
