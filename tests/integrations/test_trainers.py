@@ -1,6 +1,8 @@
 """docs/integrations.md: its own lines train as without monetrun, within the budget, in other packages' trainers."""
 
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -12,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import monetrun
 from monetrun.capture import cpu_allocator
 from monetrun.runtime import session as process
-from support.launches import skip_without, without_settings
-from support.paths import DOCS
+from support.launches import set_apart, skip_without, without_settings
+from support.paths import DOCS, SCRIPTS
 
 pytestmark = pytest.mark.slow
 
@@ -144,6 +146,22 @@ def test_transformers_ends_the_budget_when_training_raises(capsys):
     with pytest.raises(Fails):
         gpt_with(LINES["transformers"], fail_at=2)
     assert plain_again()
+
+
+def test_transformers_trains_on_two_ranks_as_without_the_callback(monkeypatch, tmp_path):
+    skip_without(("transformers", "accelerate"))
+    set_apart(monkeypatch, tmp_path)
+    script = str(SCRIPTS / "trainer_callback.py")
+    for words in (("plain",), ("planned", "0.8x")):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        plain, planned = (torch.load(f"{kind}.{rank}") for kind in ("plain", "planned"))
+        assert within_budget(planned["measured"])
+        assert len(plain["losses"]) == 3
+        assert planned["losses"] == plain["losses"]
+        assert equal(planned["state"], plain["state"])
 
 
 # ---- Lightning
