@@ -10,9 +10,11 @@ __version__ = "0.1.0"
 # name -> module: resolved on first use, so that an installed monetrun costs other Python processes nothing
 _PUBLIC = {
     "apply": "monetrun.runtime.session",
+    "close": "monetrun.runtime.session",
+    "SavedTensors": "monetrun.integrations.partitioner",
 }
 
-__all__ = ["__version__", "apply"]
+__all__ = ["SavedTensors", "__version__", "apply", "close"]
 
 
 def __getattr__(name: str) -> Any:

@@ -72,7 +72,14 @@ class JointGraph:
         return [n for n in self.module.graph.find_nodes(op="placeholder") if is_tangent(n)]
 
 
-def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inputs: Sequence[int] = ()) -> JointGraph:
+def capture(
+    module: fx.GraphModule,
+    forward_outputs: int,
+    name: str,
+    static_inputs: Sequence[int] = (),
+    *,
+    split_convolutions: bool = True,
+) -> JointGraph:
     """Describe a joint module.
 
     Args:
@@ -80,11 +87,13 @@ def capture(module: fx.GraphModule, forward_outputs: int, name: str, static_inpu
         forward_outputs: how many of its outputs are the forward's; the others are gradients.
         name: of the model, for messages.
         static_inputs: positions of the inputs that are parameters or buffers.
+        split_convolutions: a convolution's two gradients are operators of their own.
 
     Raises:
         CaptureFailed: the module has symbolic shapes, or an operator whose outputs are not tensors.
     """
-    split_convolution_backward(module)
+    if split_convolutions:
+        split_convolution_backward(module)
     take_new_statistics(module)
     join_output_gradients(module)
     dtypes.correct_norms(module)

@@ -97,3 +97,8 @@ def several_ranks() -> bool:
     """Whether this process trains together with others."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def place() -> tuple[int, int]:
+    """Rank of the process, and how many train together."""
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several_ranks() else (0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,26 @@ class TrainingObserver(Protocol):
 def optimizers() -> list[Optimizer]:
     """All optimizers that exist in the process."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+
+
+def optimizers_of(model: nn.Module) -> list[Optimizer]:
+    """The optimizers in use that train parameters of ``model``: not those that former trainings left in cycles."""
+    gc.collect()
+    parameters = {id(p) for p in model.parameters()}
+    return [optimizer for optimizer in optimizers() if not parameters.isdisjoint(_trained([optimizer]))]
+
+
+def all_trained(made: Iterable[Optimizer], stepped: Collection[Optimizer]) -> bool:
+    """Whether every parameter of the optimizers ``made`` is one of those that have ``stepped``.
+
+    An optimizer around another one makes no step itself (accelerate's), nor does one of a former training.
+    """
+    waiting = [optimizer for optimizer in made if optimizer not in stepped]
+    return not waiting or _trained(waiting) <= _trained(stepped)
+
+
+def _trained(made: Iterable[Optimizer]) -> set[int]:
+    return {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
 
 
 def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:

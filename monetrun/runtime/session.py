@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from monetrun.capture import cpu_allocator, double_backward, fake_tensors, roofline
 from monetrun.core.errors import BudgetExceeded, CaptureFailed
-from monetrun.runtime import candidates, hooks, planned_calls, sharding, unplannable_use
+from monetrun.runtime import agreement, candidates, hooks, planned_calls, sharding, unplannable_use
 from monetrun.runtime.planned_calls import Nesting, PlannedCall, Trigger
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, TRIALS, Settings
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch
     from monetrun.runtime.engine import Engine
 
 _session: Session | None = None
+_launched = False  # by the launcher, whose budget holds in this process
 
 
 def start(environ: Mapping[str, str], kind: Callable[[Settings], Session] | None = None) -> None:
@@ -38,13 +39,14 @@ def start(environ: Mapping[str, str], kind: Callable[[Settings], Session] | None
         environ: as ``Settings.from_environment`` reads it.
         kind: makes the session; by default ``Session``.
     """
-    global _session
+    global _session, _launched
     settings = Settings.from_environment(environ)
     if not settings.claim():
         from monetrun.runtime import children
 
         children.watch(settings)  # a child of the worker, such as a DataLoader's process
         return
+    _launched = True
     from monetrun.runtime.traceback_file import install_excepthook
 
     install_excepthook(_out_of_memory)
@@ -85,6 +87,10 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     The first step runs on the schedules with the least peak, and is measured; from the second on the cheapest
     schedules within the budget run. Its ``state_dict``, type, deep copies and pickles are as before.
 
+    Models applied with the same budget and options share the budget. With others the former planning ends, and all
+    models that are trained are planned anew. In a process that the launcher started its budget holds: ``model`` is
+    given back as it is.
+
     Args:
         model: already on its device. What wraps it (DistributedDataParallel) may be put around it before or after.
         budget_or_plan: ``"12GiB"``, ``"0.6x"``, ... (``--budget``'s grammar), bytes as an int, or a ``Plan``.
@@ -102,15 +108,45 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     text = "" if plan is not None else str(budget_or_plan)
     if text:
         budget.parse(text)
+    if _launched:
+        return model
     if reason := candidates.unplannable(model):
         raise CaptureFailed(f"{type(model).__name__} cannot be planned: {reason}")
+    budget_text, (rank, world_size) = text or str(plan.budget_bytes if plan else ""), agreement.place()
+    settings = Settings(mode=RUN, budget=budget_text, rank=rank, world_size=world_size, **options)
+    if _session is not None and (_session.settings, _session.plan) != (settings, plan):
+        _session.close()
     if _session is None:
-        _session = Session(Settings(mode=RUN, budget=text or str(plan.budget_bytes if plan else ""), **options), plan)
+        _session = Session(settings, plan)
         _session.watch_process()
-    for optimizer in hooks.optimizers():
+    for optimizer in hooks.optimizers_of(model):
         _session.optimizer_made(optimizer)
     _session.put_triggers([model])
     return model
+
+
+def close() -> dict[str, Any]:
+    """End what ``apply`` began: models run as they are, and nothing is limited. Does nothing where nothing runs.
+
+    Returns:
+        What was planned and measured, by names of ``--json``: ``budget_bytes``, ``plain_peak_bytes``,
+        ``planned_peak_bytes``, ``planned_overhead``, ``measured_peak_bytes`` and ``steps``. Empty: there was no plan.
+    """
+    if _session is None or _launched:
+        return {}
+    engine = _session.engine
+    plan, findings = (None, {}) if engine is None else (engine.plan, engine.findings())
+    _session.close()
+    if plan is None:
+        return {}
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "plain_peak_bytes": plan.plain_peak_bytes,
+        "planned_peak_bytes": plan.planned_peak_bytes,
+        "planned_overhead": plan.overhead,
+        "measured_peak_bytes": findings["measured_peak_bytes"] if findings["exact"] else None,
+        "steps": findings["steps"],
+    }
 
 
 class Session:
@@ -245,7 +281,7 @@ class Session:
             self._idle.add(optimizer)  # no training step: loading a checkpoint makes one to allocate the state
             return
         self.stepped.add(optimizer)
-        all_stepped = all(o in self.stepped for o in self.optimizers)
+        all_stepped = hooks.all_trained(self.optimizers, self.stepped)
         if self.engine is not None:
             self.engine.optimizer_ended(type(optimizer).__name__, all_stepped)
         elif self.settings.mode == PROBE and all_stepped:

@@ -168,6 +168,66 @@ def test_apply_plans_a_model_whose_optimizer_exists():
     assert losses == [step(model, optimizer, 64) for _ in range(3)]
 
 
+def test_apply_plans_a_model_whose_optimizer_is_in_another_one_and_leaves_former_trainings_alone():
+    class Around(torch.optim.Optimizer):  # as accelerate's: the one inside makes the steps
+        def __init__(self, inside):
+            self.inside = inside
+
+        param_groups = property(lambda self: self.inside.param_groups)
+
+    former, model = small(), small()
+    optimizers = [zoo.sgd(former), Around(zoo.sgd(model))]
+    monetrun.apply(model, "0.9x", solver_seconds=1.0)
+    try:
+        for _ in range(2):
+            step(model, optimizers[1].inside, 64)
+    finally:
+        measured = monetrun.close()
+    assert measured["steps"] == 1
+    assert former._compiled_call_impl is None
+
+
+def test_close_gives_what_was_measured_and_restores_torch():
+    model = small()
+    optimizer = zoo.sgd(model)
+    monetrun.apply(model, "0.9x", solver_seconds=1.0)
+    for _ in range(3):
+        step(model, optimizer, 64)
+    measured = monetrun.close()
+    assert measured["steps"] == 2
+    assert 0 < measured["measured_peak_bytes"] <= measured["budget_bytes"] < measured["plain_peak_bytes"]
+    assert model._compiled_call_impl is None
+    assert torch.optim.Optimizer.zero_grad.__module__ == "torch.optim.optimizer"
+    assert monetrun.close() == {}
+
+
+def test_another_budget_ends_the_former_planning():
+    model = small()
+    optimizer = zoo.sgd(model)
+    try:
+        monetrun.apply(model, "0.9x", solver_seconds=1.0)
+        first = process._session
+        step(model, optimizer, 64)
+        monetrun.apply(model, "0.9x", solver_seconds=1.0)
+        assert process._session is first
+        monetrun.apply(model, "0.8x", solver_seconds=1.0)
+        for _ in range(2):
+            step(model, optimizer, 64)
+    finally:
+        measured = monetrun.close()
+    assert measured["budget_bytes"] == pytest.approx(0.8 * measured["plain_peak_bytes"], abs=1)
+
+
+def test_under_the_launcher_its_budget_holds(session, monkeypatch):
+    monkeypatch.setattr(process, "_launched", True)
+    monkeypatch.setattr(process, "_session", session)
+    model = small()
+    assert monetrun.apply(model, "0.8x") is model
+    assert model._compiled_call_impl is None
+    assert monetrun.close() == {}
+    assert process._session is session
+
+
 @pytest.mark.slow
 def test_a_second_session_starts_without_the_firsts_measurements():
     assert cpu_allocator.install()

@@ -1,0 +1,1 @@
+"""monetrun in other packages' trainers: one module for each package, which imports it; nothing else does."""
