@@ -16,7 +16,8 @@ from torch import nn
 from monetrun.capture.meter import Meter
 from monetrun.core.errors import MonetrunError
 from monetrun.core.options import Options
-from monetrun.core.plan import Plan, Schedule, plain_schedule
+from monetrun.core.plain_step import plain_step
+from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord, replay
 from monetrun.planning import planner
 from monetrun.planning.planner import Baseline
@@ -125,7 +126,7 @@ class Recorded:
         finally:
             session.close()
             torch._dynamo.reset()
-        self.plain = replay(self.record, [plain_schedule(g) for g in self.record.graphs])
+        self.plain = replay(*plain_step(self.record))
         self._frugal: dict[tuple[bool, tuple[str, ...] | None], tuple[Schedule, ...]] = {}
 
     def baseline(self, options: Options) -> Baseline:

@@ -18,6 +18,7 @@ from monetrun.capture.guards import Guard, Guards
 from monetrun.capture.operators import Described, Inputs, describe
 from monetrun.capture.optional_operators import mark_optional
 from monetrun.capture.output_gradients import is_tangent, join_output_gradients
+from monetrun.capture.regions import Regions
 from monetrun.capture.storages import Storages
 from monetrun.capture.tracing import split_convolution_backward, take_new_statistics
 from monetrun.core.errors import CaptureFailed
@@ -106,11 +107,13 @@ def capture(
     storages = Storages(module, (*forward, *backward), results, name)
     placeholders = module.graph.find_nodes(op="placeholder")
     inputs = Inputs({node: position for position, node in enumerate(placeholders)}, frozenset(static_inputs))
-    described = describe(module, ((FORWARD, forward), (BACKWARD, backward)), storages, offered, inputs)
+    regions = Regions()
+    described = describe(module, ((FORWARD, forward), (BACKWARD, backward)), storages, offered, inputs, regions)
 
     nodes = tuple(d.node for d in described)
     tensors = tuple(storages.tensors)
-    graph = Graph(name, tensors, mark_optional([d.operator for d in described], tensors, nodes))
+    operators = mark_optional([d.operator for d in described], tensors, nodes)
+    graph = Graph(name, tensors, operators, tuple(regions.found))
     alternatives = [(d, k, a) for d in described for k, a in enumerate(d.alternatives, 1)]
     return JointGraph(
         module=module,

@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from monetrun.capture.output_gradients import OVERWRITES
+from monetrun.capture.regions import Regions
 from monetrun.capture.storages import Storages, mutated_inputs, mutates, tensors_in
 from monetrun.core.graph import FORWARD, Implementation, Operator
 from monetrun.ops import random, replay
@@ -63,6 +64,7 @@ def describe(
     storages: Storages,
     offered: Mapping[fx.Node, Sequence[Alternative]],
     inputs: Inputs,
+    regions: Regions,
 ) -> list[Described]:
     """All operators, in the order in which the plain step runs them.
 
@@ -72,11 +74,11 @@ def describe(
         storages: of the module.
         offered: for each node the alternatives that ``ops`` declares for it.
         inputs: of the module.
+        regions: the checkpoint regions found so far.
     """
     described: list[Described] = []
     mutated = mutated_inputs(module, storages)
     readable = {t.id for t in storages.tensors if t.external}
-    regions: dict[object, int] = {}
     for phase, nodes in phases:
         for node in nodes:
             written = storages.written.get(node)
@@ -96,8 +98,9 @@ def describe(
                 optional="monetrun_optional" in node.meta,
                 plain="monetrun_optional" not in node.meta,
                 signature=signatures[0],
-                checkpoint=_region(node, regions) if phase == FORWARD else None,
+                checkpoint=regions.number(node),
                 checkpoint_keeps=node.meta.get("recompute") in _KEEPS,
+                one_call_with_next="monetrun_one_call_with_next" in node.meta,
             )
             described.append(Described(op, node, alternatives, measured, signatures))
             readable.update(written)
@@ -156,17 +159,6 @@ def _replayable(node: fx.Node, storages: Storages, mutated: frozenset[int]) -> b
         return False
     reads_mutated = any(t in mutated for a in node.all_input_nodes for t in storages.of(a))
     return not reads_mutated or replay.reads_no_mutated_input(node)
-
-
-def _region(node: fx.Node, regions: dict[object, int]) -> int | None:
-    """The number of the script's checkpoint region that ``node`` is in, or None.
-
-    Args:
-        node: AOTAutograd has tagged it.
-        regions: numbers by tag; a new region gets the next one.
-    """
-    tag = node.meta.get("ac_graph_id")
-    return None if tag is None else regions.setdefault(tag, len(regions))
 
 
 def _name(node: fx.Node) -> str:

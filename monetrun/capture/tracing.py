@@ -119,6 +119,7 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
         for part, present in ((weight_part, (1, 2)), (input_part, (0,))):
             part.meta = dict(node.meta)
             part.meta["val"] = tuple(v if i in present else None for i, v in enumerate(value))
+        weight_part.meta["monetrun_one_call_with_next"] = True
         for user in list(node.users):
             user.replace_input_with(node, input_part if user.args[1] == 0 else weight_part)
         module.graph.erase_node(node)

@@ -19,8 +19,7 @@ BACKWARD = "backward"
 
 # Kinds of implementations beside the default: those of the paper (section 4), and ``fused``, which it does not have.
 KINDS = ("in-place", "conv", "output", "intermediate", "layout", "fused")
-MOST_BYTES = 1 << 53
-"""8 PiB: more than any device has, and a float represents every integer below."""
+MOST_BYTES = 1 << 53  # 8 PiB: more than any device has, and a float represents every integer below
 _MOST_SECONDS = 1e6
 # Among kinds, or alone: only implementations that are bitwise identical to the default.
 EXACT = "exact"
@@ -100,9 +99,11 @@ class Operator:
         optional: a schedule may leave it out of its pass if nothing reads its outputs before they are next written.
         plain: the plain step runs it. False if only other implementations read its outputs (a ReLU's bit mask).
         signature: hash of target, shapes, dtypes, layouts and constants: operators of one signature cost the same.
-        checkpoint: number of the script's checkpoint region (``torch.utils.checkpoint``) that it is in, or None. The
-            plain step drops what a region computes, and computes it again in the backward pass.
+        checkpoint: number of the innermost of the script's checkpoint regions (``torch.utils.checkpoint``) that it is
+            in, or None; of a backward operator that of the forward call whose derivative it is. The plain step drops
+            what a region computes, and computes it again in the backward pass.
         checkpoint_keeps: not its outputs: the region's policy keeps them.
+        one_call_with_next: eager runs it and the next operator as one call, which has the results of both throughout.
     """
 
     id: int
@@ -117,11 +118,29 @@ class Operator:
     signature: str = ""
     checkpoint: int | None = None
     checkpoint_keeps: bool = False
+    one_call_with_next: bool = False
 
     @property
     def inputs(self) -> tuple[int, ...]:
         """Ids of the tensors that the default implementation reads."""
         return self.implementations[0].inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A checkpoint region of the script.
+
+    Attributes:
+        parent: number of the region that it is in, or None.
+        reentrant: its second run is a whole one, and its backward runs within that of the rest.
+        early_stop: its second run ends with the last tensor that is saved in it.
+        state_bytes: of the random number generator's state, which is kept from one run to the other.
+    """
+
+    parent: int | None = None
+    reentrant: bool = False
+    early_stop: bool = True
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +150,7 @@ class Graph:
     name: str
     tensors: tuple[Tensor, ...]
     operators: tuple[Operator, ...]
+    regions: tuple[Region, ...] = ()
 
     @cached_property
     def forward_count(self) -> int:
@@ -239,6 +259,11 @@ def check(graph: Graph, costs: Costs | None = None) -> None:
     Raises:
         ValueError: the graph, or its costs, contradict the documentation of their fields.
     """
+    parents = [region.parent for region in graph.regions]
+    if not {op.checkpoint for op in graph.operators} <= {None, *range(len(parents))}:
+        raise ValueError("an operator is in a region that does not exist")
+    if any(parent is not None and not 0 <= parent < i for i, parent in enumerate(parents)):
+        raise ValueError("a region is in one that comes after it")
     writer: dict[int, int] = {}
     phases = [op.phase for op in graph.operators]
     if phases != sorted(phases, key=(FORWARD, BACKWARD).index):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from monetrun.core import codec
-from monetrun.core.graph import Graph, Operator, check_bytes
+from monetrun.core.graph import Graph, check_bytes
+from monetrun.core.regions import second_runs
 
 PLAN_SCHEMA = 2  # of a plan in JSON; goes up when an older plan cannot be read or would mean something else
 STATUSES = ("optimal", "feasible", "infeasible", "unknown")
@@ -44,43 +45,13 @@ def each_once(graph: Graph) -> Schedule:
 
 
 def plain_schedule(graph: Graph) -> Schedule:
-    """What the plain step runs: every operator once, and those of the script's checkpoint regions a second time.
+    """What the plain step runs: every operator once, and those of the script's checkpoint regions again.
 
-    A region runs again at once, right before the first backward operator that reads what it has dropped, and up to the
-    last operator that the backward needs, as ``torch.utils.checkpoint`` does.
+    What it holds besides is in ``core.step.plain_step``.
     """
-    once = each_once(graph)
-    before: dict[int, list[Step]] = {}
-    for region in _checkpoint_regions(graph):
-        dropped = _dropped_in(graph, region)
-        readers = [s.operator for s in once.backward if not dropped.isdisjoint(graph.operators[s.operator].inputs)]
-        needed = dropped.intersection(t for i in readers for t in graph.operators[i].inputs)
-        last = max((i for i, op in enumerate(region) if not needed.isdisjoint(op.outputs)), default=-1)
-        again = [Step(op.id) for op in region[: last + 1] if not dropped.isdisjoint(op.outputs)]
-        if again:
-            before.setdefault(readers[0], []).extend(again)
-    return Schedule(once.forward, tuple(r for s in once.backward for r in (*before.get(s.operator, ()), s)))
-
-
-def _checkpoint_regions(graph: Graph) -> list[list[Operator]]:
-    """The operators of each checkpoint region, in order."""
-    regions: dict[int, list[Operator]] = {}
-    for op in graph.operators[: graph.forward_count]:
-        if op.checkpoint is not None and op.plain:
-            regions.setdefault(op.checkpoint, []).append(op)
-    return list(regions.values())
-
-
-def _dropped_in(graph: Graph, region: Sequence[Operator]) -> set[int]:
-    """The tensors that the script's checkpoint of ``region`` does not keep for the backward.
-
-    What the rest of the forward reads is kept: it may be an argument of the next checkpoint, which keeps its arguments.
-    """
-    inside = {op.id for op in region}
-    others = (op for op in graph.operators[: graph.forward_count] if op.plain and op.id not in inside)
-    read_outside = {t for op in others for t in op.inputs}
-    written = {t for op in region if op.replayable and not op.checkpoint_keeps for t in op.outputs}
-    return {t for t in written - read_outside if not graph.tensors[t].kept}
+    once, before = each_once(graph), second_runs(graph)
+    backward = (r for s in once.backward for r in (*map(Step, before.get(s.operator, ())), s))
+    return Schedule(once.forward, tuple(backward))
 
 
 @dataclass(frozen=True, slots=True)

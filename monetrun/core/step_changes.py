@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from monetrun.core.graph import FORWARD
 from monetrun.core.plain import PlainPeaks
-from monetrun.core.plan import plain_schedule
+from monetrun.core.plain_step import plain_step
 from monetrun.core.requests import reserved_under
 from monetrun.core.step import HELD_SINCE, LAST_OUTPUTS, OUTSIDE, Event, Segment, StepRecord
 
@@ -31,8 +31,7 @@ def with_plain_peaks(record: StepRecord, plain: PlainPeaks) -> StepRecord:
         return late
 
     def error(candidate: StepRecord) -> int:
-        schedules = [plain_schedule(g) for g in candidate.graphs]
-        allocated = reserved_under(candidate, schedules, measured.plain_settings).allocated_peak_bytes
+        allocated = reserved_under(*plain_step(candidate), measured.plain_settings).allocated_peak_bytes
         return abs(allocated - plain.allocated_bytes)
 
     return min(late, early, key=error)

@@ -14,7 +14,8 @@ from typing import Any
 
 from monetrun.core import codec
 from monetrun.core.errors import UsageError
-from monetrun.core.plan import Plan, plain_schedule
+from monetrun.core.plain_step import plain_step
+from monetrun.core.plan import Plan
 from monetrun.core.step import OUTSIDE, Event, StepRecord
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.report import Outcome, outcome_json
@@ -38,7 +39,7 @@ def page_of(plan: Plan, record: StepRecord, measured: MeasuredStep | None, title
         PlanMismatch: ``record`` is of another step.
     """
     found = explain(plan, record)
-    plain = moments(record, [plain_schedule(g) for g in record.graphs], found.plain_profile)
+    plain = moments(*plain_step(record), found.plain_profile)
     planned = moments(record, [g.schedule for g in plan.graphs], found.planned_profile)
     data = {
         "title": title,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from monetrun.core.graph import Graph, dominated, without
 from monetrun.core.options import Options
+from monetrun.core.plain_step import plain_step, plain_timeline
 from monetrun.core.plan import Schedule, each_once, plain_schedule
 from monetrun.core.round_graph import RoundGraph, join_round
-from monetrun.core.simulate import simulate
 from monetrun.core.step import StepRecord, StepTimeline, replay
 from monetrun.planning.device_budget import plain_reserved_bytes
 from monetrun.planning.separate_graphs import SeparateRound
@@ -73,14 +73,14 @@ def baseline(
         budget_of: the budget for a plain step of so many bytes; schedules far below it end that search.
     """
     record = _without_dominated(record)
-    plain = replay(record, [plain_schedule(g) for g in record.graphs])
+    plain = replay(*plain_step(record))
     script, fast = plain_in_place(record), plain_in_place(record, of=each_once)
     rounds = tuple(join_round(record, bounds) or SeparateRound(record, bounds, fast) for bounds in record.rounds)
     pairs = zip(record.graphs, record.costs, strict=True)
     far_below_bytes, enough_bytes = _far_below(record, plain, budget_of), 0
     if len(record.graphs) == 1:  # what lies beside the graph does not depend on its schedule
         graph, costs = record.graphs[0], record.costs[0]
-        beside_bytes = plain.peak_bytes - simulate(graph, costs, plain_schedule(graph)).peak_bytes
+        beside_bytes = plain.peak_bytes - plain_timeline(graph, costs).peak_bytes
         enough_bytes = max(0, far_below_bytes - beside_bytes)
     known = tuple(frugal or (greedy.most_frugal(g, c, enough_bytes=enough_bytes) for g, c in pairs))
     fastest = replace(plain, seconds=replay(record, script).seconds)

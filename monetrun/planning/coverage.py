@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monetrun.core.plan import plain_schedule
+from monetrun.core.plain_step import plain_step
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, StepRecord, replay
 
 
@@ -11,7 +11,7 @@ def planned_share(record: StepRecord) -> float:
 
     The rest is allocated by what the script and the model run outside of them, where nothing can be chosen.
     """
-    timeline = replay(record, [plain_schedule(g) for g in record.graphs])
+    timeline = replay(*plain_step(record))
     last = [e.name in (LAST_GRADIENTS, LAST_OUTPUTS) for e in record.events]
     before = [(e, kept) for e, kept in zip(record.events, last, strict=True)][: timeline.peak_event]
     outside = sum(e.delta_bytes for e, kept in before if e.kind == OUTSIDE and not kept)

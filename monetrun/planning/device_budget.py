@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from monetrun.core.errors import NoPlanInTime
 from monetrun.core.options import Options
-from monetrun.core.plan import Schedule, plain_schedule
+from monetrun.core.plain_step import plain_step
+from monetrun.core.plan import Schedule
 from monetrun.core.requests import Reserved, reserved, reserved_under
 from monetrun.core.step import StepRecord, replay
 
@@ -61,7 +62,7 @@ def plain_allocated_bytes(record: StepRecord) -> int:
 
 def _modelled_plain(record: StepRecord) -> Reserved:
     assert record.memory is not None
-    return reserved_under(record, [plain_schedule(g) for g in record.graphs], record.memory.plain_settings)
+    return reserved_under(*plain_step(record), record.memory.plain_settings)
 
 
 def found_within(
@@ -88,8 +89,8 @@ def found_within(
     """
     if lowest_bytes > budget_bytes:
         raise OverBudget(None)
-    plain = [plain_schedule(g) for g in record.graphs]
-    waste = max(0, reserved(record, plain).peak_bytes - replay(record, plain).peak_bytes)
+    plain = plain_step(record)
+    waste = max(0, reserved(*plain).peak_bytes - replay(*plain).peak_bytes)
     target, too_much = budget_bytes - min(waste, budget_bytes // 10), budget_bytes
     target = max(target, lowest_bytes)
     best: tuple[float, Found, Reserved] | None = None

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from monetrun.core.errors import PlanMismatch, ScheduleError
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
-from monetrun.core.plan import Plan, Schedule, plain_schedule
+from monetrun.core.plain_step import plain_step
+from monetrun.core.plan import Plan, Schedule
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, events_under, replay
 from monetrun.planning import planner
@@ -118,7 +119,7 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
     """
     if not describes(record, plan):
         raise PlanMismatch("the record is of another step than the plan", "monetrun plan SCRIPT writes a new plan")
-    plain, fast = [plain_schedule(g) for g in record.graphs], planner.plain_in_place(record)
+    fast = planner.plain_in_place(record)
     planned = [g.schedule for g in plan.graphs]
     timeline = replay(record, planned)
     contents = _at_peak(record, planned, timeline.peak_event)
@@ -136,7 +137,7 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
         largest=contents.largest(),
         modules=_modules(record, fast, planned),
         implementations=_implementations(record, planned),
-        plain_profile=_profile(record, plain),
+        plain_profile=_profile(*plain_step(record)),
         planned_profile=_profile(record, planned),
     )
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from monetrun.core.graph import FORWARD
-from monetrun.core.plan import Schedule, plain_schedule
+from monetrun.core.plain_step import plain_step
+from monetrun.core.plan import Schedule
 from monetrun.core.step import StepRecord, replay
 
 
@@ -32,7 +33,7 @@ def forward_needs(record: StepRecord, schedules: Sequence[Schedule]) -> dict[int
         ScheduleError: a schedule is not valid for its graph.
     """
     planned = replay(record, schedules)
-    plain = replay(record, [plain_schedule(g) for g in record.graphs])
+    plain = replay(*plain_step(record))
     needs: dict[int, tuple[ForwardNeed, ...]] = {}
     most_planned = most_plain = 0
     for i in reversed(range(len(record.events))):

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from monetrun.core.budget import Budget, format_bytes, resolve
 from monetrun.core.errors import PlanMismatch, ScheduleError
 from monetrun.core.graph import Costs, Graph
-from monetrun.core.plan import GraphPlan, Plan, Schedule, StepSchedules, plain_schedule
+from monetrun.core.plain_step import plain_step
+from monetrun.core.plan import GraphPlan, Plan, Schedule, StepSchedules
 from monetrun.core.simulate import judge, simulate
 from monetrun.core.step import StepRecord, replay
 from monetrun.planning.device_budget import plain_allocated_bytes
@@ -51,7 +52,7 @@ def check_plan(plan: Plan, record: StepRecord, budget: Budget, budget_bytes: int
     check_torch(plan.torch_version, record.torch_version)
     if not describes(record, plan):
         raise PlanMismatch("its graphs or its peak are not those of the recorded step", "plan again")
-    plain = replay(record, [plain_schedule(g) for g in record.graphs]).peak_bytes
+    plain = replay(*plain_step(record)).peak_bytes
     if plan.plain_peak_bytes != (plain if record.memory is None else plain_allocated_bytes(record)):
         raise PlanMismatch(f"its plain peak is {format_bytes(plan.plain_peak_bytes)}, not the step's", "plan again")
     if budget_bytes is None:

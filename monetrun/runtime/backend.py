@@ -21,6 +21,7 @@ from monetrun.capture.guards import FailedGuards, Guards
 from monetrun.capture.in_turn import InTurn, Turns, in_turn
 from monetrun.capture.joint import JointGraph, capture
 from monetrun.capture.output_gradients import AbsentGradients, stay_absent
+from monetrun.capture.regions import note_regions
 from monetrun.capture.tracing import operators_kept_whole
 from monetrun.core.graph import BACKWARD, FORWARD, Graph
 from monetrun.core.plan import Schedule
@@ -143,7 +144,7 @@ class Backend:
             CaptureFailed: it cannot be captured.
         """
         breaks.check_static(module)
-        breaks.check_checkpoints(module)
+        note_regions(module)
         self._order = order = GradientOrder()
         self._draws_on = ()
         without_donation = torch._functorch.config.patch(donated_buffer=False)

@@ -51,35 +51,6 @@ def check_static(module: fx.GraphModule) -> None:
         raise FollowsData(where, number and all(user.op == "output" for user in node.users))
 
 
-def check_checkpoints(module: fx.GraphModule) -> None:
-    """Check that eager's checkpoints do no more and no less than the regions of one of Dynamo's graphs.
-
-    In eager, a reentrant region of which no argument needs a gradient gives none to its parameters either. The graph,
-    in which the parameters are arguments too, would. And a region that runs again updates its buffers again (a batch
-    norm's running statistics); in the graph it would once.
-
-    Raises:
-        CaptureFailed: it has such a region.
-    """
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
-        values = [a.meta.get("example_value") for a in node.args if isinstance(a, fx.Node)]
-        given = [v for v in values if isinstance(v, torch.Tensor) and not isinstance(v, torch.nn.Parameter)]
-        if node.kwargs.get("use_reentrant") and not any(v.requires_grad for v in given):
-            raise CaptureFailed("a reentrant checkpoint, of which no argument needs a gradient, gives none")
-        if _writes_arguments(module.get_submodule(node.args[0].target)):
-            raise CaptureFailed("a checkpointed region that runs again updates its buffers again (a batch norm's)")
-
-
-def _writes_arguments(region: Any) -> bool:
-    """Whether a region (a graph module) writes one of its arguments in place, as a batch norm counts its batches."""
-    for node in region.graph.find_nodes(op="placeholder"):
-        for user in node.users:
-            writes = user.op == "call_method" and user.target.endswith("_") and not user.target.endswith("__")
-            if writes and user.args[0] is node:
-                return True
-    return False
-
-
 def of(error: Exception, module: str, name: str) -> Break:
     """Describe what kept a module from being captured whole.
 

@@ -10,7 +10,8 @@ from monetrun.capture.joint import JointGraph
 from monetrun.core.budget import SHARE_OF_PLAIN, format_budget, format_bytes, parse, resolve
 from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime
 from monetrun.core.options import Options
-from monetrun.core.plan import Plan, Schedule, plain_schedule
+from monetrun.core.plain_step import plain_step
+from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import HELD_SINCE, StepRecord, replay
 from monetrun.core.step_changes import with_more_held
 from monetrun.planning import planner
@@ -42,7 +43,7 @@ def options_within_a_step(settings: Settings) -> Options:
 
 def plain_peak(step: StepRecord) -> int:
     """Bytes that the plain step has allocated at most."""
-    return replay(step, [plain_schedule(g) for g in step.graphs]).peak_bytes
+    return replay(*plain_step(step)).peak_bytes
 
 
 def plain_bytes(plan: Plan) -> int:

@@ -150,9 +150,10 @@ class PlannedCall:
         self._run: Any = None
         self._unsettled = 0  # calls that captured something
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
-        self._compiled: dict[tuple[bool, type, bool, bool], tuple[int, Backend, Any]] = {}
+        self._compiled: dict[tuple[bool, type, bool, bool, bool], tuple[int, Backend, Any]] = {}
         self._said = False
         self._sharded = sharding.is_sharded(module)
+        self._without_hooks = self._sharded  # hooks run in Python, and the forward alone is captured
         if path in engine.breaks:
             self._break(engine.breaks[path])
             self._said = True  # the launcher has printed what the record has
@@ -202,12 +203,12 @@ class PlannedCall:
         return any(p.requires_grad for p in given if isinstance(p, torch.Tensor))
 
     def _run_planned(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._sharded:
+        if self._without_hooks:
             return sharding.around_forward(module, self._run_captured, args, kwargs)
         return self._run_captured(module, args, kwargs)
 
     def _run_captured(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        engine, run_as_it_is = self.engine, module.forward if self._sharded else module._call_impl
+        engine, run_as_it_is = self.engine, module.forward if self._without_hooks else module._call_impl
         while True:
             if self.broken is not None and self.broken.in_python:
                 return run_as_it_is(*args, **kwargs)
@@ -237,6 +238,10 @@ class PlannedCall:
                     and not only_exact(parse_kinds(engine.settings.implementations))
                 ):
                     self.as_compiled, self._generation = True, -1
+                elif _has_hooks(module) and not self._without_hooks:
+                    self._without_hooks, self.as_compiled, self._generation = True, False, -1
+                    gc.collect()
+                    return self._run_planned(module, args, kwargs)
                 else:
                     self._cannot_be_captured(error)
             else:
@@ -253,10 +258,10 @@ class PlannedCall:
         """Have Dynamo compile the module anew; parts of one class share what is compiled."""
         generation, whole = self.engine.generation, self.broken is None
         shared = (self.model or self)._compiled
-        key = (self.model is None, type(self.module()), whole, self.as_compiled)
+        key = (self.model is None, type(self.module()), whole, self.as_compiled, self._without_hooks)
         if key not in shared or shared[key][0] != generation:
             backend = self.engine.backend(self.name)
-            run = _torch_compile(_entry(self._sharded), backend=backend, dynamic=False, fullgraph=whole)
+            run = _torch_compile(_entry(self._without_hooks), backend=backend, dynamic=False, fullgraph=whole)
             shared[key] = (generation, backend, run)
         self._generation, self.backend, self._run = shared[key]
 
@@ -338,6 +343,12 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
 def _is_one_call(module: nn.Module) -> bool:
     """Whether the module is one of torch's own without others in it: a kernel or two, where nothing can be chosen."""
     return type(module).__module__.startswith("torch.nn.") and not module._modules
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether the module itself has hooks, which its call runs besides its forward."""
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(kinds)
 
 
 def _autograd_is_at_work() -> bool:

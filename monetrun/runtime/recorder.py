@@ -17,9 +17,9 @@ from monetrun.capture.meter import CudaMeter, Meter
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, without
-from monetrun.core.plan import Schedule, plain_schedule
+from monetrun.core.plain_step import plain_timeline
+from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
-from monetrun.core.simulate import simulate
 from monetrun.core.step import (
     LAST_GRADIENTS,
     LAST_OUTPUTS,
@@ -287,7 +287,7 @@ def _most_frugal(joint: JointGraph, budget: Budget | None, held_bytes: int) -> S
     if budget is not None and budget.kind == BYTES:
         enough = 0.5 * (budget.value - held_bytes)
     elif budget is not None and budget.kind == SHARE_OF_PLAIN:
-        enough = 0.5 * budget.value * simulate(joint.graph, costs, plain_schedule(joint.graph)).peak_bytes
+        enough = 0.5 * budget.value * plain_timeline(joint.graph, costs).peak_bytes
     return greedy.most_frugal(without(joint.graph, unknown), costs, enough_bytes=max(0, int(enough)))
 
 

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 from monetrun.capture.joint import JointGraph
 from monetrun.core.graph import BACKWARD, FORWARD, Costs
-from monetrun.core.plan import Schedule, plain_schedule
+from monetrun.core.plain_step import plain_step
+from monetrun.core.plan import Schedule
 from monetrun.core.step import OUTSIDE, Break, StepRecord, replay
 from monetrun.core.step_changes import last_outputs_bytes, with_outputs_dropped
 from monetrun.planning.intervals import Stretch
@@ -31,7 +32,7 @@ def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> 
     held = last_outputs_bytes(record)
     if isinstance(recorder, SecondStep) or record.memory is not None or not recorder.meter.exact or not held:
         probe.leave(record, path)
-    plain = replay(record, [plain_schedule(g) for g in record.graphs]).peak_bytes
+    plain = replay(*plain_step(record)).peak_bytes
     if held < plain >> _WORTHWHILE_SHIFT:
         probe.leave(record, path)
     return SecondStep(recorder, record, path)

@@ -105,6 +105,25 @@ class Hooked(Net):
         return x
 
 
+class ReadByHooks(Net):
+    """Hooks that read numbers of what they see: the model's, and one block's."""
+
+    def __init__(self):
+        super().__init__(Block(), Block())
+        self.seen = []
+        self.register_forward_hook(lambda module, given, x: self.seen.append(x.sum().item()))
+
+    def through(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+
+class ReadInParts(ReadByHooks):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].register_forward_hook(lambda module, given, x: self.seen.append(float(x.detach().mean())))
+        self.blocks[1].register_full_backward_hook(lambda module, into, out: self.seen.append(float(out[0].mean())))
+
+
 class SharedAndSkipped(Net):
     """LayerDrop over a shared block, one that gives a dict, one without gradients and one in a checkpoint."""
 
@@ -181,6 +200,17 @@ def test_a_model_in_parts_trains_bitwise_as_eager_within_its_budget(capsys, kind
     assert where in said[0]
     assert f"{planned_share(record):.0%} of the step's peak is planned" in said[0]
     assert warned == set()
+
+
+@pytest.mark.parametrize(("kind", "captured"), [(ReadByHooks, "ReadByHooks"), (ReadInParts, "Block")])
+def test_hooks_that_cannot_be_captured_run_around_forwards_that_are(kind, captured):
+    plain = trained(kind)
+    with session() as opened:
+        assert trained(kind) == plain
+        record = opened.engine.running.record
+        assert opened.reporter.warned == set()
+    assert captured in {graph.name for graph in record.graphs}
+    assert [b.name for b in record.breaks] == [kind.__name__] * (kind is ReadInParts)
 
 
 def test_the_record_keeps_the_choice_and_the_next_process_does_not_try_again(tmp_path, capsys, monkeypatch):
