@@ -302,7 +302,7 @@ def check(graph: Graph, costs: Costs | None = None) -> None:
             if not (graph.tensors[read].external or read in plain):
                 raise ValueError(f"operator {op.id} of the plain step reads tensor {read}, which that does not write")
     if costs is not None:
-        for table in (costs.seconds, costs.workspace_bytes):
+        for table in (costs.seconds, costs.workspace_bytes, costs.requests or costs.seconds):
             if [len(row) for row in table] != [len(op.implementations) for op in graph.operators]:
                 raise ValueError("costs and graph have different operators or implementations")
         for seconds, spaces in zip(costs.seconds, costs.workspace_bytes, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from monetrun.core.graph import Costs, Graph, Requests
 from monetrun.core.plan import Schedule, plain_schedule
@@ -27,8 +28,8 @@ def plain_timeline(graph: Graph, costs: Costs) -> Timeline:
 def _with_joint_calls(graph: Graph, costs: Costs) -> Costs:
     """``costs`` with the next operator's results in the workspaces of those that eager runs with it as one call."""
     beside = {
-        op.id: sum(graph.tensors[t].nbytes for t in graph.operators[op.id + 1].outputs)
-        for op in graph.operators
+        op.id: sum(graph.tensors[t].nbytes for t in following.outputs)
+        for op, following in pairwise(graph.operators)
         if op.one_call_with_next
     }
     if not beside:

@@ -87,8 +87,8 @@ def sections(settings: Settings) -> list[Section]:
 def product(settings: Settings) -> Iterable[Section]:
     """Monetrun as it is first used. The first launch also builds the kernels."""
     yield Section("doctor", "product", (*monetrun(), "doctor", "--json"), 60, read_doctor)
-    yield Section("half", "product", planned(settings, SHARE, "resnet50"), 300, read_launch)
-    yield Section("auto", "product", planned(settings, "auto", "resnet50"), 150, read_launch)
+    yield Section("half", "product", planned(settings, SHARE, settings.networks[0]), 300, read_launch)
+    yield Section("auto", "product", planned(settings, "auto", settings.networks[0]), 150, read_launch)
     group = "gloo" if settings.stand_in else "nccl"
     words = ("--process-group", group) if settings.small else ("--process-group", group, "--batch", "64")
     network = "gpt" if settings.small else "resnet50"
