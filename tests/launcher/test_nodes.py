@@ -163,8 +163,8 @@ def assert_same(folder, names):
 def test_two_agents_on_one_host_train_one_plan_as_torchrun_does_or_refuse_alike(tmp_path, plain_surroundings):
     here, tiny = [[], []], [str(SCRIPTS / "tiny.py"), str(tmp_path / "planned"), "--ddp", "--steps=4"]
     torch_script = [tiny[0], str(tmp_path / "plain"), *tiny[2:]]
-    one_agent = ["--standalone", "--nproc-per-node=2"]
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", *one_agent, *torch_script], check=True)
+    plain = agents(tmp_path, here, f"127.0.0.1:{free_port()}", ["torch.distributed.run"], [[], []], torch_script)
+    assert [agent.code for agent in plain] == [0, 0]
 
     words = ["monetrun", "--implementations=exact", "--solver-seconds=3", "--json"]
     budgets = [["--budget=0.9x"], ["--budget=0.75x"]]
