@@ -47,7 +47,7 @@ def each_once(graph: Graph) -> Schedule:
 def plain_schedule(graph: Graph) -> Schedule:
     """What the plain step runs: every operator once, and those of the script's checkpoint regions again.
 
-    What it holds besides is in ``core.step.plain_step``.
+    What it holds besides is in ``core.plain_step``.
     """
     once, before = each_once(graph), second_runs(graph)
     backward = (r for s in once.backward for r in (*map(Step, before.get(s.operator, ())), s))

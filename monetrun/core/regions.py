@@ -21,7 +21,7 @@ _DRAWS_STATE = "monet.generator_state.default"
 
 def second_runs(graph: Graph) -> dict[int, list[int]]:
     """By backward operator: the forward operators that run again right before it, in order."""
-    return _Regions(graph).second_runs()
+    return _Regions(graph).second_runs() if graph.regions else {}
 
 
 def with_held_tensors(graph: Graph) -> Graph:

@@ -8,50 +8,25 @@ trainer.fit(module, loader)
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from monetrun.runtime.session import apply, close
+from monetrun.integrations.applied_budget import AppliedBudget
 
 
-class BudgetCallback(Callback):
-    """Applies a budget when ``Trainer.fit`` begins, and ends it when that returns or raises.
+class BudgetCallback(AppliedBudget, Callback):
+    """Applies a budget when ``Trainer.fit`` begins, and ends it when that returns or raises; see ``AppliedBudget``.
 
-    Checkpoints, validation and gradient accumulation are as without it. Under the launcher its budget holds instead.
-
-    Args:
-        budget_or_plan: as ``monetrun.apply`` takes it.
-        options: of ``monetrun.apply``.
-
-    Attributes:
-        measured: of the last ``fit``, as ``monetrun.close`` gives it; empty before, and where nothing was planned.
+    Checkpoints, validation and gradient accumulation are as without it.
     """
 
-    def __init__(self, budget_or_plan: Any, **options: Any) -> None:
-        self.budget_or_plan = budget_or_plan
-        self.options = options
-        self.measured: dict[str, Any] = {}
-        self._applied = False
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply the budget to the module, which is on its device, and in DistributedDataParallel if there are ranks.
-
-        Raises:
-            BudgetSyntaxError, CaptureFailed: as ``monetrun.apply`` does.
-        """
-        apply(pl_module, self.budget_or_plan, **self.options)
-        self._applied = True
+        """Apply the budget to the module, which is on its device, and in DistributedDataParallel if there are ranks."""
+        self.begin(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """``fit`` has ended."""
-        self._end()
+        self.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """``fit`` raises."""
-        self._end()
-
-    def _end(self) -> None:
-        if self._applied:
-            self._applied = False
-            self.measured = close()
+        self.end()

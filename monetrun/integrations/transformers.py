@@ -13,43 +13,22 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from monetrun.runtime.session import apply, close
+from monetrun.integrations.applied_budget import AppliedBudget
 
 
-class BudgetCallback(TrainerCallback):
-    """Applies a budget when ``Trainer.train`` begins training, and ends it when that returns or raises.
+class BudgetCallback(AppliedBudget, TrainerCallback):
+    """Applies a budget when ``Trainer.train`` begins, and ends it when that returns or raises; see ``AppliedBudget``.
 
-    Checkpoints, evaluation and gradient accumulation are as without it. Under the launcher its budget holds instead.
-
-    Args:
-        budget_or_plan: as ``monetrun.apply`` takes it.
-        options: of ``monetrun.apply``.
-
-    Attributes:
-        measured: of the last ``train``, as ``monetrun.close`` gives it; empty before, and where nothing was planned.
+    Checkpoints, evaluation and gradient accumulation are as without it.
     """
 
     def __init__(self, budget_or_plan: Any, **options: Any) -> None:
-        self.budget_or_plan = budget_or_plan
-        self.options = options
-        self.measured: dict[str, Any] = {}
-        self._applied = False
+        super().__init__(budget_or_plan, **options)
         _tell_callbacks_when_train_ends()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Apply the budget to the model; accelerate has put DistributedDataParallel around it, if there are ranks.
-
-        Raises:
-            BudgetSyntaxError, CaptureFailed: as ``monetrun.apply`` does.
-        """
-        apply(kwargs["model"], self.budget_or_plan, **self.options)
-        self._applied = True
-
-    def train_ended(self) -> None:
-        """End the budget, if it was applied."""
-        if self._applied:
-            self._applied = False
-            self.measured = close()
+        """Apply the budget to the model; accelerate has put DistributedDataParallel around it, if there are ranks."""
+        self.begin(kwargs["model"])
 
 
 def _tell_callbacks_when_train_ends() -> None:
@@ -65,7 +44,7 @@ def _tell_callbacks_when_train_ends() -> None:
         finally:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, BudgetCallback):
-                    callback.train_ended()
+                    callback.end()
 
     observed_train.monetrun = True  # type: ignore[attr-defined]
     Trainer.train = observed_train  # type: ignore[method-assign]

@@ -121,7 +121,7 @@ def found_within(
         else:
             if best is None or timeline.seconds < best[0]:
                 best = (timeline.seconds, found, taken)
-            kept = max(kept, timeline.peak_bytes, target)
+            kept = max(kept, target)
             target = timeline.peak_bytes - excess
         if kept and (target >= too_much or target <= kept):
             target = (kept + too_much) // 2

@@ -73,34 +73,17 @@ class Fails(Exception):
 
 def gpt_with(lines, steps=4, fail_at=0, folder="checkpoints"):
     """Train a GPT-2 twice by ``lines``, with accumulation, evaluation and checkpoints."""
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback
 
-    def tokens(count, seed):
-        drawn = torch.randint(0, 200, (count, 48), generator=torch.Generator().manual_seed(seed))
-        return [{"input_ids": row, "labels": row} for row in drawn]
+    from support.scripts import real_trainer
 
     class FailsAt(TrainerCallback):
         def on_substep_end(self, args, state, control, **kwargs):
             if fail_at and state.global_step == fail_at:
                 raise Fails
 
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=200, n_positions=64, n_embd=96, n_layer=4, n_head=4))
-    arguments = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=16,
-        gradient_accumulation_steps=2,
-        max_steps=steps,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    names = {"model": model, "arguments": arguments, "data": tokens(128, 1), "held_out": tokens(32, 2)}
+    names = {"model": real_trainer.new_model(), "arguments": real_trainer.arguments(folder, steps)}
+    names |= {"data": real_trainer.Tokens(128, 1), "held_out": real_trainer.Tokens(32, 2)}
     if fail_at:
         lines = lines.replace("callbacks=[", "callbacks=[failure, ")
         names["failure"] = FailsAt()
@@ -167,39 +150,23 @@ def test_transformers_trains_on_two_ranks_as_without_the_callback(monkeypatch, t
 # ---- Lightning
 
 
-def classifier():
-    import lightning
+def classifier(fail_at):
+    from support.scripts import real_lightning
 
-    class Classifier(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            layers = [nn.Conv2d(3, 16, 3, padding=1)]
-            for _ in range(5):
-                layers += [nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
-            self.net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(16, 10))
-            self.losses, self.fail_at = [], 0
-
-        def training_step(self, batch, _):
-            loss = F.cross_entropy(self.net(batch[0]), batch[1])
-            self.losses.append(loss.item())
-            if self.fail_at and self.global_step == self.fail_at:
+    class FailingClassifier(real_lightning.Classifier):
+        def training_step(self, batch, number):
+            loss = super().training_step(batch, number)
+            if fail_at and self.global_step == fail_at:
                 raise Fails
             return loss
 
-        def validation_step(self, batch, _):
-            self.losses.append(F.cross_entropy(self.net(batch[0]), batch[1]).item())
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    return Classifier()
+    return FailingClassifier()
 
 
 def classifier_with(lines, fail_at=0):
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64, 3, 24, 24), torch.randint(0, 10, (64,)))
-    module = classifier()
-    module.fail_at = fail_at
+    module = classifier(fail_at)
     arguments = {
         "accelerator": "cpu", "devices": 1, "max_epochs": 2, "accumulate_grad_batches": 2, "logger": False,
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,

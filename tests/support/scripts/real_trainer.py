@@ -22,10 +22,13 @@ class Tokens(Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def trainer(folder, steps):
+def new_model():
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=200, n_positions=64, n_embd=96, n_layer=4, n_head=4))
-    arguments = TrainingArguments(
+    return GPT2LMHeadModel(GPT2Config(vocab_size=200, n_positions=64, n_embd=96, n_layer=4, n_head=4))
+
+
+def arguments(folder, steps):
+    return TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=8,
         per_device_eval_batch_size=16,
@@ -39,7 +42,11 @@ def trainer(folder, steps):
         use_cpu=True,
         disable_tqdm=True,
     )
-    return Trainer(model, arguments, train_dataset=Tokens(128, 1), eval_dataset=Tokens(32, 2))
+
+
+def trainer(folder, steps):
+    data, held_out = Tokens(128, 1), Tokens(32, 2)
+    return Trainer(new_model(), arguments(folder, steps), train_dataset=data, eval_dataset=held_out)
 
 
 def main():
