@@ -11,6 +11,7 @@ Each training of ``matrix_training.py`` runs under torchrun, then under monetrun
 - What the script itself sees reserved is within the budget; settled steps retry no allocation.
 
 A budget is as for ``--budget``; ``=0.7x`` is that share of the plain run in bytes, ``0.8x-no-probe`` has no trial run.
+Rows of other trainings and budgets that the file has already stay in it.
 """  # noqa: D301 - click reads the backspace
 
 from __future__ import annotations
@@ -131,6 +132,21 @@ def off(number: int | None, truth: int) -> float:
     return 1.0 if number is None else abs(number / truth - 1)
 
 
+def merged(kept: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows in the matrix's order; of two rows of one launch, the one of ``rows``."""
+    return sorted(({place(row): row for row in (*kept, *rows)}).values(), key=place)
+
+
+def place(row: dict[str, Any]) -> tuple[int, str, int, str]:
+    """Where a row of the file stands."""
+    training = row["training"] + (f"*{row['ranks']}" if row["ranks"] > 1 else "")
+    numbers = [
+        names.index(name) if name in names else len(names)
+        for name, names in ((training, TRAININGS), (row["budget"], BUDGETS))
+    ]
+    return numbers[0], training, numbers[1], row["budget"]
+
+
 def cells(row: dict[str, Any]) -> Iterator[str]:
     """Of the table."""
     yield f"{row['training']}{'*' + str(row['ranks']) if row['ranks'] > 1 else ''}"
@@ -152,6 +168,8 @@ def cells(row: dict[str, Any]) -> Iterator[str]:
 def main(trainings: str, budgets: str, solver_seconds: float, out: Path | None) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     rows: list[dict[str, Any]] = []
+    kept = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
+    failed = False
     table = Table("training", "budget", "planned", "allocated", "planned", "reserved", "overhead", "", box=None)
     console = Console()
     for text in trainings.split(","):
@@ -164,7 +182,7 @@ def main(trainings: str, budgets: str, solver_seconds: float, out: Path | None) 
         code, found, stderr, _ = run(ranks, ["torch.distributed.run", str(SCRIPT), training])
         if code:
             console.print(f"{training} does not train under torchrun:\n{stderr[-3000:]}")
-            rows.append({"training": training, "wrong": [f"torchrun's exit code is {code}"]})
+            failed = True
             continue
         plain = {name: highest(trained(found), name) for name in ("allocated_bytes", "reserved_bytes", "steps")}
         for budget in budgets.split(","):
@@ -174,10 +192,10 @@ def main(trainings: str, budgets: str, solver_seconds: float, out: Path | None) 
             console.print(*cells(row), f"{row['cpu_seconds']} s", time.strftime("%H:%M"), sep=" | ")
             if out is not None:
                 device = re.sub(r" \d+$", "", torch.cuda.get_device_name(0))
-                about = {"device": device, "torch": torch.__version__, "rows": rows}
+                about = {"device": device, "torch": torch.__version__, "rows": merged(kept, rows)}
                 out.write_text(json.dumps(about, indent=1) + "\n")
     console.print(table)
-    sys.exit(any(row["wrong"] for row in rows))
+    sys.exit(failed or any(row["wrong"] for row in rows))
 
 
 if __name__ == "__main__":

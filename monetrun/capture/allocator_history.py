@@ -59,18 +59,22 @@ class AllocatorHistory:
 
     Attributes:
         elsewhere_bytes: allocated on other streams in the latest piece, less what was freed there.
-        other_frees: what the latest piece freed beside its requests: bytes, and how many of its entries come before.
+        batch_frees: which blocks of the batch the latest piece freed, and how many of its entries come before.
+        other_frees: what else it freed beside its requests: bytes, and how many of its entries come before.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._numbers: dict[int, int] = {}  # of requests that were not freed yet, by address
         self._count = 0
+        self._batch: dict[int, int] = {}  # which block of the batch lies at an address
         self.elsewhere_bytes = 0
+        self.batch_frees: list[tuple[int, int]] = []
         self.other_frees: list[tuple[int, int]] = []
 
-    def start(self) -> None:
-        """Begin to record."""
+    def start(self, batch: Iterable[int] = ()) -> None:
+        """Begin to record; ``batch``: addresses of the inputs that are there before."""
+        self._batch = {address: i for i, address in enumerate(batch)}
         self._clear()
 
     def stop(self) -> None:
@@ -83,13 +87,14 @@ class AllocatorHistory:
         for entry in self._entries():
             if entry["action"] == _FREE:
                 self._numbers.pop(entry["addr"], None)
+                self._batch.pop(entry["addr"], None)
         self._clear()
         return ()
 
     def piece(self) -> tuple[int, ...]:
         """The requests since the last piece ended, as ``Event.requests``."""
         found: list[int] = []
-        self.elsewhere_bytes, self.other_frees = 0, []
+        self.elsewhere_bytes, self.batch_frees, self.other_frees = 0, [], []
         for entry in self._entries(every_stream=True):
             address = entry["addr"]
             if entry["stream"] != _MAIN_STREAM:
@@ -100,6 +105,8 @@ class AllocatorHistory:
                 found.append(int(entry["size"]))
             elif entry["action"] == _FREE and address in self._numbers:
                 found.append(-self._numbers.pop(address))
+            elif entry["action"] == _FREE and address in self._batch:
+                self.batch_frees.append((self._batch.pop(address), len(found)))
             elif entry["action"] == _FREE:
                 self.other_frees.append((int(entry["size"]), len(found)))
         self._clear()

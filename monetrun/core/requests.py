@@ -7,7 +7,7 @@ last step's gradients come to lie among the activations, and once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
@@ -15,6 +15,7 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Requests
 from monetrun.core.plan import Schedule, Step
+from monetrun.core.replayed_batch import Block, ReplayedBatch
 from monetrun.core.simulate import last_reads
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, DeviceMemory, Event, StepRecord, events_under
 
@@ -68,7 +69,7 @@ def reserved_under(record: StepRecord, schedules: Sequence[Schedule], settings: 
         raise ValueError("the record does not have the device's memory")
     allocator = CachingAllocator(settings, record.memory.device_bytes)
     replay = StepReplay(record, schedules, allocator)
-    replay.find_batch(load_base(record.memory, allocator))
+    replay.batch.find(load_base(record.memory, allocator))
     allocator.empty_cache()
     allocator.reset_peaks()
     for number in range(STEPS):
@@ -82,12 +83,6 @@ def load_base(memory: DeviceMemory, allocator: CachingAllocator) -> dict[int, in
     addresses = [address for s in memory.base for address in allocator.load(s.small, s.blocks)]
     sizes = [nbytes for s in memory.base for nbytes in s.blocks if nbytes > 0]
     return dict(zip(addresses, sizes, strict=True))
-
-
-@dataclass(slots=True)
-class _Block:
-    address: int
-    nbytes: int
 
 
 @dataclass(slots=True)
@@ -109,6 +104,7 @@ class StepReplay:
     """Training steps, one after the other.
 
     Attributes:
+        batch: the present step's.
         gradients: what backward passes of the present step have left.
         outputs: what its forward passes, and the script, have left.
     """
@@ -117,26 +113,16 @@ class StepReplay:
         self.record = record
         self.schedules = schedules
         self.allocator = allocator
-        self.gradients: list[_Block] = []
-        self.outputs: list[_Block] = []
+        self.gradients: list[Block] = []
+        self.outputs: list[Block] = []
         self._calls: dict[int, list[_Call]] = {}
-        self._batch: list[_Block] = []
-        self._script: dict[int, _Block] = {}  # by the number of the request
+        self.batch = ReplayedBatch(() if record.memory is None else record.memory.batch, allocator)
+        self._script: dict[int, Block] = {}  # by the number of the request
         self._events = events_under(record, schedules)
         self._last = {
             k: last_reads(g, s.forward + s.backward)
             for k, (g, s) in enumerate(zip(record.graphs, schedules, strict=True))
         }
-
-    def find_batch(self, loaded: Mapping[int, int]) -> None:
-        """Find the first step's batch among the blocks that are there before it: the latest of the same sizes."""
-        assert self.record.memory is not None
-        base = [_Block(address, nbytes) for address, nbytes in loaded.items()]
-        for nbytes in self.record.memory.batch:
-            found = next((b for b in reversed(base) if b.nbytes == nbytes), None)
-            if found is not None:
-                base.remove(found)
-                self._batch.append(found)
 
     def step(self, *, first: bool) -> None:
         """One step; in the first one nothing of an earlier step is held, and the optimizer allocates its state."""
@@ -144,8 +130,7 @@ class StepReplay:
         last_outputs, self.outputs = self.outputs, []
         requests = 0
         if not first:
-            last_batch, self._batch = self._batch, [self._new(block.nbytes) for block in self._batch]
-            self._free_all(last_batch)
+            self.batch.replace()
         held_over = {event.name for event in self._events if event.delta_bytes > 0}
         for event in self._events:
             if event.kind == FORWARD:
@@ -162,6 +147,7 @@ class StepReplay:
                 requests += sum(n > 0 for n in event.requests)
         self._free_all(last_gradients)
         self._free_all(last_outputs)
+        self.batch.is_last_of(self._script)
         self.outputs += self._script.values()
         self._script.clear()
         if LAST_GRADIENTS not in held_over:
@@ -177,8 +163,10 @@ class StepReplay:
         state = event.name.endswith(".step")
         freed_here = {-n for n in event.requests if n < 0}
         after = event.dropped_after or (len(event.requests),) * len(event.dropped)
+        batch_bytes = 0
         for i, n in enumerate(event.requests):
             self._drop(t for t, place in zip(event.dropped, after, strict=True) if place == i)
+            batch_bytes += self.batch.free(part for part, place in event.batch_freed if place == i)
             if n < 0:
                 block = self._script.pop(-n, None)
                 if block is not None:
@@ -194,8 +182,9 @@ class StepReplay:
             if event.delta_bytes > 0:
                 self.outputs.append(self._new(event.delta_bytes))
             self.allocator.free(temporary.address)
-        # what it frees beside its own requests: gradients that were added to others, then outputs
-        surplus = self._held_bytes() - before - (event.delta_bytes - event.elsewhere_bytes)
+        batch_bytes += self.batch.free(part for part, place in event.batch_freed if place >= len(event.requests))
+        # what it frees beside its own requests and the batch: gradients that were added to others, then outputs
+        surplus = self._held_bytes() - before - (event.delta_bytes + batch_bytes - event.elsewhere_bytes)
         for blocks in (self.gradients, self.outputs):
             surplus -= self._free_some(blocks, surplus)
         self._drop(t for t, place in zip(event.dropped, after, strict=True) if place >= len(event.requests))
@@ -210,14 +199,14 @@ class StepReplay:
     def _held_bytes(self) -> int:
         return sum(b.nbytes for blocks in (self.gradients, self.outputs, self._script.values()) for b in blocks)
 
-    def _new(self, nbytes: int) -> _Block:
-        return _Block(self.allocator.allocate(nbytes), nbytes)
+    def _new(self, nbytes: int) -> Block:
+        return Block(self.allocator.allocate(nbytes), nbytes)
 
-    def _free_all(self, blocks: list[_Block]) -> None:
+    def _free_all(self, blocks: list[Block]) -> None:
         while blocks:
             self.allocator.free(blocks.pop().address)
 
-    def _free_some(self, blocks: list[_Block], nbytes: int) -> int:
+    def _free_some(self, blocks: list[Block], nbytes: int) -> int:
         """Free blocks, the latest first, of ``nbytes`` together at most; gives their bytes."""
         freed = 0
         for i in reversed(range(len(blocks))):
@@ -251,7 +240,7 @@ class StepReplay:
                 self._release(call, graph, t)
         for t, address in call.addresses.items():
             of = self.gradients if graph.operators[graph.writer[t]].phase == BACKWARD else self.outputs
-            of.append(_Block(address, graph.tensors[t].nbytes))
+            of.append(Block(address, graph.tensors[t].nbytes))
 
     def _leaving(self, event: Event, graph: Graph, schedule: Schedule) -> dict[int, list[int]]:
         """The tensors that are released after each step."""
@@ -262,7 +251,7 @@ class StepReplay:
         return leaving
 
     def _release(self, call: _Call, graph: Graph, t: int) -> None:
-        """Free an output of this graph; of an external tensor (a tangent) the latest block of its size."""
+        """Free an output of this graph; of an external tensor (a tangent, an input) the latest block of its size."""
         if t in call.addresses:
             self.allocator.free(call.addresses.pop(t))
             return
@@ -276,6 +265,7 @@ class StepReplay:
             if self._script[number].nbytes == nbytes:
                 self.allocator.free(self._script.pop(number).address)
                 return
+        self.batch.free_one(nbytes)
 
     def _run(self, k: int, call: _Call, i: int) -> None:
         """One step of a schedule: the call of its operator, then what is read no more is freed."""

@@ -46,6 +46,8 @@ class Event:
         requests: outside, where the allocator records them (CUDA): bytes requested, in order; ``-n`` frees what the
             step's ``n``-th such request got.
         dropped_after: how many of ``requests`` come before each of ``dropped`` is freed; empty: all of them.
+        batch_freed: outside: parts of ``DeviceMemory.batch``, by their place there, that are freed, as the step's next
+            inputs take their place, and how many of ``requests`` come before each.
         elsewhere_bytes: the part of ``delta_bytes`` on other streams than the default one, which ``requests`` have not.
     """
 
@@ -59,6 +61,7 @@ class Event:
     requests: tuple[int, ...] = ()
     elsewhere_bytes: int = 0
     dropped_after: tuple[int, ...] = ()
+    batch_freed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,9 @@ class StepRecord:
                     raise ValueError("it drops a tensor that does not exist")
                 if not self.graphs[k].tensors[t].kept:
                     raise ValueError("it drops a tensor that is no output")
+            batch = () if self.memory is None else self.memory.batch
+            if any(not 0 <= i < len(batch) for i, _ in event.batch_freed):
+                raise ValueError("it frees a part of the batch that does not exist")
             return
         if event.kind not in (FORWARD, BACKWARD):
             raise ValueError(f"it is of kind {event.kind!r}")

@@ -46,7 +46,7 @@ def snapshot(record: StepRecord, schedules: Sequence[Schedule]) -> dict[str, Any
     loaded = load_base(record.memory, traced)
     for (address, nbytes), name in zip(loaded.items(), names or [_HELD] * len(loaded), strict=True):
         traced.held[address] = (nbytes, name)
-    replayed.find_batch(loaded)
+    replayed.batch.find(loaded)
     for number in range(STEPS):
         traced.begin()
         replayed.step(first=number == 0)

@@ -33,6 +33,7 @@ class DeviceRecorder:
         self._batch: tuple[int, ...] = ()
         self._library_bytes = 0
         self._elsewhere: list[int] = []  # of each stretch
+        self._batch_frees: list[list[tuple[int, int]]] = []  # of each stretch
         self._other_frees: list[list[tuple[int, int]]] = []  # of each stretch
         self._other_streams_bytes = 0
 
@@ -50,13 +51,15 @@ class DeviceRecorder:
             allocator_history.warm_up_libraries(self.device)
         torch.cuda.empty_cache()
         self._base = allocator_history.segments(self.device)
-        self._batch = _bytes_of(batch)
-        self._history.start()
+        blocks = _blocks_of(batch)
+        self._batch = tuple(blocks.values())
+        self._history.start(blocks)
 
     def stretch_ended(self, kind: str) -> None:
         """A stretch of the step has ended."""
         self._requests.append(self._history.piece() if kind == OUTSIDE else self._history.skip())
         self._elsewhere.append(self._history.elsewhere_bytes)
+        self._batch_frees.append(self._history.batch_frees if kind == OUTSIDE else [])
         self._other_frees.append(self._history.other_frees if kind == OUTSIDE else [])
 
     def seen_outside(self, stretch: int, dropped: Iterable[int]) -> dict[str, Any]:
@@ -74,7 +77,12 @@ class DeviceRecorder:
             if found is not None:
                 frees.remove(found)
             places.append(len(requests) if found is None else found[1])
-        return {"requests": requests, "elsewhere_bytes": self._elsewhere[stretch], "dropped_after": tuple(places)}
+        return {
+            "requests": requests,
+            "elsewhere_bytes": self._elsewhere[stretch],
+            "dropped_after": tuple(places),
+            "batch_freed": tuple(self._batch_frees[stretch]),
+        }
 
     def stop(self) -> None:
         """Nothing is recorded from now on."""
@@ -109,10 +117,10 @@ def _transient(joint: JointGraph, arguments: Sequence[Any]) -> Iterator[torch.Te
             yield value
 
 
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Bytes of those on a CUDA device, each storage once."""
+def _blocks_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of those on a CUDA device by their address, each storage once."""
     found: dict[int, int] = {}
     for tensor in tensors:
         if tensor.device.type == "cuda":
-            found[tensor.untyped_storage()._cdata] = block_bytes(tensor.untyped_storage())
-    return tuple(found.values())
+            found[tensor.untyped_storage().data_ptr()] = block_bytes(tensor.untyped_storage())
+    return found

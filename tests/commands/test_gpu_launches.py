@@ -103,3 +103,29 @@ def test_a_script_that_trains_on_the_cpu_is_planned_there_and_its_trials_end(mac
     # two steps of the plain trial, one of the trial run, six of the run
     assert (tmp_path / "steps.txt").read_text().split() == [*"01", *"0", *"012345"]
     assert report(done)["measured_reserved_bytes"] is None
+
+
+@pytest.mark.slow
+def test_a_batch_that_another_one_replaces_within_the_step_is_not_taken_for_gradients(machine, tmp_path):
+    """Accumulated gradients, which are small here, stay while the second batch comes: they need their own pages."""
+    script = tmp_path / "accumulates.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "layers = [m for _ in range(20) for m in (nn.Linear(480, 480), nn.GELU())]\n"
+        "model = nn.Sequential(*layers).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(7):\n"
+        "    for _ in range(2):\n"
+        "        x = torch.randn(8192, 480, device='cuda')\n"
+        "        model(x).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    done = launch(machine, "--budget", "0.6x", str(script))
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = report(done)
+    assert figures["allocation_retries"] == 0
+    assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=0.005)
+    assert abs(figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"]) <= 2 * MIB
+    assert "planned again" not in done.stderr

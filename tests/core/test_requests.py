@@ -9,7 +9,7 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import Requests
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
-from monetrun.core.requests import StepReplay, reserved, reserved_under
+from monetrun.core.requests import StepReplay, _Call, load_base, reserved, reserved_under
 from monetrun.core.step import LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, replay
 from monetrun.core.step_changes import with_excess, with_plain_peaks
 from support.step_records import chain_record, output_of
@@ -102,6 +102,46 @@ def test_a_batch_is_replaced_after_the_next_one_is_there(record):
     memory = replace(record.memory, base=(*record.memory.base, Segment(False, (size,))), batch=(size,))
     one = replace(record, memory=replace(memory, batch=()), base_bytes=record.base_bytes + size)
     assert reserved(replace(one, memory=memory), plain(one)).peak_bytes >= reserved(one, plain(one)).peak_bytes
+
+
+def test_a_part_of_the_batch_that_is_freed_within_the_step_is_no_gradient(record):
+    """The script makes the next inputs, then frees the first ones; the next step replaces the latest of them."""
+    size = 30 * MIB
+    base = (*record.memory.base, Segment(False, (size,)))
+    allocator = CachingAllocator(SETTINGS)
+    with_batch = replace(record, memory=replace(record.memory, base=base, batch=(size,)))
+    replayed = StepReplay(with_batch, plain(record), allocator)
+    replayed.batch.find(load_base(with_batch.memory, allocator))
+    held = [replayed._new(40 * MIB), replayed._new(20 * MIB)]
+    replayed.gradients = list(held)
+    before = allocator.allocated_bytes
+    event = Event(OUTSIDE, peak_bytes=size, requests=(size,), batch_freed=((0, 1),))
+    replayed._outside(event, 0, first=True)
+    assert replayed.gradients == held
+    assert allocator.allocated_bytes == before
+    replayed.gradients.clear()
+    replayed.batch.is_last_of(replayed._script)
+    assert not replayed._script
+    allocator.reset_peaks()
+    replayed.batch.replace()
+    assert allocator.allocated_bytes == before
+    assert allocator.peak_allocated_bytes == before + size
+    with pytest.raises(ValueError, match="part of the batch"):
+        replace(record, events=(event,)).check()
+
+
+def test_inputs_that_only_the_backward_holds_are_freed_in_it(record):
+    graph = record.graphs[0]
+    x = next(t.id for t in graph.tensors if t.external)
+    nbytes = graph.tensors[x].nbytes
+    base = (*record.memory.base, Segment(False, (nbytes,)))
+    one = replace(record, memory=replace(record.memory, base=base, batch=(nbytes,)))
+    allocator = CachingAllocator(SETTINGS)
+    replayed = StepReplay(one, plain(one), allocator)
+    replayed.batch.find(load_base(one.memory, allocator))
+    before = allocator.allocated_bytes
+    replayed._release(_Call([]), graph, x)
+    assert allocator.allocated_bytes == before - nbytes
 
 
 def test_a_record_of_a_cpu_has_nothing_to_reserve():

@@ -36,3 +36,18 @@ def test_each_promise_that_is_not_kept_is_named():
     assert found(planned_peak_bytes=620 * MIB) == ["planned allocated +3.16% off"]
     assert found(measured_reserved_bytes=600 * MIB) == ["reserved 50 MiB from the planned"]
     assert found(planned_peak_bytes=None, measured_peak_bytes=None) == []
+
+
+def test_rows_of_other_launches_stay_and_those_of_the_same_are_replaced():
+    def row(training, budget, ranks=1, **more):
+        return {"training": training, "ranks": ranks, "budget": budget, **more}
+
+    kept = [row("gan", "0.6x"), row("cnn", "0.5x", 2), row("cnn", "0.6x", exit_code=1)]
+    new = [row("cnn", "0.6x", exit_code=0), row("cnn", "1.0x"), row("mine", "12MiB")]
+    assert stand_in_matrix.merged(kept, new) == [
+        row("cnn", "1.0x"),
+        row("cnn", "0.6x", exit_code=0),
+        row("gan", "0.6x"),
+        row("cnn", "0.5x", 2),
+        row("mine", "12MiB"),
+    ]
