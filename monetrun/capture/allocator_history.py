@@ -60,13 +60,15 @@ class AllocatorHistory:
     Attributes:
         elsewhere_bytes: allocated on other streams in the latest piece, less what was freed there.
         batch_frees: which blocks of the batch the latest piece freed, and how many of its entries come before.
-        other_frees: what else it freed beside its requests: bytes, and how many of its entries come before.
+        other_frees: what it freed of requests in pieces that were left out: bytes, and how many of its entries come
+            before.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._numbers: dict[int, int] = {}  # of requests that were not freed yet, by address
         self._count = 0
+        self._skipped: set[int] = set()  # addresses of requests that were left out, and not freed yet
         self._batch: dict[int, int] = {}  # which block of the batch lies at an address
         self.elsewhere_bytes = 0
         self.batch_frees: list[tuple[int, int]] = []
@@ -85,9 +87,12 @@ class AllocatorHistory:
         """Leave out what was requested since the last piece ended; gives an empty piece."""
         self.elsewhere_bytes = 0
         for entry in self._entries():
-            if entry["action"] == _FREE:
+            if entry["action"] == _ALLOC:
+                self._skipped.add(entry["addr"])
+            elif entry["action"] == _FREE:
                 self._numbers.pop(entry["addr"], None)
                 self._batch.pop(entry["addr"], None)
+                self._skipped.discard(entry["addr"])
         self._clear()
         return ()
 
@@ -107,7 +112,8 @@ class AllocatorHistory:
                 found.append(-self._numbers.pop(address))
             elif entry["action"] == _FREE and address in self._batch:
                 self.batch_frees.append((self._batch.pop(address), len(found)))
-            elif entry["action"] == _FREE:
+            elif entry["action"] == _FREE and address in self._skipped:
+                self._skipped.remove(address)
                 self.other_frees.append((int(entry["size"]), len(found)))
         self._clear()
         return tuple(found)

@@ -15,7 +15,7 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Requests
 from monetrun.core.plan import Schedule, Step
-from monetrun.core.replayed_batch import Block, ReplayedBatch
+from monetrun.core.replayed_blocks import Block, ReplayedBatch, free_all, free_latest, free_some
 from monetrun.core.simulate import last_reads
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, DeviceMemory, Event, StepRecord, events_under
 
@@ -138,22 +138,22 @@ class StepReplay:
             elif event.kind == BACKWARD:
                 self._backward(event)
             elif event.name == LAST_GRADIENTS:
-                self._free_some(last_gradients, -event.delta_bytes)
+                free_some(self.allocator, last_gradients, -event.delta_bytes)
             elif event.name == LAST_OUTPUTS:
                 if event.delta_bytes < 0:
-                    self._free_all(last_outputs)
+                    free_all(self.allocator, last_outputs)
             else:
                 self._outside(event, requests, first)
                 requests += sum(n > 0 for n in event.requests)
-        self._free_all(last_gradients)
-        self._free_all(last_outputs)
+        free_all(self.allocator, last_gradients)
+        free_all(self.allocator, last_outputs)
         self.batch.is_last_of(self._script)
         self.outputs += self._script.values()
         self._script.clear()
         if LAST_GRADIENTS not in held_over:
-            self._free_all(self.gradients)
+            free_all(self.allocator, self.gradients)
         if LAST_OUTPUTS not in held_over:
-            self._free_all(self.outputs)
+            free_all(self.allocator, self.outputs)
 
     # ---- the script
 
@@ -162,10 +162,12 @@ class StepReplay:
         before = self._held_bytes()
         state = event.name.endswith(".step")
         freed_here = {-n for n in event.requests if n < 0}
-        after = event.dropped_after or (len(event.requests),) * len(event.dropped)
+        end = len(event.requests)
+        after = event.dropped_after or (end,) * len(event.dropped)
         batch_bytes = 0
         for i, n in enumerate(event.requests):
             self._drop(t for t, place in zip(event.dropped, after, strict=True) if place == i)
+            self._free_sizes(nbytes for nbytes, place in event.freed or () if place == i)
             batch_bytes += self.batch.free(part for part, place in event.batch_freed if place == i)
             if n < 0:
                 block = self._script.pop(-n, None)
@@ -182,12 +184,15 @@ class StepReplay:
             if event.delta_bytes > 0:
                 self.outputs.append(self._new(event.delta_bytes))
             self.allocator.free(temporary.address)
-        batch_bytes += self.batch.free(part for part, place in event.batch_freed if place >= len(event.requests))
-        # what it frees beside its own requests and the batch: gradients that were added to others, then outputs
-        surplus = self._held_bytes() - before - (event.delta_bytes + batch_bytes - event.elsewhere_bytes)
-        for blocks in (self.gradients, self.outputs):
-            surplus -= self._free_some(blocks, surplus)
-        self._drop(t for t, place in zip(event.dropped, after, strict=True) if place >= len(event.requests))
+        batch_bytes += self.batch.free(part for part, place in event.batch_freed if place >= end)
+        self._free_sizes(nbytes for nbytes, place in event.freed or () if place >= end)
+        if (
+            event.freed is None
+        ):  # what it frees beside its own requests: gradients that were added to others, then outputs
+            surplus = self._held_bytes() - before - (event.delta_bytes + batch_bytes - event.elsewhere_bytes)
+            for blocks in (self.gradients, self.outputs):
+                surplus -= free_some(self.allocator, blocks, surplus)
+        self._drop(t for t, place in zip(event.dropped, after, strict=True) if place >= end)
 
     def _drop(self, outputs: Iterable[tuple[int, int]]) -> None:
         """Free outputs (graph, id) that the script holds no more."""
@@ -196,24 +201,16 @@ class StepReplay:
             if call is not None:
                 self.allocator.free(call.addresses.pop(t))
 
+    def _free_sizes(self, sizes: Iterable[int]) -> None:
+        """Free a block of each of these sizes: the latest gradient, else the latest output."""
+        for nbytes in sizes:
+            free_latest(self.allocator, nbytes, self.gradients, self.outputs)
+
     def _held_bytes(self) -> int:
         return sum(b.nbytes for blocks in (self.gradients, self.outputs, self._script.values()) for b in blocks)
 
     def _new(self, nbytes: int) -> Block:
         return Block(self.allocator.allocate(nbytes), nbytes)
-
-    def _free_all(self, blocks: list[Block]) -> None:
-        while blocks:
-            self.allocator.free(blocks.pop().address)
-
-    def _free_some(self, blocks: list[Block], nbytes: int) -> int:
-        """Free blocks, the latest first, of ``nbytes`` together at most; gives their bytes."""
-        freed = 0
-        for i in reversed(range(len(blocks))):
-            if freed + blocks[i].nbytes <= nbytes:
-                freed += blocks[i].nbytes
-                self.allocator.free(blocks.pop(i).address)
-        return freed
 
     # ---- calls of graphs
 
@@ -256,11 +253,8 @@ class StepReplay:
             self.allocator.free(call.addresses.pop(t))
             return
         nbytes = graph.tensors[t].nbytes
-        for blocks in (self.gradients, self.outputs):
-            for i in reversed(range(len(blocks))):
-                if blocks[i].nbytes == nbytes:
-                    self.allocator.free(blocks.pop(i).address)
-                    return
+        if free_latest(self.allocator, nbytes, self.gradients, self.outputs):
+            return
         for number in reversed(self._script):
             if self._script[number].nbytes == nbytes:
                 self.allocator.free(self._script.pop(number).address)

@@ -46,8 +46,10 @@ class Event:
         requests: outside, where the allocator records them (CUDA): bytes requested, in order; ``-n`` frees what the
             step's ``n``-th such request got.
         dropped_after: how many of ``requests`` come before each of ``dropped`` is freed; empty: all of them.
-        batch_freed: outside: parts of ``DeviceMemory.batch``, by their place there, that are freed, as the step's next
-            inputs take their place, and how many of ``requests`` come before each.
+        batch_freed: outside: parts of ``DeviceMemory.batch``, by their place there, that are freed where the step's
+            next inputs replace them, and how many of ``requests`` come before each.
+        freed: outside: bytes of each other tensor of a graph that is freed (gradients that are added to others), and
+            how many of ``requests`` come before; None where that was not recorded.
         elsewhere_bytes: the part of ``delta_bytes`` on other streams than the default one, which ``requests`` have not.
     """
 
@@ -62,6 +64,7 @@ class Event:
     elsewhere_bytes: int = 0
     dropped_after: tuple[int, ...] = ()
     batch_freed: tuple[tuple[int, int], ...] = ()
+    freed: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,7 @@ class StepRecord:
             delta=abs(event.delta_bytes),
             elsewhere=abs(event.elsewhere_bytes),
             requests=sum(abs(n) for n in event.requests),
+            freed=sum(abs(n) for n, _ in event.freed or ()),
         )
         if event.kind == OUTSIDE:
             if event.released:

@@ -69,11 +69,12 @@ class DeviceRecorder:
             stretch: its number.
             dropped: sizes of the outputs that the script has dropped in it.
         """
-        requests, frees = self._requests[stretch], list(self._other_frees[stretch])
         settings = allocator_history.settings_from_environment()
+        requests = self._requests[stretch]
+        frees = [(settings.rounded(nbytes), place) for nbytes, place in self._other_frees[stretch]]
         places = []
         for nbytes in dropped:
-            found = next((f for f in frees if settings.rounded(f[0]) == nbytes), None)
+            found = next((f for f in frees if f[0] == nbytes), None)
             if found is not None:
                 frees.remove(found)
             places.append(len(requests) if found is None else found[1])
@@ -82,6 +83,7 @@ class DeviceRecorder:
             "elsewhere_bytes": self._elsewhere[stretch],
             "dropped_after": tuple(places),
             "batch_freed": tuple(self._batch_frees[stretch]),
+            "freed": tuple(frees),
         }
 
     def stop(self) -> None:

@@ -105,20 +105,37 @@ def test_a_script_that_trains_on_the_cpu_is_planned_there_and_its_trials_end(mac
     assert report(done)["measured_reserved_bytes"] is None
 
 
+IN_PARTS = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(*layers), nn.Sequential(nn.Linear(480, 480), nn.GELU())
+
+    def forward(self, x):
+        x = self.body(x)
+        if x.sum() > 1:
+            raise ValueError("too large")
+        return self.head(x)
+
+model = Model().cuda()
+"""
+
+
 @pytest.mark.slow
-def test_a_batch_that_another_one_replaces_within_the_step_is_not_taken_for_gradients(machine, tmp_path):
-    """Accumulated gradients, which are small here, stay while the second batch comes: they need their own pages."""
+@pytest.mark.parametrize("model", ["model = nn.Sequential(*layers).cuda()\n", IN_PARTS], ids=["whole", "in_parts"])
+def test_gradients_that_accumulate_are_kept_until_they_are_freed(machine, tmp_path, model):
+    """They are small here, and stay while the first batch and gradients of a part's outputs are freed."""
     script = tmp_path / "accumulates.py"
     script.write_text(
         "import torch\n"
         "from torch import nn\n"
         "layers = [m for _ in range(20) for m in (nn.Linear(480, 480), nn.GELU())]\n"
-        "model = nn.Sequential(*layers).cuda()\n"
+        f"{model}"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "for step in range(7):\n"
         "    for _ in range(2):\n"
         "        x = torch.randn(8192, 480, device='cuda')\n"
-        "        model(x).sum().backward()\n"
+        "        model(x).pow(2).mean().backward()\n"
         "    optimizer.step()\n"
         "    optimizer.zero_grad()\n"
     )

@@ -130,6 +130,26 @@ def test_a_part_of_the_batch_that_is_freed_within_the_step_is_no_gradient(record
         replace(record, events=(event,)).check()
 
 
+def test_what_the_script_frees_of_gradients_is_freed_by_its_size_and_place(record):
+    """Without sizes the latest gradients that are together no more are freed."""
+    allocator = CachingAllocator(SETTINGS)
+    replayed = StepReplay(record, plain(record), allocator)
+    sizes = [32 * MIB, 8 * MIB, 1 * MIB]
+
+    def left(freed):
+        replayed.gradients = [replayed._new(n) for n in sizes]
+        before = allocator.allocated_bytes
+        allocator.reset_peaks()
+        event = Event(OUTSIDE, delta_bytes=-32 * MIB, requests=(4 * MIB, -1), freed=freed)
+        replayed._outside(event, 0, first=True)
+        return [b.nbytes for b in replayed.gradients], allocator.peak_allocated_bytes - before
+
+    assert left(None) == ([32 * MIB], 4 * MIB)
+    assert left(((32 * MIB, 0),)) == ([8 * MIB, 1 * MIB], 0)
+    assert left(((32 * MIB, 1),)) == ([8 * MIB, 1 * MIB], 4 * MIB)
+    assert left(((32 * MIB, 2), (8 * MIB, 2), (7 * MIB, 2))) == ([1 * MIB], 4 * MIB)
+
+
 def test_inputs_that_only_the_backward_holds_are_freed_in_it(record):
     graph = record.graphs[0]
     x = next(t.id for t in graph.tensors if t.external)

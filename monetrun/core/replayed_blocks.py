@@ -1,4 +1,4 @@
-"""The inputs of a training step while it is replayed through the allocator: what the next ones replace, and when."""
+"""Blocks of the allocator while a training step is replayed through it, and the step's inputs among them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,34 @@ class Block:
     nbytes: int
 
 
+def free_all(allocator: CachingAllocator, blocks: list[Block]) -> None:
+    """Free them, the latest first."""
+    while blocks:
+        allocator.free(blocks.pop().address)
+
+
+def free_some(allocator: CachingAllocator, blocks: list[Block], nbytes: int) -> int:
+    """Free blocks, the latest first, of ``nbytes`` together at most; gives their bytes."""
+    freed = 0
+    for i in reversed(range(len(blocks))):
+        if freed + blocks[i].nbytes <= nbytes:
+            freed += blocks[i].nbytes
+            allocator.free(blocks.pop(i).address)
+    return freed
+
+
+def free_latest(allocator: CachingAllocator, nbytes: int, *lists: list[Block]) -> bool:
+    """Free the latest block of this size in the first list that has one; gives whether there was one."""
+    for blocks in lists:
+        for i in reversed(range(len(blocks))):
+            if blocks[i].nbytes == nbytes:
+                allocator.free(blocks.pop(i).address)
+                return True
+    return False
+
+
 class ReplayedBatch:
-    """The parts of a batch.
+    """The inputs of a step, in parts: tensors that the next step's replace.
 
     Args:
         sizes: in bytes, of each part.
