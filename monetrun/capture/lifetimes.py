@@ -38,6 +38,10 @@ class _Call:
     def external(self, t: int) -> bool:
         return self.joint.graph.tensors[t].external
 
+    def waits_at(self, stretch: int) -> bool:
+        """Whether its backward comes after ``stretch``, or never."""
+        return self.backward == _NOT_YET or stretch < self.backward
+
     def is_gradient(self, t: int) -> bool:
         graph = self.joint.graph
         return not self.external(t) and graph.operators[graph.writer[t]].phase == BACKWARD
@@ -115,21 +119,21 @@ class Lifetimes:
         return (*sorted(t for call, t in freed if not call.is_gradient(t)), *gradients)
 
     def dropped(self, stretch: int) -> list[tuple[JointGraph, int]]:
-        """Outputs freed in ``stretch`` that ``released`` reports for a later backward."""
+        """Outputs freed in ``stretch`` that ``released`` reports for a later backward, or of which there is none."""
         return [
             (call.joint, t)
             for call in self._calls
             for t, at in sorted(call.ended.items())
-            if at == stretch < call.backward and not call.external(t)
+            if at == stretch and call.waits_at(stretch) and not call.external(t)
         ]
 
     def absent_bytes(self, stretch: int) -> int:
-        """Bytes of outputs freed by the end of ``stretch`` that ``released`` reports for a later backward."""
+        """Bytes of outputs freed by the end of ``stretch``, of calls whose backward comes later or never."""
         return sum(
             call.joint.graph.tensors[t].nbytes
             for call in self._calls
             for t, at in call.ended.items()
-            if at <= stretch < call.backward and not call.external(t)
+            if at <= stretch and call.waits_at(stretch) and not call.external(t)
         )
 
 

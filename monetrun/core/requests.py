@@ -7,6 +7,7 @@ last step's gradients come to lie among the activations, and once more.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -119,6 +120,8 @@ class StepReplay:
         self.batch = ReplayedBatch(() if record.memory is None else record.memory.batch, allocator)
         self._script: dict[int, Block] = {}  # by the number of the request
         self._events = events_under(record, schedules)
+        self._without_backward = Counter(e.graph for e in self._events if e.kind == FORWARD)
+        self._without_backward.subtract(e.graph for e in self._events if e.kind == BACKWARD)
         self._last = {
             k: last_reads(g, s.forward + s.backward)
             for k, (g, s) in enumerate(zip(record.graphs, schedules, strict=True))
@@ -147,6 +150,7 @@ class StepReplay:
                 requests += sum(n > 0 for n in event.requests)
         free_all(self.allocator, last_gradients)
         free_all(self.allocator, last_outputs)
+        self._end_calls_without_backward()
         self.batch.is_last_of(self._script)
         self.outputs += self._script.values()
         self._script.clear()
@@ -154,6 +158,15 @@ class StepReplay:
             free_all(self.allocator, self.gradients)
         if LAST_OUTPUTS not in held_over:
             free_all(self.allocator, self.outputs)
+
+    def _end_calls_without_backward(self) -> None:
+        """What forwards save of which no backward comes is freed with the script's last reference to their outputs."""
+        for k, n in self._without_backward.items():
+            calls = self._calls.get(k, [])
+            for call in calls[:n]:
+                for address in call.addresses.values():
+                    self.allocator.free(address)
+            del calls[: max(0, n)]
 
     # ---- the script
 

@@ -68,11 +68,14 @@ class RoundGraph:
 def join_round(record: StepRecord, bounds: tuple[int, int]) -> RoundGraph | None:
     """Join the graphs of the round ``record.events[bounds[0]:bounds[1]]``.
 
-    Returns None where that is impossible: a graph is called twice in the round, or a forward follows a backward.
+    Returns None where that is impossible: a graph is called twice in the round, or a forward follows a backward, or
+    has none.
     """
     events = record.events[slice(*bounds)]
     calls = [(e.kind, e.graph) for e in events if e.kind != OUTSIDE]
     if len(set(calls)) != len(calls) or [k for k, _ in calls] != sorted((k for k, _ in calls), reverse=True):
+        return None
+    if len(calls) != 2 * sum(kind == BACKWARD for kind, _ in calls):
         return None
     return _RoundBuilder(record).build(events)
 

@@ -19,6 +19,7 @@ from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, check_bytes
 from monetrun.core.graph import check as check_graph
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
+from monetrun.core.rounds import rounds_of
 from monetrun.core.simulate import simulate
 
 OUTSIDE = "outside"
@@ -228,21 +229,7 @@ class StepRecord:
     @cached_property
     def rounds(self) -> tuple[tuple[int, int], ...]:
         """Ranges of events, each from where nothing is saved for a backward pass to where nothing is saved again."""
-        found: list[tuple[int, int]] = []
-        start: int | None = None
-        pending = 0
-        for i, event in enumerate(self.events):
-            if event.kind == FORWARD:
-                start = (i if found else 0) if start is None else start
-                pending += 1
-            elif event.kind == BACKWARD:
-                pending -= 1
-                if pending == 0 and start is not None:
-                    found.append((start, i + 1))
-                    start = None
-        if start is not None:
-            found.append((start, len(self.events)))
-        return tuple(found)
+        return rounds_of([(event.kind, event.graph) for event in self.events])
 
 
 @dataclass(frozen=True, slots=True)

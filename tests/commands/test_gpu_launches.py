@@ -85,6 +85,45 @@ def test_a_budget_that_no_schedule_keeps_is_refused_in_reserved_bytes(machine, p
 
 
 @pytest.mark.slow
+def test_an_output_that_the_loss_does_not_use_is_freed_where_the_script_drops_it(machine, tmp_path):
+    """Trainer's autocast gives the logits in float32 beside the loss. Before, they were counted for good."""
+    script = tmp_path / "logits_beside_the_loss.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Widen(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.cat([x, x, x, x], 1)\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.body = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(512, 512), nn.GELU())))\n"
+        "        self.logits = Widen()\n"
+        "        self.score = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 1))\n"
+        "    def forward(self, x):\n"
+        "        x = self.body(x)\n"
+        "        if x.sum() > 1:\n"
+        "            raise ValueError('too large')\n"
+        "        return self.score(x).square().mean(), self.logits(x)\n"
+        "model = Model().cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(6):\n"
+        "    for _ in range(2):\n"
+        "        loss, logits = model(torch.randn(8192, 512, device='cuda'))\n"
+        "        del logits\n"
+        "        loss.backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    done = launch(machine, "--budget", "0.7x", str(script))
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = report(done)
+    assert figures["allocation_retries"] == 0
+    assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=0.005)
+    assert abs(figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"]) <= 2 * MIB
+
+
+@pytest.mark.slow
 def test_a_script_that_trains_on_the_cpu_is_planned_there_and_its_trials_end(machine, tmp_path):
     """The plain trial finds no device to measure, and ends after its steps instead of training to the end."""
     script = tmp_path / "on_the_cpu.py"

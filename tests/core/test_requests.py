@@ -150,6 +150,17 @@ def test_what_the_script_frees_of_gradients_is_freed_by_its_size_and_place(recor
     assert left(((32 * MIB, 2), (8 * MIB, 2), (7 * MIB, 2))) == ([1 * MIB], 4 * MIB)
 
 
+def test_a_forward_without_a_backward_leaves_nothing_after_its_step(record):
+    one = replace(record, events=(record.events[0], *record.events))
+    allocator = CachingAllocator(SETTINGS)
+    replayed = StepReplay(one, plain(one), allocator)
+    held = []
+    for number in range(3):
+        replayed.step(first=number == 0)
+        held.append(allocator.allocated_bytes)
+    assert held[1] == held[2]
+
+
 def test_inputs_that_only_the_backward_holds_are_freed_in_it(record):
     graph = record.graphs[0]
     x = next(t.id for t in graph.tensors if t.external)
