@@ -180,6 +180,8 @@ def main(trainings: str, budgets: str, solver_seconds: float, out: Path | None) 
             console.print(f"{training}: {package} is not installed")
             continue
         code, found, stderr, _ = run(ranks, ["torch.distributed.run", str(SCRIPT), training])
+        if code:  # once in a while a process on a stand-in aborts at its exit
+            code, found, stderr, _ = run(ranks, ["torch.distributed.run", str(SCRIPT), training])
         if code:
             console.print(f"{training} does not train under torchrun:\n{stderr[-3000:]}")
             failed = True
