@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from monetrun.capture import cpu_allocator, double_backward, fake_tensors, roofline
 from monetrun.core.errors import BudgetExceeded, CaptureFailed
+from monetrun.core.imports import without_collection
 from monetrun.runtime import agreement, candidates, hooks, planned_calls, sharding, unplannable_use
 from monetrun.runtime.planned_calls import Nesting, PlannedCall, Trigger
 from monetrun.runtime.reporter import Reporter
@@ -330,7 +331,8 @@ class Session:
             self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
             return module._call_impl
         if self.engine is None:
-            from monetrun.runtime.engine import Engine
+            with without_collection():
+                from monetrun.runtime.engine import Engine
 
             if self.settings.mode == PROBE:
                 from monetrun.runtime import probe
