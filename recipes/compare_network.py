@@ -1,6 +1,6 @@
 """Train one network by all methods, each beside eager in turns, and print a line of JSON for each: see compare.py.
 
-    python recipes/compare_network.py gpt --size small --budgets 0.5,0.1
+python recipes/compare_network.py gpt --size small --budgets 0.5,0.1
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import click
@@ -173,9 +172,11 @@ class Planned:
     def smallest(self, method: str) -> int:
         """The lowest peak known to be possible, in bytes of one model."""
         options, record = self.options(method), self.recorded.record
-        base = planner.more_frugal(record, self.recorded.baseline(options), options) if options.recompute and (
-            options.implementations is None
-        ) else self.recorded.baseline(options)
+        base = (
+            planner.more_frugal(record, self.recorded.baseline(options), options)
+            if options.recompute and (options.implementations is None)
+            else self.recorded.baseline(options)
+        )
         lowest = planner.BudgetBelowSmallest(record, 0, base).smallest_bytes
         return lowest - self.compared.plain.others()
 
@@ -215,7 +216,9 @@ def targets(compared: Compared, others: Sequence[dict[str, Any]]) -> list[Target
     reached = [r for r in others if "allocated_bytes" in r]
     useful = [r for name in dict.fromkeys(r["method"] for r in reached) for r in cheapest(reached, name)]
     found = [Target(EAGER, bytes_of(eager))]
-    lowest = {min((r for r in useful if r["method"] == m), key=bytes_of)["setting"] + m for m in {r["method"] for r in useful}}
+    lowest = {
+        min((r for r in useful if r["method"] == m), key=bytes_of)["setting"] + m for m in {r["method"] for r in useful}
+    }
     found += [
         Target(f"{r['method']} {r['setting']}".strip(), bytes_of(r), r["setting"] + r["method"] in lowest)
         for r in useful

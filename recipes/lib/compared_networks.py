@@ -216,10 +216,7 @@ _add(
 
 
 def _convnext(widths: tuple[int, ...]) -> nn.Module:
-    stages = [
-        CNBlockConfig(a, b, n)
-        for a, b, n in zip(widths, (*widths[1:], None), (3, 3, 9, 3), strict=True)
-    ]
+    stages = [CNBlockConfig(a, b, n) for a, b, n in zip(widths, (*widths[1:], None), (3, 3, 9, 3), strict=True)]
     return tv.ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=CLASSES)
 
 
