@@ -26,6 +26,7 @@ import platform
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -34,9 +35,10 @@ from typing import Any
 
 import click
 import torch
+from rich.console import Console
 
 from lib.child import adopt_orphans
-from lib.compared_networks import NETWORKS, SIZES
+from lib.compared_networks import DEFAULT, NETWORKS, SIZES
 from lib.comparison import networks, page, summary
 from lib.comparison_figure import figure
 from lib.gpu_table import cause_in, line
@@ -47,7 +49,7 @@ ROOT = RECIPES.parent
 RESULT = RECIPES / "results" / "compare.json"
 DOCS = ROOT / "docs"
 PAGE, FIGURE = "comparison.md", "comparison.svg"
-TIMES = (
+TIMES = (  # left out where they mean nothing
     "seconds",
     "eager_seconds",
     "ratio",
@@ -61,19 +63,21 @@ SETTINGS = ("size", "budgets", "rounds", "solver_seconds", "algorithm", "threads
 
 
 def sections(options: dict[str, Any], wanted: Sequence[str]) -> list[Section]:
-    """Two for each network: inductor has its own, since its compilation may take longer than all else."""
+    """Two for each network: inductor has its own, later, since its compilation may take longer than all else."""
     found = []
     for name in wanted:
         words = [sys.executable, "-W", "ignore", str(RECIPES / "compare_network.py"), name]
         for option in SETTINGS:
             words += [f"--{option.replace('_', '-')}", str(options[option])]
+        for pattern in options["only"]:
+            words += ["--only", pattern]
         needs = NETWORKS[name].missing
         limit = options["limit_seconds"]
         found.append(Section(name, "kernels", tuple(words), limit, read, needs))
         limit = options["inductor_seconds"]
         needs = needs or ("" if options["inductor"] else "--no-inductor")
         found.append(Section(f"{name}:inductor", "inductor", (*words, "--inductor"), limit, read, needs))
-    return found
+    return sorted(found, key=lambda section: section.group == "inductor")
 
 
 def read(ended: Ended) -> Found:
@@ -99,7 +103,9 @@ def kept(entry: dict[str, Any], stand_in: bool) -> dict[str, Any]:
 def device() -> dict[str, Any]:
     """What trains here."""
     if torch.cuda.is_available():
-        return {"device": torch.cuda.get_device_name(0), "device_type": "cuda"}
+        command = [sys.executable, str(RECIPES / "lib" / "device_facts.py")]  # asking makes a context
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return {"device": next(json_lines(done.stdout))["device"], "device_type": "cuda"}
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {"device": names[0] if names else platform.machine(), "device_type": "cpu"}
 
@@ -116,7 +122,8 @@ def earlier(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
     for name in ("device", "torch", *SETTINGS):
         if found.get(name) != header[name]:
             raise click.ClickException(
-                f"{path} is of {name} {found.get(name)!r}, this run of {header[name]!r}: give another --out, or no --resume"
+                f"{path} is of {name} {found.get(name)!r}, this run of {header[name]!r}:"
+                " give another --out, or no --resume"
             )
     return found
 
@@ -136,12 +143,13 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 
 
 @click.command(help=__doc__.replace("\n\n    python", "\n\n\b\n    python", 1))
-@click.option("--networks", "wanted", default=",".join(NETWORKS), callback=_names, help="By comma; all by default.")
+@click.option("--networks", "wanted", default=",".join(DEFAULT), callback=_names, help="By comma; all by default.")
 @click.option("--size", type=click.Choice(SIZES), default=SIZES[0], show_default=True, help="paper: for a GPU.")
 @click.option("--budgets", default="0.5,0.1", show_default=True, help="Of torch's activation_memory_budget.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Pairs of steps for a ratio.")
 @click.option("--solver-seconds", type=float, default=3.0, show_default=True, help="For each of monetrun's plans.")
 @click.option("--algorithm", default="hierarchical", show_default=True, help="monetrun's.")
+@click.option("--only", multiple=True, default=("*",), metavar="METHODS", help="Methods, as patterns: 'checkpoint*'.")
 @click.option("--threads", type=int, default=0, help="Of torch on a CPU; 0: its own choice.")
 @click.option("--inductor/--no-inductor", default=True, help="Whether torch.compile's default is measured, too.")
 @click.option("--inductor-seconds", type=float, default=180.0, show_default=True, help="For a network's, then it ends.")
@@ -180,7 +188,7 @@ def main(
             continue
         entry = run_section(section, variables, section.limit_seconds, work)
         document.add(kept(entry, here["device"] == "Stand-in GPU"))
-        click.echo(line(entry))
+        Console(highlight=False).print(line(entry), soft_wrap=True)
         name = section.name.partition(":")[0]
         if section.group == "kernels" and name in networks(document.value):
             click.echo(f"  {summary(name, networks(document.value)[name])}")

@@ -5,7 +5,9 @@ python recipes/compare_network.py gpt --size small --budgets 0.5,0.1
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +15,9 @@ from typing import Any
 
 import click
 import torch
-from torch import nn
 
 from lib.compared_networks import NETWORKS, SIZES, Network
-from lib.comparison import EXACT, FULL, IMPLEMENTATIONS, RECOMPUTATION, bytes_of, cheapest
+from lib.comparison import EXACT, FAMILIES, FULL, IMPLEMENTATIONS, RECOMPUTATION, bytes_of, cheapest
 from lib.other_methods import EAGER, Method, by_hand, by_inductor, by_partitioner, no_inductor, same_as
 from monetrun.capture.meter import meter_for
 from monetrun.core.errors import InfeasibleBudget, MonetrunError, NoPlanInTime
@@ -79,25 +80,22 @@ class Compared:
         loss.backward()
         found = {
             "loss": [loss.detach().clone()],
-            "gradients": [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters(trainer)],
+            "gradients": [
+                torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trainer.model.parameters()
+            ],
             "buffers": [b.detach().clone() for b in trainer.model.buffers()],
         }
         del loss
         trainer.optimizer.step()
         return found
 
-    @staticmethod
-    def parameters(trainer: Trainer) -> list[nn.Parameter]:
-        return list(trainer.model.parameters())
-
     def sameness(self, trainer: Trainer) -> dict[str, Any]:
         """Whether a step computes bitwise what eager's does, and how far its gradients are from it."""
         if self.stand_in:
             return {}
         found = self.first_step(trainer)
-        far = max(_distance(a, b) for a, b in zip(self.answers["gradients"], found["gradients"], strict=True))
         bitwise = {k: all(torch.equal(a, b) for a, b in zip(v, found[k], strict=True)) for k, v in self.answers.items()}
-        return {"bitwise": bitwise, "largest_difference": far}
+        return {"bitwise": bitwise, "difference": _distance(self.answers["gradients"], found["gradients"])}
 
     def eager_row(self) -> dict[str, Any]:
         """Of the eager model; whether it is bitwise itself tells whether the others can be."""
@@ -147,10 +145,11 @@ class Compared:
             yield row
 
 
-def _distance(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """The 2-norm of the difference over that of what is expected."""
-    norm = float(torch.linalg.vector_norm(expected.float()))
-    return float(torch.linalg.vector_norm((expected - found).float())) / (norm or 1.0)
+def _distance(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    """The 2-norm of all differences over that of all that is expected."""
+    pairs = list(zip(expected, found, strict=True))
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    return math.sqrt(apart / (sum(float(a.double().square().sum()) for a, _ in pairs) or 1.0))
 
 
 # ---- monetrun
@@ -167,16 +166,15 @@ class Planned:
         self.plans: dict[tuple[str, str], Plan] = {}
 
     def options(self, method: str) -> Options:
+        """Of the planner."""
         return Options(seconds=self.solver_seconds, **OPTIONS[method])
 
     def smallest(self, method: str) -> int:
         """The lowest peak known to be possible, in bytes of one model."""
         options, record = self.options(method), self.recorded.record
-        base = (
-            planner.more_frugal(record, self.recorded.baseline(options), options)
-            if options.recompute and (options.implementations is None)
-            else self.recorded.baseline(options)
-        )
+        base = self.recorded.baseline(options)
+        if method == FULL:
+            base = planner.more_frugal(record, base, options)
         lowest = planner.BudgetBelowSmallest(record, 0, base).smallest_bytes
         return lowest - self.compared.plain.others()
 
@@ -209,22 +207,18 @@ class Planned:
         return True
 
 
-def targets(compared: Compared, others: Sequence[dict[str, Any]]) -> list[Target]:
+def targets(plain: Reference, others: Sequence[dict[str, Any]]) -> list[Target]:
     """The peaks that monetrun must keep: eager's, those the other methods reach, and a third of the activations."""
-    plain = compared.plain
-    eager = {"method": EAGER, "allocated_bytes": plain.peak.allocated, "reserved_bytes": plain.peak.reserved}
-    reached = [r for r in others if "allocated_bytes" in r]
-    useful = [r for name in dict.fromkeys(r["method"] for r in reached) for r in cheapest(reached, name)]
-    found = [Target(EAGER, bytes_of(eager))]
-    lowest = {
-        min((r for r in useful if r["method"] == m), key=bytes_of)["setting"] + m for m in {r["method"] for r in useful}
-    }
-    found += [
-        Target(f"{r['method']} {r['setting']}".strip(), bytes_of(r), r["setting"] + r["method"] in lowest)
-        for r in useful
-        if bytes_of(r) < bytes_of(eager)
-    ]
-    found.append(Target(THIRD, plain.held_bytes + plain.activation_bytes // 3))
+    eager = Target(EAGER, plain.peak.allocated if plain.peak.reserved is None else plain.peak.reserved)
+    found = [eager, Target(THIRD, plain.held_bytes + plain.activation_bytes // 3)]
+    for family in FAMILIES:
+        useful = [r for method in family for r in cheapest(others, method)]
+        lowest = min((bytes_of(r) for r in useful), default=0)
+        for row in useful:
+            nbytes = bytes_of(row)
+            if nbytes < eager.nbytes:
+                name = " ".join(filter(None, (row["method"], row["setting"])))
+                found.append(Target(f"as {name}", nbytes, nbytes == lowest))
     kept: list[Target] = []
     for target in sorted(found, key=lambda t: t.nbytes):
         if kept and target.nbytes - kept[-1].nbytes < SAME_BYTES * kept[-1].nbytes:
@@ -234,14 +228,13 @@ def targets(compared: Compared, others: Sequence[dict[str, Any]]) -> list[Target
     return kept
 
 
-def planned_rows(planned: Planned, found: Sequence[Target]) -> Iterator[dict[str, Any]]:
-    """All of monetrun's rows, from the highest peak down."""
-    for method in OPTIONS:
+def planned_rows(planned: Planned, found: Sequence[Target], wanted: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+    """All of monetrun's rows, from the highest peak down; the ablations have few."""
+    for method in filter(wanted, OPTIONS):
         smallest = Target(SMALLEST, planned.smallest(method))
         for target in reversed(found):
-            if method in (RECOMPUTATION, IMPLEMENTATIONS) and not target.lowest:
-                continue
-            if target.nbytes > smallest.nbytes:
+            ablation = method == IMPLEMENTATIONS or (method == RECOMPUTATION and not target.lowest)
+            if not ablation and target.nbytes > smallest.nbytes:
                 yield planned.row(method, target)
         yield planned.row(method, smallest)
 
@@ -253,6 +246,7 @@ def planned_rows(planned: Planned, found: Sequence[Target]) -> Iterator[dict[str
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Pairs of steps for a ratio.")
 @click.option("--solver-seconds", type=float, default=3.0, show_default=True, help="For each of monetrun's plans.")
 @click.option("--algorithm", default="hierarchical", show_default=True)
+@click.option("--only", multiple=True, default=("*",), metavar="METHODS", help="Methods, as patterns.")
 @click.option("--inductor", is_flag=True, help="Only what inductor compiles.")
 @click.option("--threads", type=int, default=0, help="Of torch; 0: its own choice.")
 def main(
@@ -262,6 +256,7 @@ def main(
     rounds: int,
     solver_seconds: float,
     algorithm: str,
+    only: Sequence[str],
     inductor: bool,
     threads: int,
 ) -> None:
@@ -271,29 +266,35 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(0)
-    say: Callable[[dict[str, Any]], None] = lambda row: click.echo(json.dumps({"row": row}))
     missing = NETWORKS[name].missing or (no_inductor(device) if inductor else "")
     if missing:
         click.echo(json.dumps({"skipped": missing}))
         return
+
+    def wanted(method: str) -> bool:
+        return any(fnmatch.fnmatchcase(method, pattern) for pattern in only)
+
     kernels.load()
     stand_in = device.type == "cuda" and torch.cuda.get_device_name(0) == "Stand-in GPU"
     compared = Compared(name, size, device, 1 if stand_in else rounds, stand_in)
-    wanted = [float(word) for word in budgets.split(",") if word]
     if not compared.meter.exact:
         raise SystemExit("peaks cannot be counted here: the counting allocator needs a C++ compiler")
-    say(compared.eager_row())
-    if inductor:
-        for row in compared.others(by_inductor(wanted)):
-            say(row)
-        return
-    rows = []
-    for row in compared.others([*by_hand(compared.network), *by_partitioner(wanted)]):
+    numbers = [float(word) for word in budgets.split(",") if word]
+    methods = by_inductor(numbers[-1:]) if inductor else [*by_hand(compared.network), *by_partitioner(numbers)]
+    rows = [compared.eager_row()]
+    _say(rows[0])
+    for row in compared.others([m for m in methods if wanted(m.name)]):
         rows.append(row)
-        say(row)
+        _say(row)
+    if inductor or not any(map(wanted, OPTIONS)):
+        return
     planned = Planned(compared, solver_seconds, algorithm)
-    for row in planned_rows(planned, targets(compared, rows)):
-        say(row)
+    for row in planned_rows(planned, targets(compared.plain, rows), wanted):
+        _say(row)
+
+
+def _say(row: dict[str, Any]) -> None:
+    click.echo(json.dumps({"row": row}))
 
 
 if __name__ == "__main__":

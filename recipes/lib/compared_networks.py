@@ -11,7 +11,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torchvision.models.resnet import Bottleneck
 from torchvision.models.swin_transformer import SwinTransformerBlock
 from torchvision.models.vision_transformer import EncoderBlock
 
+from lib import networks
 from lib.paper_networks import Double, Layer, Transformer, UNet
 
 tv = torchvision.models
@@ -283,6 +284,14 @@ def _bert_layers(model: nn.Module) -> list[nn.Module]:
 
 NETWORKS["gpt"] = Network("GPT", _gpt, _of(Layer), _of(Layer))
 NETWORKS["bert"] = Network("BERT (transformers)", _bert, _bert_layers, _bert_layers, "transformers")
+DEFAULT = tuple(NETWORKS)
+_add(
+    "tiny",
+    "A tiny ResNet",
+    {SMALL: (4, 32), PAPER: (4, 32)},
+    lambda: networks.SmallResNet(channels=8, blocks=4),
+    _of(networks.Block),
+)  # to see whether everything works
 
 
 # ---- torch.utils.checkpoint
@@ -304,7 +313,7 @@ def checkpoint_segments(model: nn.Module, network: Network) -> int:
     modules = list(network.chain(model))
     count = round(math.sqrt(len(modules)))
     borders = [round(i * len(modules) / count) for i in range(count + 1)] if modules else [0]
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in pairwise(borders):
         forwards = [m.forward for m in modules[begin:end]]
         modules[begin].forward = _checkpointed(_one_after_the_other(forwards))  # type: ignore[method-assign]
         for module in modules[begin + 1 : end]:

@@ -22,6 +22,7 @@ METHODS = (
     *(EAGER, BLOCKS, SEGMENTS, AOT, PARTITIONER, INDUCTOR, INDUCTOR_BUDGET),
     *(RECOMPUTATION, IMPLEMENTATIONS, EXACT, FULL),
 )
+FAMILIES = ((BLOCKS, SEGMENTS), (PARTITIONER,))  # whose peaks monetrun plans for
 RIVALS = (BLOCKS, SEGMENTS, PARTITIONER, INDUCTOR_BUDGET)
 OURS = (EXACT, FULL)
 NOISE = 0.02  # a step that is slower by at most this share counts as no slower
@@ -74,16 +75,15 @@ def lowest(rows: Iterable[Row], *methods: str) -> Row | None:
 
 
 def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """For each point of the other methods that one would use: our fastest step within its peak, and whether it is slower.
+    """For each point of the others that one would use: our fastest step within its peak, and whether it is slower.
 
     ``ours`` is that step's ratio to eager, None where no plan is within the peak; ``holds`` is None without times.
     """
     found = []
     for method in RIVALS:
         for row in cheapest(rows, method):
-            within = [
-                r for r in rows if r["method"] in OURS and "allocated_bytes" in r and bytes_of(r) <= bytes_of(row)
-            ]
+            ours = (r for r in rows if r["method"] in OURS and "allocated_bytes" in r)
+            within = [r for r in ours if bytes_of(r) <= bytes_of(row)]
             best = min(within, key=ratio_of, default=None)
             timed = "ratio" in row
             holds = best is not None and ratio_of(best) <= ratio_of(row) * (1 + NOISE)
@@ -175,7 +175,7 @@ def bits(row: Row) -> str:
     differing = [name for name, same in row["bitwise"].items() if not same]
     if not differing:
         return "yes"
-    return f"not {', '.join(differing)}" + (f" ({row['largest_difference']:.0e})" if "gradients" in differing else "")
+    return f"not {', '.join(differing)}" + (f" ({row['difference']:.0e})" if "gradients" in differing else "")
 
 
 def _mib(nbytes: int) -> str:
@@ -213,7 +213,14 @@ Made by `{document["commands"][-1]}` on {document["device"]} ({document["threads
 """
     for name, rows in found.items():
         text += f"\n## {NETWORKS[name].title}\n\n{points(rows)}\n"
-    skipped = [s for s in document["sections"] if s["status"] == "skipped"]
-    if skipped:
-        text += "\n## Not measured\n\n" + "\n".join(f"- {s['name']}: {s['reason']}" for s in skipped) + "\n"
+    missing = [(s["name"], why) for s in document["sections"] if (why := _unmeasured(s))]
+    if missing:
+        text += "\n## Not measured\n\n" + "\n".join(f"- {name}: {why}" for name, why in missing) + "\n"
     return text
+
+
+def _unmeasured(section: Mapping[str, Any]) -> str:
+    """Why a section has nothing, or not all; empty if it has."""
+    if section["status"] == "skipped":
+        return str(section["reason"])
+    return "; ".join(failure["what"] for failure in section.get("failures", ()))

@@ -1,4 +1,4 @@
-"""What monetrun is compared with: checkpoints by hand, ``torch.compile``, and the memory budget of torch's partitioner."""
+"""What monetrun is compared with: checkpoints by hand, ``torch.compile``, and torch's ``activation_memory_budget``."""
 
 from __future__ import annotations
 
