@@ -20,11 +20,12 @@ from lib.compared_networks import NETWORKS, SIZES, Network
 from lib.comparison import EXACT, FAMILIES, FULL, IMPLEMENTATIONS, RECOMPUTATION, bytes_of, cheapest
 from lib.other_methods import EAGER, Method, by_hand, by_inductor, by_partitioner, no_inductor, same_as
 from monetrun.capture.meter import meter_for
-from monetrun.core.errors import InfeasibleBudget, MonetrunError, NoPlanInTime
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.options import Options
 from monetrun.core.plan import Plan
 from monetrun.ops import kernels
 from monetrun.planning import planner
+from monetrun.runtime.allocation_limit import set_limit
 from step_pairs import Recorded, Reference, Trainer, first_line, measured, paired, peak_of, release_cached, run_planned
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -55,10 +56,10 @@ class Compared:
         self.network: Network = NETWORKS[name]
         self.size, self.device, self.rounds, self.stand_in = size, device, rounds, stand_in
         self.meter = meter_for(device)
-        self.initial: list[torch.Tensor] = []
-        state = self.make().model.state_dict()
-        self.initial = [t.detach().clone() for t in state.values()]
-        del state
+        first = self.make()
+        self.initial = [t.detach().clone() for t in first.model.state_dict().values()]
+        first.step()  # from now on the libraries' own workspaces are there
+        del first
         release_cached()
         self.plain = Reference(self.make, self.meter)
         self.answers = self.first_step(self.plain.trainer)
@@ -78,6 +79,7 @@ class Compared:
         trainer.optimizer.zero_grad()
         loss = trainer.loss()
         loss.backward()
+        set_limit(self.device, None)  # a plan's, which has no room for what is kept here
         found = {
             "loss": [loss.detach().clone()],
             "gradients": [
@@ -193,8 +195,8 @@ class Planned:
         row["solver_seconds"] = time.perf_counter() - started
         try:
             row |= run_planned(compared.plain, self.recorded, plan, compared.rounds, compared.sameness)
-        except MonetrunError as error:
-            return {**row, "reason": error.message.splitlines()[0]}
+        except Exception as error:  # noqa: BLE001 - a plan that cannot train is a result
+            return {**row, "reason": first_line(error)}
         return row
 
     def exact(self, plan: Plan) -> bool:

@@ -158,11 +158,11 @@ def _inceptions(model: nn.Module) -> list[nn.Module]:
 _add(
     "resnet50",
     "ResNet-50",
-    {SMALL: (12, 96), PAPER: (184, 224)},
+    {SMALL: (16, 64), PAPER: (184, 224)},
     lambda: tv.resnet50(num_classes=CLASSES),
     _of(Bottleneck),
 )
-_add("googlenet", "GoogLeNet", {SMALL: (16, 96), PAPER: (320, 224)}, _googlenet, _of(Inception), _inceptions)
+_add("googlenet", "GoogLeNet", {SMALL: (16, 64), PAPER: (320, 224)}, _googlenet, _of(Inception), _inceptions)
 _add(
     "mobilenet_v2",
     "MobileNetV2",
