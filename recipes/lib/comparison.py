@@ -206,6 +206,8 @@ Made by `{document["commands"][-1]}` on {document["device"]} ({document["threads
   with its solvers dp, ilp and greedy.
 - monetrun planned for the peaks that the others reach, for a third of eager's activations, and for its smallest.
   **exact** allows implementations bitwise identical to eager's only.
+- **Bitwise** are loss, gradients and buffers (running statistics) of a step from the same weights and seed; in brackets
+  the 2-norm of the gradients' difference over their own: 1 is as far as gradients of other dropout masks are.
 - **No slower**: at the peak of a checkpointed or partitioned step, monetrun's peak is no higher, and its step at most
   {NOISE:.0%} slower.
 

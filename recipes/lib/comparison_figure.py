@@ -12,29 +12,18 @@ from lib.comparison import EXACT, FULL, Row, cheapest, networks, ratio_of, share
 from lib.other_methods import BLOCKS, INDUCTOR, INDUCTOR_BUDGET, PARTITIONER, SEGMENTS
 
 WIDTH, HEIGHT, COLUMNS = 250, 190, 4  # of a panel, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 38, 12, 26, 30  # around a panel's axes
-LEGEND = 34
-MOST = 1.5  # extra time at the upper edge at most; points above are drawn there, open
-SERIES = (  # name, methods, class, marker's shape, whether its points are joined
-    ("checkpoint: each block, sqrt(n)", (BLOCKS, SEGMENTS), "checkpoint", "square", False),
-    ("activation_memory_budget", (PARTITIONER,), "budget", "triangle", True),
-    ("inductor, with and without", (INDUCTOR, INDUCTOR_BUDGET), "inductor", "cross", False),
-    ("monetrun", (FULL, EXACT), "monetrun", "circle", True),
+LEFT, RIGHT, TOP, BOTTOM = 38, 18, 26, 30  # around a panel's axes
+LEGEND = 46
+MOST = 1.5  # extra time at the upper edge at most, and
+WIDEST = 1.25  # share of eager's peak at the right one: marks outside are drawn at the edge, open
+SERIES = (  # name, methods, color, mark, whether its points are joined; colors are legible on white and on black
+    ("checkpoint: each block, sqrt(n)", (BLOCKS, SEGMENTS), "#8a63d2", "square", False),
+    ("activation_memory_budget", (PARTITIONER,), "#d9772b", "triangle", True),
+    ("inductor, with and without it", (INDUCTOR, INDUCTOR_BUDGET), "#7d8590", "cross", False),
+    ("monetrun", (FULL, EXACT), "#1a8fb8", "circle", True),
 )
-STYLE = """
-text { font: 11px system-ui, sans-serif; fill: #333 }
-.title { font-weight: 600; font-size: 12px }
-.grid { stroke: #888; stroke-opacity: .25 }
-.axis { stroke: #888 }
-.mark { stroke-width: 1.6; fill-opacity: .9 }
-.line { fill: none; stroke-width: 1.6; stroke-opacity: .8 }
-.checkpoint { stroke: #8a63d2; fill: #8a63d2 }
-.budget { stroke: #d9772b; fill: #d9772b }
-.inductor { stroke: #7d8590; fill: none }
-.monetrun { stroke: #1a8fb8; fill: #1a8fb8 }
-.line, .open { fill: none }
-@media (prefers-color-scheme: dark) { text { fill: #ddd } }
-"""
+CAPTION = "extra time of a step against its true peak, % of eager's"
+STYLE = "@media (prefers-color-scheme: dark) { text { fill: #d0d7de } }"
 
 
 def drawn(document: Mapping[str, object]) -> dict[str, dict[str, list[list[float]]]]:
@@ -58,12 +47,12 @@ def _points(rows: Sequence[Row], methods: Sequence[str]) -> list[Row]:
 def figure(document: Mapping[str, object]) -> str:
     """The SVG; its description has all that is drawn as JSON."""
     found = drawn(document)
-    lines = math.ceil(len(found) / COLUMNS)
-    width, height = WIDTH * min(COLUMNS, max(1, len(found))), LEGEND + HEIGHT * lines
-    width = max(width, 620)
+    width = WIDTH * max(3, min(COLUMNS, len(found)))
+    height = LEGEND + HEIGHT * math.ceil(len(found) / COLUMNS)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
-        "<title>Extra time of a training step against its true peak</title>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        ' font-family="system-ui, sans-serif" font-size="11" fill="#57606a">',
+        f"<title>{CAPTION}</title>",
         f"<desc>{escape(json.dumps(found))}</desc>",
         f"<style>{STYLE}</style>",
         *_legend(),
@@ -76,53 +65,55 @@ def figure(document: Mapping[str, object]) -> str:
 
 def _legend() -> list[str]:
     parts, x = [], 14
-    for title, _, kind, shape, _ in SERIES:
-        parts += [_mark(shape, kind, x, 15), f'<text x="{x + 10}" y="19">{title}</text>']
-        x += 30 + round(6.1 * len(title))
-    return parts
+    for title, _, color, shape, _ in SERIES:
+        parts += [_mark(shape, color, x, 15), f'<text x="{x + 10}" y="19">{title}</text>']
+        x += 34 + round(5.6 * len(title))
+    return [*parts, f'<text x="10" y="37">{CAPTION}</text>']
 
 
 def _panel(title: str, series: Mapping[str, list[list[float]]]) -> list[str]:
-    extra = [e for points in series.values() for _, e in points]
-    top = min(MOST, max([0.2, *extra]) * 1.08)
-    bottom = min([0.0, *extra]) * 1.08
-    right = max([1.0, *(s for points in series.values() for s, _ in points)])
-    right = min(right, 1.25)
-    inner = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    every = [point for points in series.values() for point in points]
+    top = min(MOST, max([0.2, *(e for _, e in every)]) * 1.08)
+    bottom = min([0.0, *(e for _, e in every)]) * 1.08
+    right = min(WIDEST, max([1.0, *(s for s, _ in every)]))
 
     def x(value: float) -> float:
-        return round(LEFT + inner[0] * min(value, right) / right, 1)
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * min(value, right) / right, 1)
 
     def y(value: float) -> float:
-        return round(TOP + inner[1] * (top - min(value, top)) / (top - bottom), 1)
+        return round(TOP + (HEIGHT - TOP - BOTTOM) * (top - min(value, top)) / (top - bottom), 1)
 
-    parts = [f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>']
+    parts = [f'<text font-weight="600" font-size="12" x="{LEFT}" y="16">{escape(title)}</text>']
     step = next(s for s in (0.1, 0.25, 0.5, 1.0) if (top - bottom) / s <= 5)
     for k in range(math.ceil(bottom / step), math.floor(top / step) + 1):
-        kind = "axis" if k == 0 else "grid"
-        parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(k * step)}" y2="{y(k * step)}"/>')
+        at = y(k * step)
+        parts.append(_line(LEFT, at, WIDTH - RIGHT, at, 0.25 if k else 0.9))
         label = f"{100 * k * step:+.0f}%" if k else "0"
-        parts.append(f'<text text-anchor="end" x="{LEFT - 5}" y="{y(k * step) + 4}">{label}</text>')
+        parts.append(f'<text text-anchor="end" x="{LEFT - 5}" y="{at + 4:g}">{label}</text>')
     for percent in (25, 50, 75, 100):
         at = x(percent / 100)
-        parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(_line(at, TOP, at, HEIGHT - BOTTOM, 0.25))
         parts.append(f'<text text-anchor="middle" x="{at}" y="{HEIGHT - BOTTOM + 14}">{percent}%</text>')
-    for (_, _, kind, shape, joined), points in zip(SERIES, series.values(), strict=True):
+    for (_, _, color, shape, joined), points in zip(SERIES, series.values(), strict=True):
         if joined and len(points) > 1:
             line = " ".join(f"{x(s)},{y(e)}" for s, e in points)
-            parts.append(f'<polyline class="{kind} line" points="{line}"/>')
-        for s, e in points:
-            outside = " open" if e > top or s > right else ""
-            parts.append(_mark(shape, kind + outside, x(s), y(e)))
+            parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{line}"/>')
+        parts += [_mark(shape, color, x(s), y(e), hollow=e > top or s > right) for s, e in points]
     return parts
 
 
-def _mark(shape: str, kind: str, x: float, y: float) -> str:
+def _line(x1: float, y1: float, x2: float, y2: float, opacity: float) -> str:
+    return f'<line stroke="#888" stroke-opacity="{opacity}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
+
+
+def _mark(shape: str, color: str, x: float, y: float, hollow: bool = False) -> str:
+    fill = "none" if hollow or shape == "cross" else color
+    paint = f'class="{shape}" stroke="{color}" stroke-width="1.6" fill="{fill}"'
     if shape == "circle":
-        return f'<circle class="mark {kind}" cx="{x}" cy="{y}" r="3.4"/>'
+        return f'<circle {paint} cx="{x}" cy="{y}" r="3.4"/>'
     paths = {
-        "square": f"M{x - 3.2},{y - 3.2}h6.4v6.4h-6.4z",
-        "triangle": f"M{x},{y - 4}l4,7h-8z",
-        "cross": f"M{x - 3.2},{y - 3.2}l6.4,6.4m0,-6.4l-6.4,6.4",
+        "square": f"M{x - 3.2:g},{y - 3.2:g}h6.4v6.4h-6.4z",
+        "triangle": f"M{x:g},{y - 4:g}l4,7h-8z",
+        "cross": f"M{x - 3.2:g},{y - 3.2:g}l6.4,6.4m0,-6.4l-6.4,6.4",
     }
-    return f'<path class="mark {kind}" d="{paths[shape]}"/>'
+    return f'<path {paint} d="{paths[shape]}"/>'
