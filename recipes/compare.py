@@ -147,7 +147,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option("--size", type=click.Choice(SIZES), default=SIZES[0], show_default=True, help="paper: for a GPU.")
 @click.option("--budgets", default="0.5,0.1", show_default=True, help="Of torch's activation_memory_budget.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Pairs of steps for a ratio.")
-@click.option("--solver-seconds", type=float, default=3.0, show_default=True, help="For each of monetrun's plans.")
+@click.option("--solver-seconds", type=float, default=2.0, show_default=True, help="For each of monetrun's plans.")
 @click.option("--algorithm", default="hierarchical", show_default=True, help="monetrun's.")
 @click.option("--only", multiple=True, default=("*",), metavar="METHODS", help="Methods, as patterns: 'checkpoint*'.")
 @click.option("--threads", type=int, default=0, help="Of torch on a CPU; 0: its own choice.")

@@ -144,6 +144,7 @@ class Compared:
             except Exception as error:  # noqa: BLE001 - a method that cannot train this network is a result
                 row = {"method": method.name, "setting": method.setting, "reason": first_line(error)}
             torch._dynamo.reset()
+            release_cached()
             yield row
 
 
@@ -246,7 +247,7 @@ def planned_rows(planned: Planned, found: Sequence[Target], wanted: Callable[[st
 @click.option("--size", type=click.Choice(SIZES), default=SIZES[0], show_default=True)
 @click.option("--budgets", default="0.5,0.1", show_default=True, help="Of torch's activation_memory_budget.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Pairs of steps for a ratio.")
-@click.option("--solver-seconds", type=float, default=3.0, show_default=True, help="For each of monetrun's plans.")
+@click.option("--solver-seconds", type=float, default=2.0, show_default=True, help="For each of monetrun's plans.")
 @click.option("--algorithm", default="hierarchical", show_default=True)
 @click.option("--only", multiple=True, default=("*",), metavar="METHODS", help="Methods, as patterns.")
 @click.option("--inductor", is_flag=True, help="Only what inductor compiles.")

@@ -131,6 +131,7 @@ class Recorded:
     """Such a model, to be trained under plans: its step is recorded, and its operators are timed, once."""
 
     def __init__(self, make: Callable[[], Trainer]) -> None:
+        release_cached()  # what is not needed any more would count as held beside the model
         session = Session(Settings(mode=RUN, strict=True))
         session.watch_process()
         try:
