@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import compare as recipe
 from lib import comparison, comparison_figure
 from lib.compared_networks import NETWORKS, checkpoint_blocks, checkpoint_segments
-from lib.other_methods import BLOCKS, EAGER, PARTITIONER
+from lib.other_methods import BLOCKS, EAGER, INDUCTOR_BUDGET, PARTITIONER
 from support.paths import DOCS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,6 +65,7 @@ def test_a_tiny_network_is_trained_by_each_method_within_the_peaks_of_the_others
     assert {r["setting"] for r in planned} >= {EAGER, f"as {BLOCKS}", "smallest"}
     for plan in planned:
         assert plan["allocated_bytes"] <= plan["target_bytes"]
+        assert plan["allocated_bytes"] == pytest.approx(plan["planned_peak_bytes"], rel=0.02)
         assert plan["bitwise"] == {"loss": True, "gradients": True, "buffers": True}
     assert comparison.further_below(rows) > 0
     assert recipe.page(found, recipe.FIGURE) == (tmp_path / recipe.PAGE).read_text()
@@ -86,6 +87,13 @@ def test_only_points_that_one_would_use_are_compared_and_two_percent_are_noise()
     assert "no slower at 0 of 2 peaks of the others; monetrun goes 20% below" in comparison.summary("gpt", rows)
 
 
+def test_inductors_peaks_are_counted_apart():
+    rows = [*ROWS, row(INDUCTOR_BUDGET, "dp 0.5", 80, 0.7)]
+    assert comparison.held_at(rows, inductor=False) == "0 of 2 peaks"
+    assert comparison.held_at(rows, inductor=True) == "0 of 1 peaks"
+    assert comparison.held_at(ROWS, inductor=True) == ""
+
+
 def test_reserved_bytes_count_where_there_are_any():
     assert comparison.bytes_of(row(EAGER, "", 100, 1.0)) == 100
     assert comparison.bytes_of({"allocated_bytes": 100, "reserved_bytes": 120}) == 120
@@ -97,7 +105,7 @@ def test_without_times_the_page_has_memory_alone():
     assert [v["holds"] for v in comparison.verdicts(rows)] == [None, None]
     text = comparison.page(document(untimed), "comparison.svg")
     assert "no times were taken" in text
-    assert "| GPT | 0.0 MiB | - | 50% | checkpoint, each block | 40% | 20% |" in text
+    assert "| GPT | 0.0 MiB | - | - | 50% | checkpoint, each block | 40% | 20% |" in text
 
 
 def test_the_page_says_what_differs_and_what_was_not_measured():
