@@ -266,9 +266,9 @@ def main(
     """Train NETWORK by all methods."""
     if threads:
         torch.set_num_threads(threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(device)
     missing = NETWORKS[name].missing or (no_inductor(device) if inductor else "")
     if missing:
         click.echo(json.dumps({"skipped": missing}))
@@ -278,7 +278,7 @@ def main(
         return any(fnmatch.fnmatchcase(method, pattern) for pattern in only)
 
     kernels.load()
-    stand_in = device.type == "cuda" and torch.cuda.get_device_name(0) == "Stand-in GPU"
+    stand_in = device.type == "cuda" and torch.cuda.get_device_name(device) == "Stand-in GPU"
     compared = Compared(name, size, device, 1 if stand_in else rounds, stand_in)
     if not compared.meter.exact:
         raise SystemExit("peaks cannot be counted here: the counting allocator needs a C++ compiler")

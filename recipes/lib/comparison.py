@@ -231,4 +231,4 @@ def _unmeasured(section: Mapping[str, Any]) -> str:
     """Why a section has nothing, or not all; empty if it has."""
     if section["status"] == "skipped":
         return str(section["reason"])
-    return "; ".join(failure["what"] for failure in section.get("failures", ()))
+    return "; ".join(": ".join(filter(None, f.values())) for f in section.get("failures", ()))
