@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 THIRD = "a third of the activations"
 SMALLEST = "smallest"
 SAME_BYTES = 0.005  # budgets that are closer to each other than this share count as one
+SLACKS = (0.0, 0.01, 0.03)  # over the smallest budget, tried in turn
 SEED = 7  # of dropout in the compared step
 
 
@@ -234,12 +235,17 @@ def targets(plain: Reference, others: Sequence[dict[str, Any]]) -> list[Target]:
 def planned_rows(planned: Planned, found: Sequence[Target], wanted: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
     """All of monetrun's rows, from the highest peak down; the ablations have few."""
     for method in filter(wanted, OPTIONS):
-        smallest = Target(SMALLEST, planned.smallest(method))
         for target in reversed(found):
             ablation = method == IMPLEMENTATIONS or (method == RECOMPUTATION and not target.lowest)
-            if not ablation and target.nbytes > smallest.nbytes:
+            if not ablation:
                 yield planned.row(method, target)
-        yield planned.row(method, smallest)
+        smallest = planned.smallest(method)
+        row: dict[str, Any] = {}
+        for slack in SLACKS:  # none is left for bytes that this process has come to hold since the step was recorded
+            row = planned.row(method, Target(SMALLEST, int(smallest * (1 + slack))))
+            if "reason" not in row:
+                break
+        yield row
 
 
 @click.command(help=__doc__)
