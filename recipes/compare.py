@@ -179,7 +179,12 @@ def main(
     }
     document = Document(out, header, earlier(out, header) if resume else None)
     places = [str(ROOT), str(RECIPES), os.environ.get("PYTHONPATH", "")]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "PYTHONUNBUFFERED": "1"}
+    variables = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as a launch sets it; it favours every method
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, places)),
+        "PYTHONUNBUFFERED": "1",
+    }
     work = ROOT / "build" / "compare"
     work.mkdir(parents=True, exist_ok=True)
     for section in sections(options, wanted):
