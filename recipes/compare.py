@@ -1,6 +1,6 @@
 """Compare eager, checkpoints by hand, torch.compile, torch's memory budget and monetrun: true peaks, seconds, bits.
 
-    python recipes/compare.py                                # all networks, about 25 minutes on two quiet cores
+    python recipes/compare.py                                # all networks, on two quiet cores or more
     python recipes/compare.py --networks gpt,unet --rounds 15 --no-inductor
     python recipes/compare.py --size paper                   # on a GPU
     STANDIN_GPU_GIB=64 python tests/support/standin_gpu python recipes/compare.py --size paper   # memory alone
