@@ -217,14 +217,18 @@ class StepRecord:
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of events, each from where nothing is saved for a backward pass to where nothing is saved again."""
+        """Ranges of events, each from where nothing is saved for a backward pass to where nothing is saved again.
+
+        What is saved for a backward that does not run in the step, since no loss depends on it, does not count.
+        """
         found: list[tuple[int, int]] = []
         start: int | None = None
         pending = 0
+        with_backward = {event.graph for event in self.events if event.kind == BACKWARD}
         for i, event in enumerate(self.events):
             if event.kind == FORWARD:
                 start = (i if found else 0) if start is None else start
-                pending += 1
+                pending += event.graph in with_backward
             elif event.kind == BACKWARD:
                 pending -= 1
                 if pending == 0 and start is not None:
