@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -13,9 +14,9 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from monetrun.capture import execute, gradient_forms
+from monetrun.capture import backward_autocast, execute, gradient_forms
 from monetrun.capture import program as programs
-from monetrun.capture.double_backward import repeatable
+from monetrun.capture.double_backward import TracedBackward, repeatable
 from monetrun.capture.gradient_order import GradientOrder
 from monetrun.capture.guards import FailedGuards, Guards
 from monetrun.capture.in_turn import InTurn, Turns, in_turn
@@ -107,6 +108,7 @@ class Backend:
         observer: sees all calls; while a step is recorded.
         meters: of calls under a plan. With them the guards of the schedules are checked before each call; without them
             guards only remember the weights they were called with.
+        autocast: under which the script calls the backward.
 
     Attributes:
         captured: how many graphs were captured for training so far (0 after a call: nothing was captured).
@@ -119,14 +121,16 @@ class Backend:
         *,
         observer: CallObserver | None = None,
         meters: PlannedCallMeters | None = None,
+        autocast: backward_autocast.State = backward_autocast.OFF,
     ) -> None:
         self.chooser = chooser
         self.name = name
         self.observer = observer
         self.meters = meters
+        self.autocast = autocast
         self.captured = 0
         self._order = GradientOrder()  # of the graph that is being compiled
-        self._draws_on: tuple[torch.device, ...] = ()  # the same graph
+        self._traced = TracedBackward()  # the same graph's
         self._guards: list[Guards] = []  # of the schedules that run under a plan, for each graph that has any
         self._aot = aot_autograd(
             fw_compiler=self._forward,
@@ -146,11 +150,13 @@ class Backend:
         breaks.check_static(module)
         note_regions(module)
         self._order = order = GradientOrder()
-        self._draws_on = ()
+        self._traced = TracedBackward()
         without_donation = torch._functorch.config.patch(donated_buffer=False)
         with operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
-            compiled = stay_absent(self._aot(module, inputs))
-            return order.kept(repeatable(compiled, module, self._draws_on))
+            with backward_autocast.traced_under(self.autocast) as autocast:
+                compiled = stay_absent(self._aot(module, inputs))
+            traced = dataclasses.replace(self._traced, autocast=autocast)
+            return order.kept(repeatable(compiled, module, traced))
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
@@ -166,10 +172,12 @@ class Backend:
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         started = time.perf_counter()
-        self._draws_on = random.devices(module)
+        draws_on = tuple(random.devices(module))
         with unset_fake_temporarily():  # also in a trial run on fake tensors, real kernels are queried for their needs
             joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
             self._order.captured(joint)
+            depends_on = backward_autocast.depends_on(joint) | {device_type for device_type, _ in self.autocast}
+            self._traced = TracedBackward(draws_on, depends_on=depends_on)
             number, schedule = self.chooser.choose(joint)
             costs = None if self.meters is None else self.meters.timing.costs_of(joint)
         modules = execute.build(joint, schedule, costs)
