@@ -24,6 +24,7 @@ from monetrun.capture.joint import JointGraph, capture
 from monetrun.capture.output_gradients import AbsentGradients, stay_absent
 from monetrun.capture.regions import note_regions
 from monetrun.capture.tracing import operators_kept_whole
+from monetrun.core.errors import CaptureFailed, MonetrunError, ScheduleError
 from monetrun.core.graph import BACKWARD, FORWARD, Graph
 from monetrun.core.plan import Schedule
 from monetrun.ops import random
@@ -260,6 +261,33 @@ class Backend:
 
         observed._boxed_call = True  # type: ignore[attr-defined]
         return observed
+
+
+def or_as_it_is(backend: Backend, give_up: Callable[[str], None]) -> Callable[..., Any]:
+    """``backend``, for graphs of a forward that has begun and cannot be repeated: what it cannot compile runs as it is.
+
+    Refusals (nothing fits the budget, a plan of another model) are raised.
+    """
+
+    def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return backend(module, inputs)
+        except Exception as error:
+            if is_refusal(error):
+                raise
+            _log.debug("a graph of %s runs as it is", backend.name, exc_info=error)
+            what = str(error).partition("\n")[0]
+            give_up(f"a part of {backend.name} runs without a plan: {type(error).__name__}: {what}")
+            return module.forward
+
+    return compiled
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error of the backend must end the training; after others, what it was to compile runs as it is."""
+    if isinstance(error, (CaptureFailed, ScheduleError)):
+        return False
+    return isinstance(error, (MonetrunError, torch.OutOfMemoryError))
 
 
 def _measured(steps: StepMeter, phase: str, number: int, run: Run) -> Run:
