@@ -52,8 +52,8 @@ def depends_on(joint: JointGraph) -> frozenset[str]:
     types: set[str] = set()
     seen: set[str] = set()
     for op, node in zip(joint.graph.operators, joint.nodes, strict=True):
-        if op.phase != BACKWARD or op.signature in seen or mutates(node):
-            continue
+        if op.phase != BACKWARD or op.signature in seen or mutates(node) or op.target.startswith("monet."):
+            continue  # monetrun's own operators have no kernels for autocast
         seen.add(op.signature)
         devices = {v.device.type for v in tensors_in(node.meta.get("val"))} - types
         types.update(t for t in devices if torch.amp.is_autocast_available(t) and _changes(node, t))

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from monetrun.capture import cpu_allocator
-from monetrun.capture.backward_autocast import OFF
+from monetrun.capture.backward_autocast import OFF, depends_on
 from monetrun.core import codec
 from monetrun.core.step import StepRecord
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import PROBE, RUN, Settings
+from support.captured import captured
 
 BFLOAT16 = (("cpu", "bfloat16"),)
 
@@ -165,3 +166,19 @@ def _planned(record, folder):
     file = folder / "plan.json"
     file.write_text(codec.dumps(planner.plan_step(record, planner.baseline(record).frugal.peak_bytes)))
     return str(file)
+
+
+class WithHiddenState(AllInBfloat16):
+    """Its hidden state is an output too, so that a gradient may come for it from outside."""
+
+    def forward(self, x):
+        hidden = self.layers[:2](x)
+        return self.layers[2](hidden), hidden
+
+
+@pytest.mark.parametrize(("make", "types"), [(WithHiddenState, set()), (AllInBfloat16, set()), (Attention, {"cpu"})])
+def test_only_products_in_float32_depend_on_autocast(make, types):
+    with torch.autocast("cpu", torch.bfloat16):
+        joint = captured(make(), torch.randn(32, 24))
+    assert make is not WithHiddenState or any("add_output_gradient" in op.target for op in joint.graph.operators)
+    assert depends_on(joint) == types
