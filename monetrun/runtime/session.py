@@ -327,6 +327,7 @@ class Session:
             self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
             return module._call_impl
         if self.engine is None:
+            from monetrun.runtime import breaks
             from monetrun.runtime.engine import Engine
 
             if self.settings.mode == PROBE:
@@ -334,6 +335,7 @@ class Session:
 
                 probe.begin(self.settings.record_file)
             planned_calls.prepare_dynamo()
+            breaks.quiet_fake_tensors()
             device = candidates.device_of(module)
             reporter = self.reporter
             self.engine = Engine(

@@ -1,6 +1,7 @@
 """Models that cannot be captured whole train as torch trains them, with a plan of their parts and within the budget."""
 
 import random
+import traceback
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from monetrun.core.errors import CaptureFailed, ScheduleError
 from monetrun.planning.coverage import coverage, planned_share
 from monetrun.runtime import planned_calls
 from monetrun.runtime.planned_calls import PlannedCall
+from monetrun.runtime.traceback_file import of_the_script
 from support.sessions import opened_session
 
 WIDTH = 32
@@ -201,6 +203,48 @@ def test_a_model_in_parts_trains_bitwise_as_eager_within_its_budget(capsys, kind
     assert where in said[0]
     assert f"{planned_share(record):.0%} of the step's peak is planned" in said[0]
     assert warned == set()
+
+
+class OfOtherWidth(nn.Module):
+    """Its forward fails: the script's mistake."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Mistaken(Net):
+    def __init__(self):
+        super().__init__(Block(), OfOtherWidth())
+
+    def through(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+
+class WithoutKey(Mistaken):
+    def through(self, x):
+        return {}[f"block{len(x)}"]
+
+
+@pytest.mark.parametrize("kind", [Mistaken, WithoutKey])
+def test_a_mistake_of_the_scripts_has_the_traceback_that_it_has_under_torchrun(capfd, kind):
+    def failure():
+        with pytest.raises((RuntimeError, KeyError)) as raised:
+            trained(kind)
+        trace = of_the_script(raised.value.__traceback__)
+        lines = [frame.line for frame in traceback.extract_tb(trace)]
+        # torch has another line where a module has a compiled call
+        return repr(raised.value), [line for line in lines if "_call_impl(" not in line]
+
+    error, lines = failure()
+    with session():
+        found, ours = failure()
+    assert found == error
+    assert ours == lines
+    assert capfd.readouterr().err == ""
 
 
 class Split(Net):
