@@ -140,11 +140,33 @@ class _RoundBuilder:
             else:
                 phase = event.kind
                 self._add_call(event)
+        called = {(e.kind, e.graph) for e in events}
+        for k in sorted(k for kind, k in called if kind == FORWARD and (BACKWARD, k) not in called):
+            self._add_backward_without_call(k)
         for t in self.script_tensors:  # never freed within the round
             self.tensors[t] = dataclasses.replace(self.tensors[t], kept=True)
         graph = Graph(self.record.graphs[0].name, tuple(self.tensors), tuple(self.operators))
         costs = Costs(self.record.costs[0].device, tuple(self.seconds), tuple(self.workspace))
         return RoundGraph(graph, costs, tuple(self.members))
+
+    def _add_backward_without_call(self, k: int) -> None:
+        """Append the backward of a graph whose outputs the loss does not depend on.
+
+        Schedules have it all the same. What it would read is saved until the script drops the outputs. It does not run,
+        and takes no memory.
+        """
+        graph, costs = self.record.graphs[k], self.record.costs[k]
+        backward = graph.operators[graph.forward_count :]
+        own = {t for op in backward for t in op.outputs}
+        for t in own:
+            joined = self.joined_tensor[k, t]
+            self.tensors[joined] = dataclasses.replace(self.tensors[joined], nbytes=0)
+        forward = frozenset(range(len(graph.tensors))) - own  # of another size than what would overwrite them
+        for op in backward:
+            self.operators.append(self._renumbered(k, op, forward, ()))
+            self.seconds.append(costs.seconds[op.id])
+            self.workspace.append((0,) * len(op.implementations))
+            self.members.append((k, op.id))
 
     def _add_call(self, event: Event) -> None:
         """Append the operators of a forward or backward call."""

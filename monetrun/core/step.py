@@ -156,6 +156,7 @@ class StepRecord:
         memory: of the device, where its allocator reserves more than it gives out; None on a CPU.
         breaks: modules that were not captured whole, the outer ones first.
         reductions: the gradients that DistributedDataParallel reduces, if any.
+        backward_autocast: device types with autocast where the script calls the backward, each with its dtype.
     """
 
     graphs: tuple[Graph, ...]
@@ -169,6 +170,7 @@ class StepRecord:
     memory: DeviceMemory | None = None
     breaks: tuple[Break, ...] = ()
     reductions: Reductions | None = None
+    backward_autocast: tuple[tuple[str, str], ...] = ()
 
     def check(self) -> None:
         """Check what was read.
@@ -186,6 +188,9 @@ class StepRecord:
         check_bytes(base=self.base_bytes, **{f"ledger's_{name}": abs(n) for name, n in self.ledger.items()})
         if self.reductions is not None:
             self.reductions.check_in(self.graphs)
+        for device_type, dtype in self.backward_autocast:
+            if device_type not in ("cpu", "cuda") or dtype not in ("bfloat16", "float16", "float32"):
+                raise ValueError(f"autocast of {device_type!r} to {dtype!r}")
         for i, event in enumerate(self.events):
             try:
                 self._check_event(event)
@@ -217,14 +222,18 @@ class StepRecord:
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of events, each from where nothing is saved for a backward pass to where nothing is saved again."""
+        """Ranges of events, each from where nothing is saved for a backward pass to where nothing is saved again.
+
+        What is saved for a backward that does not run in the step, since no loss depends on it, does not count.
+        """
         found: list[tuple[int, int]] = []
         start: int | None = None
         pending = 0
+        with_backward = {event.graph for event in self.events if event.kind == BACKWARD}
         for i, event in enumerate(self.events):
             if event.kind == FORWARD:
                 start = (i if found else 0) if start is None else start
-                pending += 1
+                pending += event.graph in with_backward
             elif event.kind == BACKWARD:
                 pending -= 1
                 if pending == 0 and start is not None:
