@@ -1,8 +1,6 @@
 """``python -m monetrun``: the same as the ``monetrun`` command."""
 
-import sys
-
-from monetrun.commands.main import main
+from monetrun.commands.main import console
 
 if __name__ == "__main__":  # torchrun's --run-path workers import this module again
-    sys.exit(main())
+    console()

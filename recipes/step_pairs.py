@@ -6,7 +6,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,21 +31,36 @@ PEAK_STEPS = 2
 
 
 class Trainer:
-    """A model, its loss and its optimizer; ``step`` trains once and gives the seconds."""
+    """A model, its loss and its optimizer; ``step`` trains once and gives the seconds.
+
+    Attributes:
+        peak: the highest that was seen within steps, in bytes of the process. Under a plan monetrun starts new peaks
+            when a step's forward begins and when its optimizer has ended: they are read before.
+    """
 
     def __init__(self, model: nn.Module, loss: Callable[[], torch.Tensor], meter: Meter) -> None:
         self.model, self.loss, self.meter = model, loss, meter
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        self.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self.look())
+        self.peak = Peak(0, None)
 
     def step(self) -> float:
         """One training step, waited for."""
         self.meter.synchronize()
         start = time.perf_counter()
         self.optimizer.zero_grad()
+        self.look()
         self.loss().backward()
         self.optimizer.step()
         self.meter.synchronize()
         return time.perf_counter() - start
+
+    def look(self) -> None:
+        """Read the counters."""
+        reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else None
+        if reserved is not None:
+            reserved = max(reserved, self.peak.reserved or 0)
+        self.peak = Peak(max(self.peak.allocated, self.meter.peak_bytes()), reserved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +79,11 @@ def peak_of(trainer: Trainer, steps: int = PEAK_STEPS) -> Peak:
     """The peaks of the process over ``steps`` steps, with nothing cached before them."""
     release_cached()
     trainer.meter.reset_peak()
+    trainer.peak = Peak(0, None)
     for _ in range(steps):
         trainer.step()
-    on_cuda = torch.cuda.is_initialized()
-    return Peak(trainer.meter.peak_bytes(), torch.cuda.max_memory_reserved() if on_cuda else None)
+    trainer.look()
+    return trainer.peak
 
 
 def release_cached() -> None:
@@ -115,6 +131,7 @@ class Recorded:
     """Such a model, to be trained under plans: its step is recorded, and its operators are timed, once."""
 
     def __init__(self, make: Callable[[], Trainer]) -> None:
+        release_cached()  # what is not needed any more would count as held beside the model
         session = Session(Settings(mode=RUN, strict=True))
         session.watch_process()
         try:
@@ -152,7 +169,7 @@ class Recorded:
     @contextlib.contextmanager
     def following(self, plan: Plan) -> Iterator[Session]:
         """Meanwhile the model trains under ``plan``, and the process may allocate no more than its budget."""
-        session = Session(Settings(mode=RUN, strict=True), plan)
+        session = Session(Settings(mode=RUN, strict=True, quiet=True), plan)
         session.watch_process()
         try:
             session.optimizer_made(self.trainer.optimizer)
@@ -163,8 +180,17 @@ class Recorded:
             torch._dynamo.reset()
 
 
-def run_planned(plain: Reference, recorded: Recorded, plan: Plan, pairs: int) -> dict[str, Any]:
-    """Train under ``plan``: its peak while the budget is enforced, then its seconds beside the eager model's."""
+def run_planned(
+    plain: Reference,
+    recorded: Recorded,
+    plan: Plan,
+    pairs: int,
+    look: Callable[[Trainer], Mapping[str, Any]] = lambda trainer: {},
+) -> dict[str, Any]:
+    """Train under ``plan``: its peak while the budget is enforced, then its seconds beside the eager model's.
+
+    ``look`` is called while the plan still runs, for more to say.
+    """
     started = time.perf_counter()
     trainer = recorded.trainer
     device = next(trainer.model.parameters()).device
@@ -183,6 +209,7 @@ def run_planned(plain: Reference, recorded: Recorded, plan: Plan, pairs: int) ->
         set_limit(device, None)
         others = plain.others()
         rows = paired(plain.trainer, trainer, pairs)
+        seen = look(trainer)
     peak, planned = peak.less(others), Peak(plan.planned_peak_bytes - others, None)
     return {
         "budget_bytes": plan.budget_bytes - others,
@@ -193,6 +220,7 @@ def run_planned(plain: Reference, recorded: Recorded, plan: Plan, pairs: int) ->
         "planned_seconds": statistics.median(a for a, _ in rows) + plan.overhead * recorded.plain.seconds,
         "refused_by_the_cap": refused,
         **measured(plain, peak, rows),
+        **seen,
         "seconds_until_measured": time.perf_counter() - started,
     }
 
@@ -205,13 +233,16 @@ def warm_peak(trainer: Trainer) -> Peak:
 
 def measured(plain: Reference, peak: Peak, rows: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """What every cell beside the eager one says; ``peak`` is the model's own."""
+    ratios = [b / a for a, b in rows]
+    quartiles = statistics.quantiles(ratios, method="inclusive")[::2] if len(ratios) > 1 else ratios * 2
     return {
         "allocated_bytes": peak.allocated,
         "reserved_bytes": peak.reserved,
         "measured_share": plain.share(peak),
         "seconds": statistics.median(b for _, b in rows),
         "eager_seconds": statistics.median(a for a, _ in rows),
-        "ratio": statistics.median(b / a for a, b in rows),
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": quartiles,
         "pairs": len(rows),
     }
 

@@ -31,6 +31,7 @@ LONGEST = (
     "test_fsdp",
     "test_nodes",
     "test_recipes_train_alike",
+    "test_compare",
     "test_gpu_launches",
     "test_torch_launcher",
     "test_commands",

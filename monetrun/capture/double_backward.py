@@ -1,9 +1,10 @@
-"""Gradients of gradients of compiled calls: what was compiled runs again, as it is, under autograd.
+"""What a compiled backward cannot give: what was compiled runs again, as it is, under autograd.
 
-AOTAutograd's backward has no derivative. Each call of a compiled graph therefore leaves in its autograd node what it
-takes to run it again: the graph as TorchDynamo traced it, and references to its inputs, which keep nothing alive. When
-the script differentiates with ``create_graph`` through such a node, ``differentiable`` has autograd replace the
-gradients that the node gives by those of that second run: the same values, with a graph of their own.
+AOTAutograd's backward has no derivative, and is traced for one autocast. Each call of a compiled graph therefore leaves
+in its autograd node what it takes to run it again: the graph as TorchDynamo traced it, and references to its inputs,
+which keep nothing alive. When the script differentiates with ``create_graph`` through such a node, or under another
+autocast, ``run_again`` has autograd replace the gradients that the node gives by those of that second run. With
+``create_graph`` these are the same values, with a graph of their own.
 """
 
 from __future__ import annotations
@@ -18,11 +19,31 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
+from monetrun.capture import backward_autocast
 from monetrun.capture.output_gradients import autograd_node
 from monetrun.core.errors import CaptureFailed
 from monetrun.ops.random import generator, uncounted_state
 
 _KEY = "monetrun"  # in a node's metadata
+
+
+@dataclass(frozen=True, slots=True)
+class TracedBackward:
+    """What a backward was traced for.
+
+    Attributes:
+        draws_on: the devices whose generators the graph draws from.
+        autocast: under which it was traced.
+        depends_on: the device types whose autocast makes it another one.
+    """
+
+    draws_on: tuple[torch.device, ...] = ()
+    autocast: backward_autocast.State = backward_autocast.OFF
+    depends_on: frozenset[str] = frozenset()
+
+    def differs_under(self, state: backward_autocast.State) -> bool:
+        """Whether eager's backward, called under ``state``, is another one."""
+        return any(device_type in self.depends_on for device_type, _ in {*self.autocast} ^ {*state})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +56,7 @@ class Again:
         places: of each output that the node gives: its index among the node's outputs; -1 for others.
         autocast: whether autocast was on for the device type, and its dtype.
         generators: states before the call, by device; empty where it draws no random numbers.
+        traced: what its backward was traced for.
     """
 
     module: fx.GraphModule
@@ -42,6 +64,12 @@ class Again:
     places: tuple[int, ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     generators: tuple[tuple[torch.device, torch.Tensor], ...]
+    traced: TracedBackward
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the script has dropped an input."""
+        return any(isinstance(value, weakref.ref) and value() is None for value in self.inputs)
 
     def given(self) -> list[Any]:
         """The inputs, buffers and other tensors without a gradient as copies: they have been changed already.
@@ -50,20 +78,20 @@ class Again:
             CaptureFailed: the script has dropped one.
         """
         found = [value() if isinstance(value, weakref.ref) else value for value in self.inputs]
-        if any(value is None and isinstance(ref, weakref.ref) for value, ref in zip(found, self.inputs, strict=True)):
+        if self.incomplete:
             raise CaptureFailed(
                 "an input of the model is gone that its gradients' gradients need", "keep it until then"
             )
         return [v.clone() if isinstance(v, torch.Tensor) and not v.requires_grad else v for v in found]
 
 
-def repeatable(compiled: Callable[..., Any], module: fx.GraphModule, draws_on: Sequence[torch.device]) -> Any:
+def repeatable(compiled: Callable[..., Any], module: fx.GraphModule, traced: TracedBackward) -> Any:
     """``compiled``, made of ``module``, with calls that can be run again.
 
     Args:
         compiled: takes the inputs of ``module``.
         module: TorchDynamo's graph.
-        draws_on: the devices whose generators it draws from.
+        traced: its backward.
     """
     types = {"cpu", *(v.device.type for v in _examples(module))}
     autocast = tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types))
@@ -71,13 +99,13 @@ def repeatable(compiled: Callable[..., Any], module: fx.GraphModule, draws_on: S
     def call(*arguments: Any) -> Any:
         given = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments  # boxed
         inputs = tuple(weakref.ref(v) if isinstance(v, torch.Tensor) else v for v in given)
-        generators = tuple((device, uncounted_state(device)) for device in draws_on)
+        generators = tuple((device, uncounted_state(device)) for device in traced.draws_on)
         results = compiled(*arguments)
         node = next((n for r in results if isinstance(r, torch.Tensor) and (n := autograd_node(r))), None)
         if node is not None:
             node._forward_cls.metadata.bw_donated_idxs = []  # unset, torch refuses a later ``retain_graph=True``
             places = tuple(r.output_nr if getattr(r, "grad_fn", None) is node else -1 for r in results)
-            node.metadata[_KEY] = Again(module, inputs, places, autocast, generators)
+            node.metadata[_KEY] = Again(module, inputs, places, autocast, generators, traced)
         return results
 
     if hasattr(compiled, "_boxed_call"):
@@ -85,8 +113,20 @@ def repeatable(compiled: Callable[..., Any], module: fx.GraphModule, draws_on: S
     return call
 
 
-def differentiable(nodes: Sequence[Any]) -> None:
-    """Have the calls behind these autograd nodes run again where their backward has to be differentiable.
+def traced_otherwise(node: Any, state: backward_autocast.State) -> bool:
+    """Whether the backward behind an autograd node was traced for another autocast than ``state``, and differs."""
+    again = node.metadata.get(_KEY)
+    return isinstance(again, Again) and again.traced.differs_under(state)
+
+
+def can_run_again(node: Any) -> bool:
+    """Whether the script has dropped none of the inputs of the call behind an autograd node."""
+    again = node.metadata.get(_KEY)
+    return not isinstance(again, Again) or not again.incomplete
+
+
+def run_again(nodes: Sequence[Any]) -> None:
+    """Have the calls behind these autograd nodes run again where their backward has to be another one.
 
     Raises:
         CaptureFailed: a call cannot run again.
@@ -103,7 +143,8 @@ def differentiable(nodes: Sequence[Any]) -> None:
 
 def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
     def replace(gradients: tuple[Any, ...], of_outputs: tuple[Any, ...]) -> Any:
-        if not torch.is_grad_enabled():
+        create_graph = torch.is_grad_enabled()
+        if not create_graph and (not again.traced.differs_under(backward_autocast.present()) or again.incomplete):
             return None
         given = again.given()
         wanted = [v for v in given if isinstance(v, torch.Tensor) and v.requires_grad]
@@ -116,7 +157,7 @@ def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
             if place >= 0 and of_outputs[place] is not None
         ]
         found = torch.autograd.grad(
-            [result for result, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
+            [result for result, _ in pairs], wanted, [g for _, g in pairs], create_graph=create_graph, allow_unused=True
         )
         by_input = {id(v): gradient for v, gradient in zip(wanted, found, strict=True)}
         return tuple(

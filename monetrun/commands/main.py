@@ -6,6 +6,7 @@ else and printed here, once, with the exit code that they carry.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -19,6 +20,7 @@ import click
 from monetrun import __version__
 from monetrun.commands import SUMMARIES
 from monetrun.core.errors import MonetrunError, UsageError
+from monetrun.core.imports import without_collection
 from monetrun.launcher.parser import help_text
 
 
@@ -31,8 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    """The ``monetrun`` command of an installed package."""
-    sys.exit(main())
+    """The ``monetrun`` command, as a process of its own."""
+    exit_code = main()
+    gc.freeze()  # at its end Python looks for garbage several times: half a second for all that torch's import made
+    sys.exit(exit_code)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -50,7 +54,9 @@ def _dispatch(words: list[str]) -> int:
 
 def _run(command: str, words: list[str]) -> int:
     # Imported here, so that each command line imports only what its command needs.
-    exit_code: int = importlib.import_module(f"monetrun.commands.{command}").run(words)
+    with without_collection():
+        module = importlib.import_module(f"monetrun.commands.{command}")
+    exit_code: int = module.run(words)
     return exit_code
 
 

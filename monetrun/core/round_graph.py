@@ -68,14 +68,11 @@ class RoundGraph:
 def join_round(record: StepRecord, bounds: tuple[int, int]) -> RoundGraph | None:
     """Join the graphs of the round ``record.events[bounds[0]:bounds[1]]``.
 
-    Returns None where that is impossible: a graph is called twice in the round, or a forward follows a backward, or
-    has none.
+    Returns None where that is impossible: a graph is called twice in the round, or a forward follows a backward.
     """
     events = record.events[slice(*bounds)]
     calls = [(e.kind, e.graph) for e in events if e.kind != OUTSIDE]
     if len(set(calls)) != len(calls) or [k for k, _ in calls] != sorted((k for k, _ in calls), reverse=True):
-        return None
-    if len(calls) != 2 * sum(kind == BACKWARD for kind, _ in calls):
         return None
     return _RoundBuilder(record).build(events)
 
@@ -143,11 +140,34 @@ class _RoundBuilder:
             else:
                 phase = event.kind
                 self._add_call(event)
+        called = {(e.kind, e.graph) for e in events}
+        for k in sorted(k for kind, k in called if kind == FORWARD and (BACKWARD, k) not in called):
+            self._add_backward_without_call(k)
         for t in self.script_tensors:  # never freed within the round
             self.tensors[t] = dataclasses.replace(self.tensors[t], kept=True)
         graph = Graph(self.record.graphs[0].name, tuple(self.tensors), tuple(self.operators))
         costs = Costs(self.record.costs[0].device, tuple(self.seconds), tuple(self.workspace))
         return RoundGraph(graph, costs, tuple(self.members))
+
+    def _add_backward_without_call(self, k: int) -> None:
+        """Append the backward of a graph whose outputs the loss does not depend on.
+
+        Schedules have it all the same. What it would read is saved until the script drops the outputs. It does not run,
+        and takes no memory. Outputs that it would not read are freed where the script drops them.
+        """
+        graph, costs = self.record.graphs[k], self.record.costs[k]
+        self._let_free(outputs_freed_in_backward(graph, [t for dropped, t in self.dropped if dropped == k]), k)
+        backward = graph.operators[graph.forward_count :]
+        own = {t for op in backward for t in op.outputs}
+        for t in own:
+            joined = self.joined_tensor[k, t]
+            self.tensors[joined] = dataclasses.replace(self.tensors[joined], nbytes=0)
+        forward = frozenset(range(len(graph.tensors))) - own  # of another size than what would overwrite them
+        for op in backward:
+            self.operators.append(self._renumbered(k, op, forward, ()))
+            self.seconds.append(costs.seconds[op.id])
+            self.workspace.append((0,) * len(op.implementations))
+            self.members.append((k, op.id))
 
     def _add_call(self, event: Event) -> None:
         """Append the operators of a forward or backward call."""
@@ -211,15 +231,19 @@ class _RoundBuilder:
         They live until it begins whatever it reads, but for those that the script has dropped before.
         """
         own = sorted(outputs_freed_in_backward(self.record.graphs[event.graph], event.released))
-        outputs = tuple(self.joined_tensor[event.graph, t] for t in own)
-        for i, op in enumerate(self.operators):
-            if not set(outputs).isdisjoint(op.outputs):
-                self.operators[i] = dataclasses.replace(op, replayable=False)
-        for t in outputs:
-            self.tensors[t] = dataclasses.replace(self.tensors[t], kept=False)
+        self._let_free(own, event.graph)
         held = tuple(self.joined_tensor[event.graph, t] for t in own if (event.graph, t) not in self.dropped)
         if held:
             self._add_outside_operator(OUTSIDE, BACKWARD, held, (), 0)
+
+    def _let_free(self, own: Collection[int], k: int) -> None:
+        """Let these outputs of graph ``k`` be freed after their last reader, and written once only."""
+        outputs = {self.joined_tensor[k, t] for t in own}
+        for i, op in enumerate(self.operators):
+            if not outputs.isdisjoint(op.outputs):
+                self.operators[i] = dataclasses.replace(op, replayable=False)
+        for t in outputs:
+            self.tensors[t] = dataclasses.replace(self.tensors[t], kept=False)
 
     def _add_script(self, event: Event, phase: str) -> None:
         """Append the script's work between two calls: it allocates or frees ``delta_bytes``, ``peak_bytes`` at most."""

@@ -163,6 +163,7 @@ class StepRecord:
         memory: of the device, where its allocator reserves more than it gives out; None on a CPU.
         breaks: modules that were not captured whole, the outer ones first.
         reductions: the gradients that DistributedDataParallel reduces, if any.
+        backward_autocast: device types with autocast where the script calls the backward, each with its dtype.
     """
 
     graphs: tuple[Graph, ...]
@@ -176,6 +177,7 @@ class StepRecord:
     memory: DeviceMemory | None = None
     breaks: tuple[Break, ...] = ()
     reductions: Reductions | None = None
+    backward_autocast: tuple[tuple[str, str], ...] = ()
 
     def check(self) -> None:
         """Check what was read.
@@ -193,6 +195,9 @@ class StepRecord:
         check_bytes(base=self.base_bytes, **{f"ledger's_{name}": abs(n) for name, n in self.ledger.items()})
         if self.reductions is not None:
             self.reductions.check_in(self.graphs)
+        for device_type, dtype in self.backward_autocast:
+            if device_type not in ("cpu", "cuda") or dtype not in ("bfloat16", "float16", "float32"):
+                raise ValueError(f"autocast of {device_type!r} to {dtype!r}")
         for i, event in enumerate(self.events):
             try:
                 self._check_event(event)

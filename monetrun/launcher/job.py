@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from monetrun.core.budget import Budget, parse, resolve
-from monetrun.core.errors import NeverTrained, UsageError
+from monetrun.core.errors import MonetrunError, NeverTrained, ScheduleError, UsageError
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
@@ -129,7 +129,7 @@ class Job:
                 return Decision(PLAIN, self.budget, budget_bytes, None, None, self.plain, plan_given=False)
             self._find_record(needed=False)
             if self.record is not None:
-                self._find_plan(self.record)
+                self.settings = replace(self.settings, as_is=_why_no_plan(self, self.record))
         budget_bytes = self.plan.budget_bytes if self.plan else memory.given_bytes(self.budget)
         found = self.plan, self.record, self.plain
         return Decision(RUN, self.budget, budget_bytes, *found, bool(self.options.plan_file), self.settings.as_is)
@@ -266,6 +266,25 @@ def _print_decision(job: Job, decision: Decision) -> None:
     elif decision.mode == PLAIN and decision.plain is not None and not job.options.quiet:
         for line in report.plain_lines(decision.plain, decision.budget_bytes, name):
             job.console.print(line)
+
+
+def _why_no_plan(job: Job, record: StepRecord) -> str:
+    """Plan ``record``. Gives why models run as they are, where a fault of monetrun's own prevents that; else nothing.
+
+    What torchrun would train is not ended for such a fault, unless ``--strict`` is given.
+    """
+    try:
+        job._find_plan(record)
+    except Exception as error:
+        refused = isinstance(error, (MonetrunError, OSError)) and not isinstance(error, ScheduleError)
+        if job.options.strict or refused:
+            raise
+        what = str(error).partition("\n")[0]
+        return (
+            f"models run without a plan, their budget is not enforced: planning failed by a fault of monetrun itself,"
+            f" please report it ({type(error).__name__}: {what}; --strict shows more)"
+        )
+    return job.settings.as_is
 
 
 def _not_here(cost_model: str) -> UsageError:

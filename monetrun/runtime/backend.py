@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -13,9 +14,9 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from monetrun.capture import execute, gradient_forms
+from monetrun.capture import backward_autocast, execute, gradient_forms
 from monetrun.capture import program as programs
-from monetrun.capture.double_backward import repeatable
+from monetrun.capture.double_backward import TracedBackward, repeatable
 from monetrun.capture.gradient_order import GradientOrder
 from monetrun.capture.guards import FailedGuards, Guards
 from monetrun.capture.in_turn import InTurn, Turns, in_turn
@@ -23,6 +24,7 @@ from monetrun.capture.joint import JointGraph, capture
 from monetrun.capture.output_gradients import AbsentGradients, stay_absent
 from monetrun.capture.regions import note_regions
 from monetrun.capture.tracing import operators_kept_whole
+from monetrun.core.errors import CaptureFailed, MonetrunError, ScheduleError
 from monetrun.core.graph import BACKWARD, FORWARD, Graph
 from monetrun.core.plan import Schedule
 from monetrun.ops import random
@@ -107,6 +109,7 @@ class Backend:
         observer: sees all calls; while a step is recorded.
         meters: of calls under a plan. With them the guards of the schedules are checked before each call; without them
             guards only remember the weights they were called with.
+        autocast: under which the script calls the backward.
 
     Attributes:
         captured: how many graphs were captured for training so far (0 after a call: nothing was captured).
@@ -119,14 +122,16 @@ class Backend:
         *,
         observer: CallObserver | None = None,
         meters: PlannedCallMeters | None = None,
+        autocast: backward_autocast.State = backward_autocast.OFF,
     ) -> None:
         self.chooser = chooser
         self.name = name
         self.observer = observer
         self.meters = meters
+        self.autocast = autocast
         self.captured = 0
         self._order = GradientOrder()  # of the graph that is being compiled
-        self._draws_on: tuple[torch.device, ...] = ()  # the same graph
+        self._traced = TracedBackward()  # the same graph's
         self._guards: list[Guards] = []  # of the schedules that run under a plan, for each graph that has any
         self._aot = aot_autograd(
             fw_compiler=self._forward,
@@ -146,11 +151,13 @@ class Backend:
         breaks.check_static(module)
         note_regions(module)
         self._order = order = GradientOrder()
-        self._draws_on = ()
+        self._traced = TracedBackward()
         without_donation = torch._functorch.config.patch(donated_buffer=False)
         with operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
-            compiled = stay_absent(self._aot(module, inputs))
-            return order.kept(repeatable(compiled, module, self._draws_on))
+            with backward_autocast.traced_under(self.autocast) as autocast:
+                compiled = stay_absent(self._aot(module, inputs))
+            traced = dataclasses.replace(self._traced, autocast=autocast)
+            return order.kept(repeatable(compiled, module, traced))
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
@@ -166,10 +173,12 @@ class Backend:
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         started = time.perf_counter()
-        self._draws_on = random.devices(module)
+        draws_on = tuple(random.devices(module))
         with unset_fake_temporarily():  # also in a trial run on fake tensors, real kernels are queried for their needs
             joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
             self._order.captured(joint)
+            depends_on = backward_autocast.depends_on(joint) | {device_type for device_type, _ in self.autocast}
+            self._traced = TracedBackward(draws_on, depends_on=depends_on)
             number, schedule = self.chooser.choose(joint)
             costs = None if self.meters is None else self.meters.timing.costs_of(joint)
         modules = execute.build(joint, schedule, costs)
@@ -252,6 +261,33 @@ class Backend:
 
         observed._boxed_call = True  # type: ignore[attr-defined]
         return observed
+
+
+def or_as_it_is(backend: Backend, give_up: Callable[[str], None]) -> Callable[..., Any]:
+    """``backend``, for graphs of a forward that has begun and cannot be repeated: what it cannot compile runs as it is.
+
+    Refusals (nothing fits the budget, a plan of another model) are raised.
+    """
+
+    def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return backend(module, inputs)
+        except Exception as error:
+            if is_refusal(error):
+                raise
+            _log.debug("a graph of %s runs as it is", backend.name, exc_info=error)
+            what = str(error).partition("\n")[0]
+            give_up(f"a part of {backend.name} runs without a plan: {type(error).__name__}: {what}")
+            return module.forward
+
+    return compiled
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error of the backend must end the training; after others, what it was to compile runs as it is."""
+    if isinstance(error, (CaptureFailed, ScheduleError)):
+        return False
+    return isinstance(error, (MonetrunError, torch.OutOfMemoryError))
 
 
 def _measured(steps: StepMeter, phase: str, number: int, run: Run) -> Run:

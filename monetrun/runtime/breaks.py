@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from monetrun.core.step import Break
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # kinds of breaks after which other graphs follow in each step: a number or a shape that Dynamo would have to specialize
 _FOLLOWS_DATA = re.compile(r"data.dependent|dynamic shape|dynamic slic", re.IGNORECASE)
+_FAILS_IN_PIECES_TOO = (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.InternalTorchDynamoError)
 _ON_DATA = "it depends on the data"
 _LONGEST = 80  # characters of a line or a reason that are printed
 
@@ -69,8 +71,19 @@ def of(error: Exception, module: str, name: str) -> Break:
     kind = getattr(error, "gb_type", None) or str(cause).strip().split("\n")[0]
     if _FOLLOWS_DATA.search(kind) or isinstance(error, torch._dynamo.exc.UserError):
         return Break(module, name, where, _ON_DATA, in_python=True)
-    compiled = cause is not error  # the backend failed: it would fail again with each of several graphs
-    return Break(module, name, where, _short(kind), in_python=compiled)
+    # What the backend cannot compile it cannot compile in pieces either. And Dynamo does not go on after an operator
+    # that fails on fake tensors: mostly it is the script's own mistake, of which Python gives the script's traceback.
+    fails_again = cause is not error or isinstance(error, _FAILS_IN_PIECES_TOO)
+    return Break(module, name, where, _short(kind), in_python=fails_again)
+
+
+def quiet_fake_tensors() -> None:
+    """Keep torch from logging the traceback of each operator that fails on fake tensors: it is said otherwise."""
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_failed_operator)
+
+
+def _is_no_failed_operator(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(("failed while attempting to run meta", "fake tensor raised"))
 
 
 def _symbolic(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from monetrun.ops import kernels
 from monetrun.planning import planner
 from monetrun.runtime import agreement
 from monetrun.runtime.allocation_limit import set_limit
+from monetrun.runtime.autocast import BackwardAutocast
 from monetrun.runtime.backend import Backend, PlannedCallMeters
 from monetrun.runtime.budget_here import budget_here
 from monetrun.runtime.call_timing import CallTiming, OperatorTiming
@@ -38,7 +40,28 @@ from monetrun.runtime.step_meter import StepMeter
 _log = logging.getLogger("monetrun")
 
 
-class Engine:
+class _CallsRecorded:
+    """Passes what it sees of graphs' calls on to the recorder, while a step is recorded."""
+
+    recorder: Recorder | SecondStep | None = None
+
+    def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
+        """A graph is about to run, while a step is recorded."""
+        if self.recorder is not None:
+            self.recorder.call_begins(phase, graph, arguments)
+
+    def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
+        """It has run."""
+        if self.recorder is not None:
+            self.recorder.call_ended(phase, graph, results)
+
+    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Its backward is about to give gradients."""
+        if self.recorder is not None:
+            self.recorder.gradients_given(graph, nodes, gradients)
+
+
+class Engine(_CallsRecorded):
     """Chooses the schedules of all captured graphs, and measures what running them takes.
 
     Without a plan the first step is recorded; when it has ended it is planned.
@@ -57,6 +80,7 @@ class Engine:
         running: from then on, the plan that runs.
         known: measured costs, by the operators' signatures.
         breaks: modules that are not captured whole, by ``Break.module``.
+        autocast: under which the script calls the backward.
 
     Raises:
         PlanMismatch: the plan was made with another torch.
@@ -84,19 +108,18 @@ class Engine:
         self.meters = PlannedCallMeters(timing(self.meter, self.known), StepMeter(self.meter))
         self.generation = 0
         self.breaks: dict[str, Break] = {}
-        self.recorder: Recorder | SecondStep | None = None
         self.running: RunningPlan | None = None
-        self._step_recorded = False
+        self.autocast = BackwardAutocast(warn)
+        self._step_recorded = self._record_again = False
         self._looked = settings.mode == CHECK  # whose plan is the one to check
         self._traces = _Traces()
         plan = _given_plan(plan, settings)
         if plan is None:
-            model = roofline.parse(settings.cost_model)
-            plain = AllocatorSettings() if settings.own_allocator else None
-            self.recorder = Recorder(self.meter, device, self.known, model, plain, _budget(settings))
+            self.recorder = _recorder(self)
             return
         record = _planned_step(settings.step_file or settings.record_file)
-        self.breaks = {b.module: b for b in record.breaks} if record is not None else {}
+        if record is not None:
+            self.breaks, self.autocast.state = {b.module: b for b in record.breaks}, record.backward_autocast
         self._run(plan, record)
 
     def close(self) -> None:
@@ -123,7 +146,7 @@ class Engine:
         """Plan the recorded step, in rank 0 for all, and have all models compiled anew."""
         assert self.recorder is not None
         self._traces.drop()
-        record = self.recorder.record(self.recorder.measure(self.store), self.breaks.values())
+        record = _recorded(self, self.recorder)
         self.known.update(self.recorder.known)
         budget = budget_here(self.settings, self.device, self.meter)
         plan = agreement.plan_in_rank_0(lambda budgets: _planned(self, record, budgets), budget)
@@ -154,8 +177,8 @@ class Engine:
     def backend(self, name: str) -> Backend:
         """The compiler backend for the model called ``name``."""
         if self.recorder is not None:
-            return Backend(self, name, observer=self)
-        return Backend(self, name, meters=self.meters)
+            return Backend(self, name, observer=self, autocast=self.autocast.state)
+        return Backend(self, name, meters=self.meters, autocast=self.autocast.state)
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number (-1: none), and its schedule: see ``Recorder.choose`` and ``RunningPlan.choose``."""
@@ -170,21 +193,6 @@ class Engine:
         self.running.check_room(fingerprint)
 
     # ---- the step
-
-    def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
-        """A graph is about to run, while a step is recorded."""
-        if self.recorder is not None:
-            self.recorder.call_begins(phase, graph, arguments)
-
-    def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
-        """It has run."""
-        if self.recorder is not None:
-            self.recorder.call_ended(phase, graph, results)
-
-    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Its backward is about to give gradients."""
-        if self.recorder is not None:
-            self.recorder.gradients_given(graph, nodes, gradients)
 
     @contextlib.contextmanager
     def forward(self, hooked: Iterable[Any] | None = None) -> Iterator[None]:
@@ -210,7 +218,7 @@ class Engine:
             self.meters.steps.optimizer_begins()
         else:
             if again and self.settings.mode == PROBE:
-                self._end_trial()
+                _end_trial(self)
             self.recorder.optimizer_begins()
 
     def optimizer_ended(self, name: str, all_stepped: bool) -> None:
@@ -226,17 +234,44 @@ class Engine:
         assert self.recorder is not None
         self.recorder.optimizer_ended(name, self.trained_parameters())
         self._step_recorded |= all_stepped and self.recorder.complete
-        if all_stepped and self.settings.mode == PROBE:
-            self._end_trial()
+        if all_stepped and self.settings.mode == PROBE and not self._record_again:
+            _end_trial(self)
 
-    def _end_trial(self) -> None:
-        assert self.recorder is not None
-        record = self.recorder.record(self.recorder.measure(self.store), self.breaks.values())
-        self.recorder = followed(self.recorder, record, self.settings.record_file)
+    def backward_begins(self, roots: Iterable[Any]) -> None:
+        """The script differentiates ``roots``. Under an autocast that changes a backward, it is traced for that."""
+        if self.autocast.changes(roots, replace=self.settings.mode != PROBE):
+            self._record_again = self.recorder is not None
+            self.generation += self.recorder is None
+
+    def records_again(self) -> bool:
+        """All optimizers have made a step. Gives whether the next one is recorded, in place of this one."""
+        again, self._record_again = self._record_again, False
+        if again:
+            self.recorder, self._step_recorded = _recorder(self), False
+            self.generation += 1
+        return again
 
     def findings(self) -> dict[str, Any]:
         """What was planned and measured in this process, for the launcher."""
         return _findings(self)
+
+
+def _end_trial(engine: Engine) -> None:
+    assert engine.recorder is not None
+    record = _recorded(engine, engine.recorder)
+    engine.recorder = followed(engine.recorder, record, engine.settings.record_file)
+
+
+def _recorded(engine: Engine, recorder: Recorder | SecondStep) -> StepRecord:
+    record = recorder.record(recorder.measure(engine.store), engine.breaks.values())
+    return dataclasses.replace(record, backward_autocast=engine.autocast.state)
+
+
+def _recorder(engine: Engine) -> Recorder:
+    settings = engine.settings
+    model = roofline.parse(settings.cost_model)
+    plain = AllocatorSettings() if settings.own_allocator else None
+    return Recorder(engine.meter, engine.device, engine.known, model, plain, _budget(settings))
 
 
 class _Traces:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from monetrun.core.imports import without_collection
 
 
 class TrainingObserver(Protocol):
@@ -73,6 +76,8 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     backward, grad, compile_ = torch.autograd.backward, torch.autograd.grad, torch.compile
 
     def observed_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        with without_collection():
+            importlib.import_module("torch._dynamo")  # torch's first optimizer imports it
         init(self, *args, **kwargs)
         observer.optimizer_made(self)
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from monetrun.capture.eager_answers import eager_answers, was_asked
-from monetrun.core.errors import CaptureFailed, GuardFailed, MemoryShort, MonetrunError
+from monetrun.core.errors import GuardFailed, MemoryShort
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
 from monetrun.runtime import sharding
@@ -256,12 +256,15 @@ class PlannedCall:
 
     def _compile(self) -> None:
         """Have Dynamo compile the module anew; parts of one class share what is compiled."""
+        from monetrun.runtime.backend import or_as_it_is
+
         generation, whole = self.engine.generation, self.broken is None
         shared = (self.model or self)._compiled
         key = (self.model is None, type(self.module()), whole, self.as_compiled, self._without_hooks)
         if key not in shared or shared[key][0] != generation:
             backend = self.engine.backend(self.name)
-            run = _torch_compile(_entry(self._without_hooks), backend=backend, dynamic=False, fullgraph=whole)
+            compiler = backend if whole else or_as_it_is(backend, self.reporter.give_up)
+            run = _torch_compile(_entry(self._without_hooks), backend=compiler, dynamic=False, fullgraph=whole)
             shared[key] = (generation, backend, run)
         self._generation, self.backend, self._run = shared[key]
 
@@ -370,11 +373,10 @@ def _with_own_errors(run: Any, module: nn.Module, args: Any, kwargs: Any, *, as_
         with eager_answers(as_eager):
             return run(module, args, kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
-        cause = error.inner_exception
-        if isinstance(cause, torch.OutOfMemoryError) or (
-            isinstance(cause, MonetrunError) and not isinstance(cause, CaptureFailed)
-        ):
-            raise cause from None
+        from monetrun.runtime.backend import is_refusal
+
+        if is_refusal(error.inner_exception):
+            raise error.inner_exception from None
         raise
 
 

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from monetrun.capture import cpu_allocator, double_backward, fake_tensors, roofline
 from monetrun.core.errors import BudgetExceeded, CaptureFailed
+from monetrun.core.imports import without_collection
 from monetrun.runtime import agreement, candidates, hooks, planned_calls, sharding, unplannable_use
 from monetrun.runtime.planned_calls import Nesting, PlannedCall, Trigger
 from monetrun.runtime.reporter import Reporter
@@ -236,6 +237,8 @@ class Session:
         """The script differentiates ``roots``. A trial run ends with the second time if there is no optimizer."""
         if create_graph and self.planned and (calls := unplannable_use.compiled_calls(roots)):
             self._plan_no_more(calls)
+        if self.engine is not None:
+            self.engine.backward_begins(roots)
         self._backwards += 1
         if self.settings.mode == PROBE and self._backwards > 1 and not self.optimizers:
             from monetrun.runtime import probe
@@ -255,7 +258,7 @@ class Session:
                     module._compiled_call_impl = None
             self.engine.close()
             self._findings, self.engine = self.engine.findings(), None
-        double_backward.differentiable(calls)
+        double_backward.run_again(calls)
 
     def compiles(self, compiled: Any) -> None:
         """The script compiles a function or a module."""
@@ -268,7 +271,7 @@ class Session:
         if self.engine is not None:
             self.engine.optimizer_begins(again=optimizer in self.stepped)
         elif self.settings.mode == PROBE and optimizer in self.stepped:
-            self._end_unplanned_trial()
+            _end_unplanned_trial(self.settings)
 
     def closure_ended(self, optimizer: Optimizer) -> None:
         """The closure of an optimizer's step has run."""
@@ -284,8 +287,10 @@ class Session:
         all_stepped = hooks.all_trained(self.optimizers, self.stepped)
         if self.engine is not None:
             self.engine.optimizer_ended(type(optimizer).__name__, all_stepped)
+            if all_stepped and self.engine.records_again():
+                self.stepped.clear()
         elif self.settings.mode == PROBE and all_stepped:
-            self._end_unplanned_trial()
+            _end_unplanned_trial(self.settings)
 
     def _look_for_a_plan(self, optimizer: Optimizer) -> None:
         """Warn before an optimizer's first step if what it trains was called within the script's own compilation."""
@@ -295,13 +300,6 @@ class Session:
             owners = candidates.owners({id(p) for p in trained})
             if not any(candidates.unplannable(module) for module in owners):  # else it was warned of
                 self.reporter.give_up(f"{candidates.outermost_name(owners)} runs without a plan: it is {reason}")
-
-    def _end_unplanned_trial(self) -> None:
-        """End a trial run in which no model could be planned; the run itself warns why."""
-        from monetrun.core.step import StepRecord
-        from monetrun.runtime import probe
-
-        probe.leave(StepRecord((), (), (), 0, {}, "", torch.__version__), self.settings.record_file)
 
     # ---- models
 
@@ -330,13 +328,16 @@ class Session:
             self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
             return module._call_impl
         if self.engine is None:
-            from monetrun.runtime.engine import Engine
+            with without_collection():
+                from monetrun.runtime import breaks
+                from monetrun.runtime.engine import Engine
 
             if self.settings.mode == PROBE:
                 from monetrun.runtime import probe
 
                 probe.begin(self.settings.record_file)
             planned_calls.prepare_dynamo()
+            breaks.quiet_fake_tensors()
             device = candidates.device_of(module)
             reporter = self.reporter
             self.engine = Engine(
@@ -347,3 +348,11 @@ class Session:
         self.planned.append(planned)
         module._compiled_call_impl = planned  # type: ignore[assignment]
         return planned
+
+
+def _end_unplanned_trial(settings: Settings) -> None:
+    """End a trial run in which no model could be planned; the run itself warns why."""
+    from monetrun.core.step import StepRecord
+    from monetrun.runtime import probe
+
+    probe.leave(StepRecord((), (), (), 0, {}, "", torch.__version__), settings.record_file)

@@ -14,11 +14,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from monetrun.core.errors import BudgetExceeded, MonetrunError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_GENERATED = "<eval_with_key>"  # the file of code that fx generates
 _MARK = "__monetrun_traceback_file__"
 
 
@@ -37,6 +40,8 @@ def install_excepthook(out_of_memory: Callable[[BaseException], None] | None = N
         return
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        trace = of_the_script(trace)
+        value.__traceback__ = trace
         refusal = None if issubclass(kind, KeyboardInterrupt) else _shared(value)
         if not issubclass(kind, KeyboardInterrupt):
             write(refusal or value, trace)
@@ -49,6 +54,30 @@ def install_excepthook(out_of_memory: Callable[[BaseException], None] | None = N
 
     setattr(hook, _MARK, True)
     sys.excepthook = hook
+
+
+def of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` as it is under torchrun: without the frames through which monetrun calls modules that run in Python.
+
+    It is left whole where it ends in monetrun or in Dynamo, or goes through a graph's generated code.
+    """
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    files = [frame.tb_frame.f_code.co_filename for frame in frames]
+    if not frames or _between(files[-1]) or any(file.startswith(_GENERATED) for file in files):
+        return frames[0] if frames else None
+    found = None
+    for frame, file in zip(reversed(frames), reversed(files), strict=True):
+        if not _between(file):
+            found = TracebackType(found, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return found
+
+
+def _between(file: str) -> bool:
+    """Whether code of this file stands between the script and its own module."""
+    return file.startswith(_PACKAGE) or f"{os.sep}torch{os.sep}_dynamo{os.sep}" in file
 
 
 def write(value: BaseException, trace: TracebackType | None) -> None:

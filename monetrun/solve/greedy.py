@@ -164,6 +164,13 @@ def most_frugal(
     return best
 
 
+def fit(
+    graph: Graph, costs: Costs, budget_bytes: int, options: Options, start: Schedule, allowance: float
+) -> Schedule | None:
+    """Any schedule within the budget that ``options.seconds`` of search from ``start`` find, or None."""
+    return _Search(graph, costs, options, timing.now() + allowance).fit(budget_bytes, start, options.seconds)
+
+
 def least_step_bytes(graph: Graph, costs: Costs) -> int:
     """The bytes that the largest single step needs whatever else is recomputed: no schedule has a lower peak.
 

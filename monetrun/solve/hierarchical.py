@@ -12,7 +12,7 @@
    else as in the best schedule, on a fixed profile of memory, started from that schedule; windows lie anywhere, across
    blocks.
 
-2 and 3 are in ``monetrun.solve.programs``, which is imported where 1 has not proven its schedule to be a cheapest one.
+2 and 3 are in ``monetrun.solve.programs``, which is imported where 1 has not reached the gap.
 
 Blocks need no narrow points: what passes by a block is one more tensor that is alive at its ends.
 
@@ -27,6 +27,7 @@ import math
 from collections.abc import Sequence
 
 from monetrun.core.graph import Costs, Graph
+from monetrun.core.imports import without_collection
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, Solution, each_once
 from monetrun.solve import greedy
@@ -64,8 +65,9 @@ def run(search: Incumbent, starts: Sequence[Schedule] = ()) -> Solution:
         search.search_from_cuts(min(0.25, 0.05 * options.seconds))
         if search.best is None:
             _search_frugally(search, min(15.0, 0.3 * options.seconds))
-        if not search.proven():
-            from monetrun.solve import programs  # imports cvxpy, which takes a second
+        if not search.done():
+            with without_collection():
+                from monetrun.solve import programs  # imports cvxpy, which takes a second
 
             programs.improve(search)
     except KeyboardInterrupt:

@@ -124,6 +124,11 @@ class Incumbent:
         options, allowance = self.native(seconds)
         return greedy.most_frugal(self.graph, self.costs, options, enough_bytes, allowance)
 
+    def within(self, budget_bytes: int, seconds: float, start: Schedule) -> Schedule | None:
+        """Any schedule within a budget that is not this search's, from ``start``; None where none is found."""
+        options, allowance = self.native(seconds)
+        return greedy.fit(self.graph, self.costs, budget_bytes, options, start, allowance)
+
     def cut(self) -> Schedule | None:
         """Offer minimum cuts, with the implementations of the best schedule; return the nearest to the budget."""
         found = cut.schedules(self.graph, self.costs, self.budget_bytes, self.options, self.best)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from monetrun.core.graph import Costs, Graph
 from monetrun.core.options import Options
-from monetrun.core.plan import Schedule
+from monetrun.core.plan import Schedule, each_once
 from monetrun.core.simulate import simulate
 from monetrun.solve import greedy, windows
 from monetrun.solve.bound import refine
@@ -24,7 +24,8 @@ from monetrun.solve.relaxation import relax
 from monetrun.solve.relaxed_schedule import relaxed_schedule
 
 _PROGRAMS = 6  # relaxed programs, each with more places
-_DRAWS = 3  # of the native search: how far down it gets is a matter of luck
+_DRAWS = 5  # of the native search: how far down it gets is a matter of luck
+_BOUND_SHARE = 0.3  # of the work, for the bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +58,23 @@ def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> 
     """
     options = options or Options()
     search = Incumbent(graph, costs, 0, dataclasses.replace(options, on_progress=None))
-    schedule = _descend(search)
+    schedule = search.most_frugal(0.2 * options.seconds)
     peak_bytes = simulate(graph, costs, schedule).peak_bytes
     bound_bytes, schedules = _bound_bytes(search, schedule, peak_bytes)
-    for draw in range(_DRAWS):
-        candidates = schedules if draw == 0 else [_descend(search)]
-        for candidate in candidates:
-            candidate_bytes = simulate(graph, costs, candidate).peak_bytes
-            if candidate_bytes < peak_bytes:
-                schedule, peak_bytes = candidate, candidate_bytes
+    for candidate in schedules:
+        candidate_bytes = simulate(graph, costs, candidate).peak_bytes
+        if candidate_bytes < peak_bytes:
+            schedule, peak_bytes = candidate, candidate_bytes
+    share = 0.5
+    for _ in range(_DRAWS):
         if peak_bytes <= bound_bytes * (1 + options.gap) or search.out_of_time():
             break
+        target_bytes = peak_bytes - max(1, int(share * (peak_bytes - bound_bytes)))
+        found = search.within(target_bytes, 0.1 * options.seconds, each_once(graph))
+        if found is None:
+            share /= 2
+        else:
+            schedule, peak_bytes = found, simulate(graph, costs, found).peak_bytes
     share = 0.5
     while peak_bytes > bound_bytes * (1 + options.gap) and share > 0.01 and not search.out_of_time():
         target_bytes = peak_bytes - max(1, int(share * (peak_bytes - bound_bytes)))
@@ -80,10 +87,6 @@ def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> 
     return LeastBudget(peak_bytes, min(bound_bytes, peak_bytes), schedule)
 
 
-def _descend(search: Incumbent) -> Schedule:
-    return search.most_frugal(0.2 * search.options.seconds)
-
-
 def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[int, list[Schedule]]:
     """A bound on every peak, and the schedules that the relaxed programs gave."""
     graph, costs, options = search.graph, search.costs, search.options
@@ -92,13 +95,15 @@ def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[
     places, work_seconds = first_places(graph, costs, frugal), options.seconds / 2 / _PROGRAMS
     if everywhere := all_places(graph, options.seconds / 3):
         places, work_seconds = everywhere, options.seconds / 3
+    until = search.left() - _BOUND_SHARE * options.seconds
 
     def attempt(places: Places) -> tuple[Schedule, int] | None:
         nonlocal bound_bytes
-        if len(schedules) == _PROGRAMS or bound_bytes * (1 + options.gap) >= peak_bytes or search.out_of_time():
+        near = bound_bytes * (1 + options.gap) >= peak_bytes
+        if near or len(schedules) == _PROGRAMS or search.left() <= until or search.out_of_time():
             return None
         program = relax(graph, costs, peak_bytes, places, options, least_bytes=True)
-        result = search.minimize(program.problem, work_seconds, 0.5 * options.gap, None)
+        result = search.minimize(program.problem, min(work_seconds, search.left() - until), 0.5 * options.gap, None)
         bound_bytes = max(bound_bytes, math.ceil(result.bound * program.unit_bytes * (1 - 1e-6)))
         schedule = None if result.value is None else relaxed_schedule(graph, program, result.value)
         if schedule is None:

@@ -65,7 +65,8 @@ def sections(settings: Settings) -> list[Section]:
     found = list(product(settings))
     for network in settings.networks:
         found.append(Section(f"{network}:eager", "networks", plain(settings, network), 90, read_training))
-        found.append(Section(f"{network}:{SHARE}", "networks", planned(settings, SHARE, network), 150, read_launch))
+        if network != settings.networks[0]:  # whose launch is the product's first
+            found.append(half(settings, network, "networks", 150))
     for network in settings.networks:
         words = ("--compile", settings.compile_backend)
         budget = (*words, "--memory-budget", SHARE.rstrip("x"))
@@ -87,13 +88,18 @@ def sections(settings: Settings) -> list[Section]:
 def product(settings: Settings) -> Iterable[Section]:
     """Monetrun as it is first used. The first launch also builds the kernels."""
     yield Section("doctor", "product", (*monetrun(), "doctor", "--json"), 60, read_doctor)
-    yield Section("half", "product", planned(settings, SHARE, settings.networks[0]), 300, read_launch)
+    yield half(settings, settings.networks[0], "product", 300)
     yield Section("auto", "product", planned(settings, "auto", settings.networks[0]), 150, read_launch)
     group = "gloo" if settings.stand_in else "nccl"
     words = ("--process-group", group) if settings.small else ("--process-group", group, "--batch", "64")
     network = "gpt" if settings.small else "resnet50"
     yield Section("nccl", "product", planned(settings, "0.7x", network, *words), 150, read_launch)
     yield Section("scaler", "product", planned(settings, "0.7x", "gpt", "--precision", "fp16"), 200, read_launch)
+
+
+def half(settings: Settings, network: str, group: str, limit_seconds: float) -> Section:
+    """A network within half of its plain peak."""
+    return Section(f"{network}:{SHARE}", group, planned(settings, SHARE, network), limit_seconds, read_launch)
 
 
 def monetrun() -> tuple[str, ...]:

@@ -6,10 +6,12 @@ import pytest
 
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD
+from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, Step, plain_schedule
 from monetrun.core.round_graph import join_round
 from monetrun.core.simulate import simulate
-from monetrun.core.step import call_footprint, replay
+from monetrun.core.step import OUTSIDE, Event, call_footprint, replay
+from monetrun.planning import planner
 from monetrun.solve.cut import dropping
 from support.step_records import WEIGHT_BYTES, chain_record, chained_graphs_record, output_of
 
@@ -77,3 +79,72 @@ def test_gradients_that_are_taken_in_turn_are_freed_in_the_joined_graph_as_in_th
     last = freed_after(graph, plain_schedule(graph), taken.released)
     turns = [last[t] for t in taken.released]
     assert turns == sorted(turns)
+
+
+def with_an_output_that_no_loss_depends_on(record):
+    """The record, with a third graph whose forward runs after the others' and whose backward never does."""
+    other = chain_record(100, (10, 20))
+    unused = Event(FORWARD, 2)
+    last = max(i for i, e in enumerate(record.events) if e.kind == FORWARD) + 1
+    events = (*record.events[:last], unused, *record.events[last:])
+    return dataclasses.replace(
+        record, graphs=record.graphs + other.graphs, costs=record.costs + other.costs, events=events
+    )
+
+
+@pytest.mark.parametrize("own", [plain_schedule, frugal])
+def test_a_graph_without_a_backward_in_the_step_has_all_of_its_schedule_in_the_joined_graph(own):
+    record = with_an_output_that_no_loss_depends_on(chained_graphs_record())
+    (bounds,) = record.rounds
+    joined = join_round(record, bounds)
+    schedules = [own(graph) for graph in record.graphs]
+    schedule = joined.join(schedules)
+    assert joined.split(schedule) == dict(enumerate(schedules))
+    # what its forward saves is held to the end, and its backward takes nothing
+    timeline, step = simulate(joined.graph, joined.costs, schedule), replay(record, schedules)
+    assert record.base_bytes + timeline.peak_bytes == step.peak_bytes
+    assert timeline.seconds == step.seconds
+
+
+@pytest.mark.parametrize("own", [plain_schedule, frugal])
+def test_outputs_that_no_loss_depends_on_are_freed_in_the_joined_graph_where_the_script_drops_them(own):
+    record = with_an_output_that_no_loss_depends_on(chained_graphs_record())
+    output = output_of(record.graphs[2])
+    unread = tuple(
+        dataclasses.replace(
+            op,
+            implementations=tuple(
+                dataclasses.replace(i, inputs=tuple(t for t in i.inputs if t != output)) for i in op.implementations
+            ),
+        )
+        for op in record.graphs[2].operators
+    )
+    graphs = (*record.graphs[:2], dataclasses.replace(record.graphs[2], operators=unread))
+    forward = next(i for i, e in enumerate(record.events) if (e.kind, e.graph) == (FORWARD, 2))
+    drop = Event(OUTSIDE, dropped=((2, output),))
+    events = (*record.events[: forward + 1], drop, *record.events[forward + 1 :])
+    dropping = dataclasses.replace(record, graphs=graphs, events=events)
+    schedules = [own(graph) for graph in graphs]
+    (bounds,) = dropping.rounds
+    joined = join_round(dropping, bounds)
+    timeline, step = simulate(joined.graph, joined.costs, joined.join(schedules)), replay(dropping, schedules)
+    assert dropping.base_bytes + timeline.peak_bytes == step.peak_bytes
+    held = replay(dataclasses.replace(dropping, events=record.events), schedules).peak_bytes
+    assert step.peak_bytes == held - graphs[2].tensors[output].nbytes
+
+
+def test_a_step_with_a_graph_without_a_backward_is_planned():
+    record = with_an_output_that_no_loss_depends_on(chained_graphs_record())
+    base = planner.baseline(record)
+    budget_bytes = (base.frugal.peak_bytes + base.plain.peak_bytes) // 2
+    plan = planner.plan_step(record, budget_bytes, options=Options(seconds=2.0))
+    schedules = [p.schedule_for(g) for p, g in zip(plan.graphs, record.graphs, strict=True)]
+    assert replay(record, schedules).peak_bytes == plan.planned_peak_bytes <= budget_bytes
+    assert plan.planned_peak_bytes < base.plain.peak_bytes
+
+
+def test_each_of_several_forwards_and_backwards_is_a_round_where_one_graph_has_no_backward():
+    record = with_an_output_that_no_loss_depends_on(chained_graphs_record())
+    twice = dataclasses.replace(record, events=2 * record.events)
+    (bounds,) = record.rounds
+    assert twice.rounds == (bounds, (len(record.events), len(record.events) + bounds[1]))

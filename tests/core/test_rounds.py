@@ -1,14 +1,10 @@
 """Which events of a step are one round."""
 
-from dataclasses import replace
-
 import pytest
 
 from monetrun.core.graph import BACKWARD, FORWARD
-from monetrun.core.round_graph import join_round
 from monetrun.core.rounds import rounds_of
-from monetrun.core.step import OUTSIDE, Event
-from support.step_records import chain_record
+from monetrun.core.step import OUTSIDE
 
 F0, F1, B0, B1, OUT = (FORWARD, 0), (FORWARD, 1), (BACKWARD, 0), (BACKWARD, 1), (OUTSIDE, -1)
 
@@ -26,17 +22,3 @@ F0, F1, B0, B1, OUT = (FORWARD, 0), (FORWARD, 1), (BACKWARD, 0), (BACKWARD, 1), 
 )
 def test_a_round_ends_where_nothing_is_saved_for_a_backward(calls, rounds):
     assert list(rounds_of(calls)) == rounds
-
-
-def test_graphs_are_not_joined_where_one_has_no_backward():
-    """The joined schedule would have nothing for it."""
-    record = chain_record(10)
-    other = replace(record.graphs[0], name="Other")
-    both = replace(
-        record,
-        graphs=(*record.graphs, other),
-        costs=record.costs * 2,
-        events=(record.events[0], Event(FORWARD, 1), *record.events[1:]),
-    )
-    assert join_round(record, record.rounds[0]) is not None
-    assert join_round(both, both.rounds[0]) is None

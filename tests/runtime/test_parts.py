@@ -1,6 +1,7 @@
 """Models that cannot be captured whole train as torch trains them, with a plan of their parts and within the budget."""
 
 import random
+import traceback
 
 import pytest
 import torch
@@ -8,11 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from monetrun.capture import execute
 from monetrun.core import codec
-from monetrun.core.errors import CaptureFailed
+from monetrun.core.errors import CaptureFailed, ScheduleError
 from monetrun.planning.coverage import coverage, planned_share
 from monetrun.runtime import planned_calls
 from monetrun.runtime.planned_calls import PlannedCall
+from monetrun.runtime.traceback_file import of_the_script
 from support.sessions import opened_session
 
 WIDTH = 32
@@ -200,6 +203,84 @@ def test_a_model_in_parts_trains_bitwise_as_eager_within_its_budget(capsys, kind
     assert where in said[0]
     assert f"{planned_share(record):.0%} of the step's peak is planned" in said[0]
     assert warned == set()
+
+
+class OfOtherWidth(nn.Module):
+    """Its forward fails: the script's mistake."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Mistaken(Net):
+    def __init__(self):
+        super().__init__(Block(), OfOtherWidth())
+
+    def through(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+
+class WithoutKey(Mistaken):
+    def through(self, x):
+        return {}[f"block{len(x)}"]
+
+
+@pytest.mark.parametrize("kind", [Mistaken, WithoutKey])
+def test_a_mistake_of_the_scripts_has_the_traceback_that_it_has_under_torchrun(capfd, kind):
+    def failure():
+        with pytest.raises((RuntimeError, KeyError)) as raised:
+            trained(kind)
+        trace = of_the_script(raised.value.__traceback__)
+        lines = [frame.line for frame in traceback.extract_tb(trace)]
+        # torch has another line where a module has a compiled call
+        return repr(raised.value), [line for line in lines if "_call_impl(" not in line]
+
+    error, lines = failure()
+    with session():
+        found, ours = failure()
+    assert found == error
+    assert ours == lines
+    assert capfd.readouterr().err == ""
+
+
+class Split(Net):
+    def __init__(self):
+        super().__init__(Block(), Block())
+
+    def through(self, x):
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.blocks[1](x)
+
+
+@pytest.mark.parametrize("error", [ScheduleError, KeyError])
+@pytest.mark.parametrize(
+    ("kind", "width", "runs_as_it_is"),
+    [
+        (Split, 5, "a part of Split"),  # the graph after the break: the one before it has run
+        (Block, WIDTH, "Block"),
+    ],
+)
+def test_a_graph_for_which_building_fails_runs_as_it_is_with_one_warning(
+    monkeypatch, kind, width, runs_as_it_is, error
+):
+    plain, build = trained(kind), execute.build
+
+    def odd(joint, *rest):
+        if joint.outputs[0].meta["val"].shape[-1] == width:
+            raise error("odd")
+        return build(joint, *rest)
+
+    monkeypatch.setattr(execute, "build", odd)
+    with session() as opened:
+        assert trained(kind) == plain
+        (warning,) = opened.reporter.warned
+        assert warning.startswith(f"{runs_as_it_is} runs without a plan")
+        assert "odd" in warning
 
 
 @pytest.mark.parametrize(("kind", "captured"), [(ReadByHooks, "ReadByHooks"), (ReadInParts, "Block")])

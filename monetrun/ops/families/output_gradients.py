@@ -14,7 +14,7 @@ from torch import Tensor
 from monetrun.ops.definition import operator
 
 
-def _fake(gradient: Tensor, outer: Tensor | None, stride: Sequence[int]) -> Tensor:
+def _fake(gradient: Tensor, outer: Tensor | None, stride: Sequence[int] = ()) -> Tensor:
     if not stride:
         return torch.empty_like(gradient)
     return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device)

@@ -22,8 +22,7 @@ def main():
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        # with "sdpa", transformers builds a mask where it is compiled, and none in eager, so that other kernels run
-        attn_implementation="eager",
+        attn_implementation="sdpa",
     )
     tokens = torch.randint(0, 200, (64, 64), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in tokens]

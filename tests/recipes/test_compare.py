@@ -1,0 +1,148 @@
+"""recipes/compare.py: one tiny network by several methods, and what is said of the results."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import compare as recipe
+from lib import comparison, comparison_figure
+from lib.compared_networks import NETWORKS, checkpoint_blocks, checkpoint_segments
+from lib.other_methods import BLOCKS, EAGER, INDUCTOR_BUDGET, PARTITIONER
+from support.paths import DOCS
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def row(method, setting, nbytes, ratio, **more):
+    found = {"method": method, "setting": setting, "allocated_bytes": nbytes, "reserved_bytes": None, "ratio": ratio}
+    return {**found, "ratio_quartiles": [ratio, ratio], **more}
+
+
+ROWS = [
+    row(EAGER, "", 100, 1.0),
+    row(BLOCKS, "", 50, 1.5, bitwise={"loss": True, "gradients": True, "buffers": False}),
+    row(PARTITIONER, "dp 0.5", 80, 1.2),
+    row(PARTITIONER, "ilp 0.5", 90, 1.3),  # slower at a higher peak
+    {"method": PARTITIONER, "setting": "greedy 0.5", "same_as": "dp 0.5"},
+    row(comparison.FULL, "as dp", 80, 1.23),
+    row(comparison.FULL, "smallest", 40, 1.6, bitwise={"loss": True, "gradients": True, "buffers": True}),
+    {"method": comparison.EXACT, "setting": "smallest", "same_as": comparison.FULL},
+    {"method": comparison.RECOMPUTATION, "setting": "smallest", "reason": "no plan"},
+]
+
+
+def document(rows):
+    section = {"name": "gpt", "group": "kernels", "status": "ok", "figures": {"rows": rows}}
+    other = {"name": "gpt:inductor", "group": "inductor", "status": "skipped", "reason": "there is no C++ compiler"}
+    about = {"device": "A processor", "device_type": "cpu", "threads": 2, "torch": "2.14", "size": "small", "rounds": 7}
+    about |= {"commands": ["python recipes/compare.py"], "started": "2026-01-01T00:00:00+00:00"}
+    return {**about, "sections": [section, other]}
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setattr(recipe, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(recipe.signal, "signal", lambda *handler: None)
+    return lambda *words: CliRunner().invoke(recipe.main, words)
+
+
+def test_a_tiny_network_is_trained_by_each_method_within_the_peaks_of_the_others(tmp_path, run):
+    out = tmp_path / "compare.json"
+    words = ["--networks", "tiny", "--rounds", "1", "--solver-seconds", "0.5", "--threads", "1", "--no-inductor"]
+    words += ["--only", "checkpoint, each*", "--only", "monetrun, exact", "--out", str(out), "--page", str(tmp_path)]
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert [s["status"] for s in found["sections"]] == ["ok", "skipped"]
+    rows = comparison.networks(found)["tiny"]
+    eager, blocks, *planned = rows
+    assert (eager["method"], blocks["method"]) == (EAGER, BLOCKS)
+    assert blocks["bitwise"] == {"loss": True, "gradients": True, "buffers": False}  # running means are updated twice
+    assert blocks["allocated_bytes"] < eager["allocated_bytes"]
+    assert {r["setting"] for r in planned} >= {EAGER, f"as {BLOCKS}", "smallest"}
+    for plan in planned:
+        assert plan["allocated_bytes"] <= plan["target_bytes"]
+        assert plan["allocated_bytes"] == pytest.approx(plan["planned_peak_bytes"], rel=0.02)
+        assert plan["bitwise"] == {"loss": True, "gradients": True, "buffers": True}
+    assert comparison.further_below(rows) > 0
+    assert recipe.page(found, recipe.FIGURE) == (tmp_path / recipe.PAGE).read_text()
+    assert run(*words, "--resume").exit_code == 0
+    assert json.loads(out.read_text())["sections"][0] == found["sections"][0]
+    assert "this run of '0.1'" in run(*words, "--resume", "--budgets", "0.1").output
+
+
+def test_only_points_that_one_would_use_are_compared_and_two_percent_are_noise():
+    rows = comparison.networks(document(ROWS))["gpt"]
+    assert [(v["setting"], v["ratio"], v["ours"], v["holds"]) for v in comparison.verdicts(rows)] == [
+        ("", 1.5, 1.6, False),
+        ("dp 0.5", 1.2, 1.23, False),
+    ]
+    faster = [dict(r, ratio=1.22) if r["setting"] == "as dp" else r for r in ROWS]
+    told = comparison.verdicts(comparison.networks(document(faster))["gpt"])
+    assert [v["holds"] for v in told] == [False, True]
+    assert comparison.further_below(rows) == pytest.approx(0.2)
+    assert "no slower at 0 of 2 peaks of the others; monetrun goes 20% below" in comparison.summary("gpt", rows)
+
+
+def test_inductors_peaks_are_counted_apart():
+    rows = [*ROWS, row(INDUCTOR_BUDGET, "dp 0.5", 80, 0.7)]
+    assert comparison.held_at(rows, inductor=False) == "0 of 2 peaks"
+    assert comparison.held_at(rows, inductor=True) == "0 of 1 peaks"
+    assert comparison.held_at(ROWS, inductor=True) == ""
+
+
+def test_reserved_bytes_count_where_there_are_any():
+    assert comparison.bytes_of(row(EAGER, "", 100, 1.0)) == 100
+    assert comparison.bytes_of({"allocated_bytes": 100, "reserved_bytes": 120}) == 120
+
+
+def test_without_times_the_page_has_memory_alone():
+    untimed = [{k: v for k, v in r.items() if not k.startswith("ratio")} for r in ROWS]
+    rows = comparison.networks(document(untimed))["gpt"]
+    assert [v["holds"] for v in comparison.verdicts(rows)] == [None, None]
+    text = comparison.page(document(untimed), "comparison.svg")
+    assert "no times were taken" in text
+    assert "| GPT | 0.0 MiB | - | - | 50% | checkpoint, each block | 40% | 20% |" in text
+
+
+def test_the_page_says_what_differs_and_what_was_not_measured():
+    text = comparison.page(document(ROWS), "comparison.svg")
+    assert "| checkpoint, each block | - | 0.0 MiB | 50% | x1.50 (1.50 to 1.50) | not buffers |" in text
+    assert "| monetrun, recomputation only | smallest | no plan |" in text
+    assert "- gpt:inductor: there is no C++ compiler" in text
+
+
+def test_the_figure_has_a_mark_for_each_point_that_one_would_use():
+    drawn = comparison_figure.drawn(document(ROWS))
+    assert drawn["gpt"]["monetrun"] == [[0.4, 0.6], [0.8, 0.23]]
+    tree = ElementTree.fromstring(comparison_figure.figure(document(ROWS)))
+    assert json.loads(tree.find(f"{SVG}desc").text) == drawn
+    (panel,) = tree.findall(f"{SVG}g")
+    assert sorted(m.get("class") for m in panel.iter() if m.get("class")) == ["circle", "circle", "square", "triangle"]
+
+
+@pytest.mark.parametrize("change", [checkpoint_blocks, checkpoint_segments])
+def test_checkpointed_networks_compute_what_the_plain_ones_do(change):
+    def loss_and_gradients(change):
+        torch.manual_seed(0)
+        model, loss = NETWORKS["tiny"].build("small", torch.device("cpu"))
+        count = change(model, NETWORKS["tiny"]) if change else 0
+        value = loss()
+        value.backward()
+        return count, [value, *(p.grad for p in model.parameters())]
+
+    _, expected = loss_and_gradients(None)
+    count, found = loss_and_gradients(change)
+    assert count == {checkpoint_blocks: 4, checkpoint_segments: 2}[change]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.skipif(not recipe.RESULT.exists(), reason="python recipes/compare.py")
+def test_the_committed_page_and_figure_are_those_of_the_results():
+    found = json.loads(recipe.RESULT.read_text(encoding="utf-8"))
+    command = "python recipes/compare.py --only-page"
+    assert recipe.page(found, recipe.FIGURE) == (DOCS / recipe.PAGE).read_text(encoding="utf-8"), command
+    assert comparison_figure.figure(found) == (DOCS / recipe.FIGURE).read_text(encoding="utf-8"), command
