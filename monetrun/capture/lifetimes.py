@@ -46,6 +46,9 @@ class _Call:
         graph = self.joint.graph
         return not self.external(t) and graph.operators[graph.writer[t]].phase == BACKWARD
 
+    def is_output(self, t: int) -> bool:
+        return not self.external(t) and not self.is_gradient(t)
+
     def watch(self, nodes: Iterable[Any], values: Iterable[Any], others: frozenset[int] = frozenset()) -> None:
         """Watch the storages of ``values``, except parameters, buffers, and the storages in ``others``."""
         for node, value in zip(nodes, values, strict=True):
@@ -126,6 +129,10 @@ class Lifetimes:
             for t, at in sorted(call.ended.items())
             if at == stretch and call.waits_at(stretch) and not call.external(t)
         ]
+
+    def held(self) -> list[tuple[JointGraph, int]]:
+        """Outputs that were not freed so far."""
+        return [(call.joint, t) for call in self._calls for t in sorted(call.alive) if call.is_output(t)]
 
     def absent_bytes(self, stretch: int) -> int:
         """Bytes of outputs freed by the end of ``stretch``, of calls whose backward comes later or never."""

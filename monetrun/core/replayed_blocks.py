@@ -35,11 +35,47 @@ def free_some(allocator: CachingAllocator, blocks: list[Block], nbytes: int) -> 
 def free_latest(allocator: CachingAllocator, nbytes: int, *lists: list[Block]) -> bool:
     """Free the latest block of this size in the first list that has one; gives whether there was one."""
     for blocks in lists:
-        for i in reversed(range(len(blocks))):
-            if blocks[i].nbytes == nbytes:
-                allocator.free(blocks.pop(i).address)
-                return True
+        if found := take_sizes(blocks, [nbytes]):
+            free_all(allocator, found)
+            return True
     return False
+
+
+def take_sizes(blocks: list[Block], sizes: Iterable[int]) -> list[Block]:
+    """Take the latest block of each of these sizes out of ``blocks``, where there is one."""
+    taken = []
+    for nbytes in sizes:
+        i = next((i for i in reversed(range(len(blocks))) if blocks[i].nbytes == nbytes), None)
+        if i is not None:
+            taken.append(blocks.pop(i))
+    return taken
+
+
+class LastOutputs:
+    """The outputs of the last step that the script holds when a step begins.
+
+    Args:
+        blocks: of them.
+        later: bytes of those that it drops one by one, after the step's first backward.
+        allocator: that the step is replayed through.
+    """
+
+    def __init__(self, blocks: list[Block], later: Iterable[int], allocator: CachingAllocator) -> None:
+        self._later = take_sizes(blocks, later)
+        self._others = blocks
+        self._allocator = allocator
+
+    def drop(self, nbytes: int, *, later: bool) -> None:
+        """Drop an output of this size (``later``), or all that are not dropped later; none if it is not positive."""
+        if nbytes > 0 and later:
+            free_latest(self._allocator, nbytes, self._later)
+        elif nbytes > 0:
+            free_all(self._allocator, self._others)
+
+    def drop_all(self) -> None:
+        """The step has ended."""
+        for blocks in (self._others, self._later):
+            free_all(self._allocator, blocks)
 
 
 class ReplayedBatch:

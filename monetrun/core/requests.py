@@ -15,8 +15,9 @@ from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Requests
+from monetrun.core.last_outputs import dropped_later
 from monetrun.core.plan import Schedule, Step
-from monetrun.core.replayed_blocks import Block, ReplayedBatch, free_all, free_latest, free_some
+from monetrun.core.replayed_blocks import Block, LastOutputs, ReplayedBatch, free_all, free_latest, free_some
 from monetrun.core.simulate import last_reads
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, DeviceMemory, Event, StepRecord, events_under
 
@@ -130,8 +131,9 @@ class StepReplay:
     def step(self, *, first: bool) -> None:
         """One step; in the first one nothing of an earlier step is held, and the optimizer allocates its state."""
         last_gradients, self.gradients = self.gradients, []
-        last_outputs, self.outputs = self.outputs, []
-        requests = 0
+        last_outputs = LastOutputs(self.outputs, dropped_later(self._events), self.allocator)
+        self.outputs = []
+        requests, backward = 0, False
         if not first:
             self.batch.replace()
         held_over = {event.name for event in self._events if event.delta_bytes > 0}
@@ -140,16 +142,16 @@ class StepReplay:
                 self._forward(event.graph)
             elif event.kind == BACKWARD:
                 self._backward(event)
+                backward = True
             elif event.name == LAST_GRADIENTS:
                 free_some(self.allocator, last_gradients, -event.delta_bytes)
             elif event.name == LAST_OUTPUTS:
-                if event.delta_bytes < 0:
-                    free_all(self.allocator, last_outputs)
+                last_outputs.drop(-event.delta_bytes, later=backward)
             else:
                 self._outside(event, requests, first)
                 requests += sum(n > 0 for n in event.requests)
         free_all(self.allocator, last_gradients)
-        free_all(self.allocator, last_outputs)
+        last_outputs.drop_all()
         self._end_calls_without_backward()
         self.batch.is_last_of(self._script)
         self.outputs += self._script.values()
@@ -199,9 +201,7 @@ class StepReplay:
             self.allocator.free(temporary.address)
         batch_bytes += self.batch.free(part for part, place in event.batch_freed if place >= end)
         self._free_sizes(nbytes for nbytes, place in event.freed or () if place >= end)
-        if (
-            event.freed is None
-        ):  # what it frees beside its own requests: gradients that were added to others, then outputs
+        if event.freed is None:  # beside its own requests: gradients that were added to others, then outputs
             surplus = self._held_bytes() - before - (event.delta_bytes + batch_bytes - event.elsewhere_bytes)
             for blocks in (self.gradients, self.outputs):
                 surplus -= free_some(self.allocator, blocks, surplus)

@@ -17,12 +17,12 @@ from monetrun.capture.meter import CudaMeter, Meter
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, without
+from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
 from monetrun.core.step import (
     LAST_GRADIENTS,
-    LAST_OUTPUTS,
     LIBRARIES,
     OUTSIDE,
     Break,
@@ -186,11 +186,10 @@ class Recorder:
         first, end = (self.stretches[0].end_bytes, self.stretches[-1].end_bytes) if self.stretches else (0, 0)
         gradients = _last_gradients(self.stretches, self._zeroed, self._gradient_bytes)
         events = self._events(costs, gradients)
-        outputs = max(0, end - first - self._state_bytes - self._all_gradients_bytes)
-        if outputs:  # the last step's are held until this step's forward has given new ones
-            events.insert(0, Event(OUTSIDE, -1, outputs, outputs, LAST_OUTPUTS))
-            backward = next((i for i, e in enumerate(events) if e.kind == BACKWARD), len(events))
-            events.insert(backward, Event(OUTSIDE, -1, -outputs, 0, LAST_OUTPUTS))
+        held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
+        # less is there at the end than at the start, beside the outputs, where inputs were freed
+        more = end - first - self._state_bytes - self._all_gradients_bytes
+        events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
         if waiting := sum(gradients.values()):
             events.insert(0, Event(OUTSIDE, -1, waiting, waiting, LAST_GRADIENTS))
         weights = _bytes_of(self._parameters)

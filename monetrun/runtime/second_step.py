@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 from monetrun.capture.joint import JointGraph
 from monetrun.core.graph import BACKWARD, FORWARD, Costs
+from monetrun.core.last_outputs import last_outputs_bytes, with_outputs_dropped
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
 from monetrun.core.step import OUTSIDE, Break, StepRecord, replay
-from monetrun.core.step_changes import last_outputs_bytes, with_outputs_dropped
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import probe
 from monetrun.runtime.recorder import Recorder

@@ -47,14 +47,18 @@ class StepMeter:
             optimizers: how many optimizer steps a training step has, 0 where that is not known: measure none.
         """
         self._optimizers = optimizers if self.meter.exact else 0
-        self._optimizer_steps = 0
+        self._optimizer_steps %= max(1, optimizers)  # a step may have begun
         self._detail = None
         self.stretches = ()
 
     @property
     def settled(self) -> bool:
-        """Whether optimizer state and gradients lie where they will lie in all further steps."""
-        return self.steps > _SETTLING_STEPS
+        """Whether optimizer state and gradients lie where they will lie in all further steps; not within such a step.
+
+        One with several optimizers has made some of its forwards when the first of them has stepped.
+        """
+        optimizers = max(1, self._optimizers)
+        return self.steps > _SETTLING_STEPS * optimizers and self._optimizer_steps % optimizers == 0
 
     def forward_begins(self) -> None:
         """A planned model is called in training."""

@@ -42,7 +42,8 @@ def launch(machine, *words, ranks=1):
 
 
 def report(done):
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    """monetrun's line of JSON, not the script's."""
+    return json.loads(next(line for line in done.stdout.splitlines() if "planned_peak_bytes" in line))
 
 
 def test_a_share_is_of_what_the_plain_run_reserves_and_is_kept(machine, plain):
@@ -121,6 +122,18 @@ def test_an_output_that_the_loss_does_not_use_is_freed_where_the_script_drops_it
     assert figures["allocation_retries"] == 0
     assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=0.005)
     assert abs(figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"]) <= 2 * MIB
+
+
+@pytest.mark.slow
+def test_a_generator_and_a_critic_keep_the_budget_with_the_last_steps_samples(machine):
+    """The script holds its samples until the generator gives new ones, after the critic's first backward."""
+    done = launch(machine, "--budget", "0.6x", str(ROOT / "recipes" / "matrix_training.py"), "gan")
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = report(done)
+    assert figures["warnings"] == []  # it is not planned again either
+    assert figures["allocation_retries"] == 0
+    assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=0.005)
+    assert figures["measured_reserved_bytes"] <= figures["planned_reserved_bytes"] + 2 * MIB
 
 
 @pytest.mark.slow

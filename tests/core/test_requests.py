@@ -7,6 +7,7 @@ import pytest
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import Requests
+from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
 from monetrun.core.requests import StepReplay, _Call, load_base, reserved, reserved_under
@@ -196,6 +197,33 @@ def test_the_plain_peak_tells_when_the_last_outputs_are_dropped(record):
     forward = next(i for i, e in enumerate(early.events) if e.kind == "forward")
     assert early.events[forward + 1] == drop
     assert replay(early, plain(early)).peak_bytes < peak
+
+
+def test_last_outputs_are_held_in_the_replay_until_their_own_forward_has_given_new_ones(record):
+    """As in a GAN, whose critic's backward comes before the generator's forward."""
+    other = record.graphs[0]
+    output = output_of(other)
+    nbytes = other.tensors[output].nbytes
+    steps = (record.events[0], *record.events[2:3])  # a forward and its backward
+    two = tuple(replace(e, graph=1, released=()) for e in steps)
+    events = with_last_outputs((*steps, *two), 2 * nbytes, [(0, nbytes), (1, nbytes)])
+    one = replace(record, graphs=(other, other), costs=record.costs * 2, events=tuple(events))
+    allocator = CachingAllocator(SETTINGS)
+    replayed = StepReplay(one, plain(one), allocator)
+    held = []
+    for kind in ("_forward", "_backward"):
+        call = getattr(replayed, kind)
+
+        def seen(event, kind=kind, call=call):
+            held.append((kind, allocator.allocated_bytes))
+            call(event)
+
+        setattr(replayed, kind, seen)
+    for number in range(3):
+        replayed.step(first=number == 0)
+    first, *_, last = (held[4 * i : 4 * i + 4] for i in range(3))
+    more = [b - a for (_, a), (_, b) in zip(first, last, strict=True)]
+    assert more == [2 * nbytes, nbytes, nbytes, 0]
 
 
 # ---- what a call of an operator requests

@@ -83,6 +83,31 @@ def test_a_training_step_may_have_several_optimizers():
     assert sum(s.kind == FORWARD for s in steps.stretches) == 2
 
 
+def test_a_step_with_several_optimizers_is_settled_only_when_all_of_them_have_stepped():
+    """Another plan takes effect then: within a step, some forwards have run under the one before."""
+    meter = Allocated()
+    steps = StepMeter(meter)
+    steps.measure_a_settled_step(2)
+    settled = []
+    for _ in range(8):
+        train(steps, meter)
+        settled.append(steps.settled)
+    assert settled == [False, False, False, False, False, True, False, True]
+
+
+def test_a_plan_that_begins_within_a_step_leaves_the_steps_where_they_are():
+    meter = Allocated()
+    steps = StepMeter(meter)
+    steps.measure_a_settled_step(2)
+    train(steps, meter)
+    steps.measure_a_settled_step(2)
+    settled = []
+    for _ in range(6):
+        train(steps, meter)
+        settled.append(steps.settled)
+    assert settled == [False, False, False, False, True, False]
+
+
 def test_a_step_in_which_operators_are_measured_is_left_out():
     meter = Allocated()
     steps = StepMeter(meter)
