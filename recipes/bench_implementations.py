@@ -120,7 +120,7 @@ def bench(name: str, targets: list[Target], args: argparse.Namespace) -> list[di
     rows = []
     for target in targets:
         options = Options(seconds=args.solver_seconds, **OPTIONS[target.kind])  # type: ignore[arg-type]
-        budget = plain.others() + plain.held_bytes + int(target.share * plain.activation_bytes)
+        budget = plain.others().allocated + plain.held_bytes + int(target.share * plain.activation_bytes)
         found: dict[str, Any] = {
             "network": name,
             "kind": target.kind,

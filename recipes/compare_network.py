@@ -26,7 +26,18 @@ from monetrun.core.plan import Plan
 from monetrun.ops import kernels
 from monetrun.planning import planner
 from monetrun.runtime.allocation_limit import set_limit
-from step_pairs import Recorded, Reference, Trainer, first_line, measured, paired, peak_of, release_cached, run_planned
+from step_pairs import (
+    Recorded,
+    Reference,
+    Trainer,
+    first_line,
+    held_now,
+    measured,
+    paired,
+    peak_of,
+    release_cached,
+    run_planned,
+)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     RECOMPUTATION: {"implementations": ()},
@@ -117,22 +128,22 @@ class Compared:
     def other(self, method: Method) -> dict[str, Any]:
         """Train by another method."""
         started = time.perf_counter()
-        release_cached()
-        before = self.meter.current_bytes()
         row: dict[str, Any] = {"method": method.name, "setting": method.setting}
-        trainer = self.make()
         with method.around():
-            row |= method.change(trainer.model)
-            if row.get("checkpoints") == 0:
-                return {**row, "reason": "the network is no chain of blocks"}
-            try:
-                for _ in range(method.warm_up):
-                    trainer.step()
-            except Exception as error:
-                if earlier := same_as(error):
-                    return {**row, "same_as": earlier}
-                raise
-            peak = peak_of(trainer).less(before)
+            with self.plain.trainer.aside():
+                before = held_now(self.meter)
+                trainer = self.make()
+                row |= method.change(trainer.model)
+                if row.get("checkpoints") == 0:
+                    return {**row, "reason": "the network is no chain of blocks"}
+                try:
+                    for _ in range(method.warm_up):
+                        trainer.step()
+                except Exception as error:
+                    if earlier := same_as(error):
+                        return {**row, "same_as": earlier}
+                    raise
+                peak = peak_of(trainer).less(before)
             row |= measured(self.plain, peak, paired(self.plain.trainer, trainer, self.rounds))
             row |= self.sameness(trainer)
         return {**row, "seconds_until_measured": time.perf_counter() - started}
@@ -165,9 +176,15 @@ class Planned:
     def __init__(self, compared: Compared, solver_seconds: float, algorithm: str) -> None:
         self.compared, self.solver_seconds, self.algorithm = compared, solver_seconds, algorithm
         started = time.perf_counter()
-        self.recorded = Recorded(compared.make)
+        with compared.plain.trainer.aside():
+            self.recorded = Recorded(compared.make)
         self.recorded_seconds = time.perf_counter() - started
         self.plans: dict[tuple[str, str], Plan] = {}
+
+    def others_bytes(self) -> int:
+        """What lies beside the model while its peak is measured."""
+        with self.compared.plain.trainer.aside():
+            return self.compared.plain.others().bounded
 
     def options(self, method: str) -> Options:
         """Of the planner."""
@@ -180,7 +197,7 @@ class Planned:
         if method == FULL:
             base = planner.more_frugal(record, base, options)
         lowest = planner.BudgetBelowSmallest(record, 0, base).smallest_bytes
-        return lowest - self.compared.plain.others()
+        return lowest - self.others_bytes()
 
     def row(self, method: str, target: Target) -> dict[str, Any]:
         """Plan for the target and train."""
@@ -188,7 +205,7 @@ class Planned:
         row: dict[str, Any] = {"method": method, "setting": target.of, "target_bytes": target.nbytes}
         if method == EXACT and (full := self.plans.get((FULL, target.of))) and self.exact(full):
             return {**row, "same_as": FULL}
-        budget = target.nbytes + compared.plain.others()
+        budget = target.nbytes + self.others_bytes()
         try:
             plan = self.recorded.plan(budget, self.algorithm, self.options(method))
         except (InfeasibleBudget, NoPlanInTime) as error:
@@ -213,7 +230,7 @@ class Planned:
 
 def targets(plain: Reference, others: Sequence[dict[str, Any]]) -> list[Target]:
     """The peaks that monetrun must keep: eager's, those the other methods reach, and a third of the activations."""
-    eager = Target(EAGER, plain.peak.allocated if plain.peak.reserved is None else plain.peak.reserved)
+    eager = Target(EAGER, plain.peak.bounded)
     found = [eager, Target(THIRD, plain.held_bytes + plain.activation_bytes // 3)]
     for family in FAMILIES:
         useful = [r for method in family for r in cheapest(others, method)]

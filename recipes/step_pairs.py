@@ -55,6 +55,27 @@ class Trainer:
         self.meter.synchronize()
         return time.perf_counter() - start
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Meanwhile the model is not on the GPU, where what is reserved cannot be told apart by model."""
+        device = next(self.model.parameters()).device
+        if device.type != "cuda":
+            release_cached()
+            yield
+            return
+        self._move(torch.device("cpu"))
+        release_cached()
+        try:
+            yield
+        finally:
+            self._move(device)
+
+    def _move(self, device: torch.device) -> None:
+        self.optimizer.zero_grad()
+        self.model.to(device)
+        for state in self.optimizer.state.values():
+            state.update({k: v.to(device) for k, v in state.items() if isinstance(v, torch.Tensor)})
+
     def look(self) -> None:
         """Read the counters."""
         reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else None
@@ -70,9 +91,15 @@ class Peak:
     allocated: int
     reserved: int | None
 
-    def less(self, others: int) -> Peak:
+    @property
+    def bounded(self) -> int:
+        """What a budget bounds: reserved bytes where there are any."""
+        return self.allocated if self.reserved is None else self.reserved
+
+    def less(self, others: Peak) -> Peak:
         """Without what lies there beside the model."""
-        return Peak(self.allocated - others, None if self.reserved is None else self.reserved - others)
+        reserved = None if self.reserved is None or others.reserved is None else self.reserved - others.reserved
+        return Peak(self.allocated - others.allocated, reserved)
 
 
 def peak_of(trainer: Trainer, steps: int = PEAK_STEPS) -> Peak:
@@ -84,6 +111,12 @@ def peak_of(trainer: Trainer, steps: int = PEAK_STEPS) -> Peak:
         trainer.step()
     trainer.look()
     return trainer.peak
+
+
+def held_now(meter: Meter) -> Peak:
+    """What the process holds, with nothing cached."""
+    release_cached()
+    return Peak(meter.current_bytes(), torch.cuda.memory_reserved() if torch.cuda.is_initialized() else None)
 
 
 def release_cached() -> None:
@@ -106,12 +139,13 @@ class Reference:
     """A model trained eagerly: what it holds between steps, and its peak, in bytes, measured while it is alone."""
 
     def __init__(self, make: Callable[[], Trainer], meter: Meter) -> None:
-        release_cached()
-        before = meter.current_bytes()
+        before = held_now(meter)
         self.trainer = make()
         self.seconds = [self.trainer.step() for _ in range(3)][-1]
         self.peak = peak_of(self.trainer).less(before)
-        self.held_bytes = meter.current_bytes() - before
+        self.held_bytes = held_now(meter).allocated - before.allocated
+        with self.trainer.aside():
+            self._beside_bytes = held_now(meter).reserved
 
     @property
     def activation_bytes(self) -> int:
@@ -122,9 +156,9 @@ class Reference:
         """``peak`` of such a model, as a share of the activation peak."""
         return (peak.allocated - self.held_bytes) / self.activation_bytes
 
-    def others(self) -> int:
-        """What the process holds between steps beside one such model."""
-        return self.trainer.meter.current_bytes() - self.held_bytes
+    def others(self) -> Peak:
+        """What the process holds between steps beside one such model; on a GPU while this one is ``aside``."""
+        return Peak(self.trainer.meter.current_bytes() - self.held_bytes, self._beside_bytes)
 
 
 class Recorded:
@@ -194,25 +228,25 @@ def run_planned(
     started = time.perf_counter()
     trainer = recorded.trainer
     device = next(trainer.model.parameters()).device
-    release_cached()
     with recorded.following(plan) as session:
         peak = refused = None
-        try:
-            peak = warm_peak(trainer)
-        except torch.OutOfMemoryError as error:  # on CUDA the cap is on what is reserved: fragments count
-            refused = first_line(error)
-        if peak is None:  # only here, since the exception held the step's tensors
+        with plain.trainer.aside():
+            try:
+                peak = warm_peak(trainer)
+            except torch.OutOfMemoryError as error:  # on CUDA the cap is on what is reserved: fragments count
+                refused = first_line(error)
+            if peak is None:  # only here, since the exception held the step's tensors
+                set_limit(device, None)
+                peak = warm_peak(trainer)
             set_limit(device, None)
-            peak = warm_peak(trainer)
+            others = plain.others()
         if set(session.engine.running.schedules) != {g.fingerprint for g in plan.graphs}:
             raise MonetrunError("the graph that was captured is not the one that was planned")
-        set_limit(device, None)
-        others = plain.others()
         rows = paired(plain.trainer, trainer, pairs)
         seen = look(trainer)
-    peak, planned = peak.less(others), Peak(plan.planned_peak_bytes - others, None)
+    peak, planned = peak.less(others), Peak(plan.planned_peak_bytes - others.allocated, None)
     return {
-        "budget_bytes": plan.budget_bytes - others,
+        "budget_bytes": plan.budget_bytes - others.bounded,
         "planned_peak_bytes": planned.allocated,
         "planned_share": plain.share(planned),
         "planned_ratio": 1 + plan.overhead,
