@@ -74,13 +74,16 @@ def with_outputs_dropped(record: StepRecord, freed_bytes: Sequence[int]) -> Step
     return replace(record, events=tuple(events))
 
 
-def dropping_outputs_early(events: Sequence[Event]) -> tuple[Event, ...]:
-    """The events with the last step's outputs freed right after a forward: the first one since a backward."""
+def dropping_outputs_early(events: Sequence[Event], *, all_of_them: bool = True) -> tuple[Event, ...]:
+    """The events with the last step's outputs freed right after a forward: the first one since a backward.
+
+    Without ``all_of_them`` only those that are held after the step's first backward.
+    """
     found: list[Event] = []
     place = 0  # after the first forward since a backward
-    waits = True
+    waits = all_of_them
     for event in events:
-        if is_drop(event) and not waits:
+        if is_drop(event) and place and not waits:
             found.insert(place, event)
             continue
         found.append(event)

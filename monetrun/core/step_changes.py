@@ -15,7 +15,8 @@ def with_plain_peaks(record: StepRecord, plain: PlainPeaks) -> StepRecord:
     """The record with the measured peaks of the plain run.
 
     They also tell when the script drops the last step's outputs, which one recorded step does not: as soon as it has
-    new ones, or not before the backward begins.
+    new ones, or not before the backward begins. Where they do not tell, outputs of a graph that runs after the first
+    backward are dropped at once, as by ``fake = generator(noise)``; a model in parts may return long after that graph.
     """
     if record.memory is None:
         return record
@@ -28,12 +29,14 @@ def with_plain_peaks(record: StepRecord, plain: PlainPeaks) -> StepRecord:
     early = replace(late, events=dropping_outputs_early(record.events))
     if early.events == late.events:
         return late
+    later_early = replace(late, events=dropping_outputs_early(record.events, all_of_them=False))
+    candidates = (late, early, later_early) if record.breaks else (later_early, late, early)
 
     def error(candidate: StepRecord) -> int:
         allocated = reserved_under(*plain_step(candidate), measured.plain_settings).allocated_peak_bytes
         return abs(allocated - plain.allocated_bytes)
 
-    return min(late, early, key=error)
+    return min(candidates, key=error)
 
 
 def with_excess(record: StepRecord, excess_bytes: int) -> StepRecord:

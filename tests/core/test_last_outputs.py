@@ -54,6 +54,8 @@ def test_outputs_are_held_until_the_graph_that_gave_them_has_given_new_ones(even
 def test_outputs_may_be_dropped_right_after_their_forward():
     events = with_last_outputs(GAN, 8, [(1, 5)])
     assert dropping_outputs_early(events) == (held(8), F0, drop(3), OUT, B0, F1, drop(5), OUT, F0, B0, B1, OUT)
+    late_at_first = (held(8), F0, OUT, drop(3), B0, F1, drop(5), OUT, F0, B0, B1, OUT)
+    assert dropping_outputs_early(events, all_of_them=False) == late_at_first
     assert dropping_outputs_early(GAN) == GAN
 
 
