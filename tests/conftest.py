@@ -68,6 +68,16 @@ def _patient_searches():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _guards_are_not_timed():
+    """Dynamo times the guards of what it compiles once, with cold caches, for its log: a tenth of a small capture."""
+    from torch._dynamo import guards
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guards, "profile_guard_manager", lambda *arguments: 0.0)
+        yield
+
+
 @pytest.fixture
 def plain_surroundings(monkeypatch, tmp_path):
     """Workers find monetrun in a checkout; folders that are left behind show in tmp_path; no PET_ from outside."""

@@ -147,6 +147,9 @@ class Break:
     in_python: bool
 
 
+RECORD_SCHEMA = 2  # of a record; goes up when an older one would mean something else
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """A training step in its steady state.

@@ -12,7 +12,7 @@ from monetrun import __version__
 from monetrun.core.allocator_settings import settings_text
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.plan import PLAN_SCHEMA, Plan
-from monetrun.core.step import StepRecord
+from monetrun.core.step import RECORD_SCHEMA, StepRecord
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.ranks import Ranks
 from monetrun.machine.device import query
@@ -24,6 +24,7 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
     devices = [i.uuid or i.device for i in query(ranks.kind, ranks.local)] if ranks.kind == "cuda" else ["cpu"]
     return key(
         "probe",
+        RECORD_SCHEMA,
         __version__,
         importlib.metadata.version("torch"),
         sys.version,
