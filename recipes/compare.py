@@ -41,11 +41,21 @@ from lib.child import adopt_orphans
 from lib.compared_networks import DEFAULT, NETWORKS, SIZES
 from lib.comparison import networks, page, summary
 from lib.comparison_figure import figure
+from lib.gpu_sections import RECIPES, ROOT
 from lib.gpu_table import cause_in, line
-from lib.sections import FAILED, OK, TIMEOUT, Document, Ended, Found, Section, json_lines, run_section
+from lib.sections import (
+    FAILED,
+    OK,
+    TIMEOUT,
+    Document,
+    Ended,
+    Found,
+    Section,
+    json_lines,
+    read_earlier,
+    run_section,
+)
 
-RECIPES = Path(__file__).resolve().parent
-ROOT = RECIPES.parent
 RESULT = RECIPES / "results" / "compare.json"
 DOCS = ROOT / "docs"
 PAGE, FIGURE = "comparison.md", "comparison.svg"
@@ -110,24 +120,6 @@ def device() -> dict[str, Any]:
     return {"device": names[0] if names else platform.machine(), "device_type": "cpu"}
 
 
-def earlier(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
-    """The document to go on from; None if there is none yet.
-
-    Raises:
-        click.ClickException: it is of another device, another torch or other settings.
-    """
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("device", "torch", *SETTINGS):
-        if found.get(name) != header[name]:
-            raise click.ClickException(
-                f"{path} is of {name} {found.get(name)!r}, this run of {header[name]!r}:"
-                " give another --out, or no --resume"
-            )
-    return found
-
-
 def write_page(document: dict[str, Any], folder: Path) -> None:
     """docs/comparison.md and its figure."""
     (folder / PAGE).write_text(page(document, FIGURE), encoding="utf-8")
@@ -177,7 +169,8 @@ def main(
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **{name: options[name] for name in SETTINGS},
     }
-    document = Document(out, header, earlier(out, header) if resume else None)
+    same = {name: header[name] for name in ("device", "torch", *SETTINGS)}
+    document = Document(out, header, read_earlier(out, same) if resume else None)
     places = [str(ROOT), str(RECIPES), os.environ.get("PYTHONPATH", "")]
     variables = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as a launch sets it; it favours every method

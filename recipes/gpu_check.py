@@ -18,7 +18,6 @@ search. torch and monetrun are only used in the sections' processes.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -39,7 +38,7 @@ from lib import wheels
 from lib.child import adopt_orphans
 from lib.gpu_sections import GROUPS, NETWORKS, RECIPES, ROOT, Found, Settings, sections
 from lib.gpu_table import line, table
-from lib.sections import FAILED, OK, SKIPPED, TIMEOUT, Document, Ended, Section, json_lines, run_section
+from lib.sections import FAILED, OK, SKIPPED, TIMEOUT, Document, Ended, Section, json_lines, read_earlier, run_section
 
 DEVICE_SECONDS = 120.0  # for asking which device this is
 
@@ -77,23 +76,6 @@ def device_facts(variables: dict[str, str], work: Path) -> dict[str, Any]:
 
 def _read_device(ended: Ended) -> Found:
     return Found(next(json_lines(ended.stdout), {}))
-
-
-def read_earlier(path: Path, facts: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The document to go on from; None if there is none yet.
-
-    Raises:
-        click.ClickException: it is of another device, another torch or other settings.
-    """
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for name, value in {**{n: facts[n] for n in ("device", "torch")}, **settings}.items():
-        if found.get(name) != value:
-            raise click.ClickException(
-                f"{path} is of {name} {found.get(name)!r}, this run of {value!r}: give another --out, or no --resume"
-            )
-    return found
 
 
 def _words(context: click.Context, parameter: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
@@ -181,7 +163,8 @@ def main(context: click.Context, **options: Any) -> None:
         "wheels": {"installed": installed, "failed": pip_failed, "missing": [need.package for need in missing]},
         "hook": not_registered or "registered",
     }
-    document = Document(out, header, read_earlier(out, facts, kept) if options["resume"] else None)
+    same = {"device": facts["device"], "torch": facts["torch"], **kept}
+    document = Document(out, header, read_earlier(out, same) if options["resume"] else None)
     document.write()
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     console.print(f"[bold]{facts['device']}[/bold], torch {facts['torch']}, driver {facts['driver']}; {out}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from monetrun.core.graph import Costs, Graph
@@ -58,33 +59,48 @@ def least_budget(graph: Graph, costs: Costs, options: Options | None = None) -> 
     """
     options = options or Options()
     search = Incumbent(graph, costs, 0, dataclasses.replace(options, on_progress=None))
-    schedule = search.most_frugal(0.2 * options.seconds)
-    peak_bytes = simulate(graph, costs, schedule).peak_bytes
-    bound_bytes, schedules = _bound_bytes(search, schedule, peak_bytes)
-    for candidate in schedules:
-        candidate_bytes = simulate(graph, costs, candidate).peak_bytes
-        if candidate_bytes < peak_bytes:
-            schedule, peak_bytes = candidate, candidate_bytes
-    share = 0.5
-    for _ in range(_DRAWS):
-        if peak_bytes <= bound_bytes * (1 + options.gap) or search.out_of_time():
-            break
-        target_bytes = peak_bytes - max(1, int(share * (peak_bytes - bound_bytes)))
-        found = search.within(target_bytes, 0.1 * options.seconds, each_once(graph))
-        if found is None:
-            share /= 2
-        else:
-            schedule, peak_bytes = found, simulate(graph, costs, found).peak_bytes
-    share = 0.5
-    while peak_bytes > bound_bytes * (1 + options.gap) and share > 0.01 and not search.out_of_time():
-        target_bytes = peak_bytes - max(1, int(share * (peak_bytes - bound_bytes)))
+    frugal = search.most_frugal(0.2 * options.seconds)
+    bound_bytes, schedules = _bound_bytes(search, frugal, _peak_bytes(search, frugal))
+    schedule = min((frugal, *schedules), key=lambda s: _peak_bytes(search, s))
+
+    def draw(schedule: Schedule, target_bytes: int) -> Schedule | None:
+        return search.within(target_bytes, 0.1 * options.seconds, each_once(graph))
+
+    def window(schedule: Schedule, target_bytes: int) -> Schedule | None:
         # what is left is shared with the targets that may follow
-        found = _within(search, schedule, target_bytes, 0.4 * search.left())
+        return _within(search, schedule, target_bytes, 0.4 * search.left())
+
+    schedule = _lowered(search, schedule, bound_bytes, draw, most=_DRAWS)
+    schedule = _lowered(search, schedule, bound_bytes, window)
+    peak_bytes = _peak_bytes(search, schedule)
+    return LeastBudget(peak_bytes, min(bound_bytes, peak_bytes), schedule)
+
+
+def _lowered(
+    search: Incumbent,
+    schedule: Schedule,
+    bound_bytes: int,
+    find: Callable[[Schedule, int], Schedule | None],
+    most: float = math.inf,
+) -> Schedule:
+    """The schedule, or one with a lower peak: ``find`` looks for one within targets between its peak and the bound.
+
+    After each target that it does not reach the next one is closer to the peak; at ``most`` so many are tried.
+    """
+    peak_bytes, share, tries = _peak_bytes(search, schedule), 0.5, 0
+    enough_bytes = bound_bytes * (1 + search.options.gap)
+    while peak_bytes > enough_bytes and share > 0.01 and tries < most and not search.out_of_time():
+        tries += 1
+        found = find(schedule, peak_bytes - max(1, int(share * (peak_bytes - bound_bytes))))
         if found is None:
             share /= 2
         else:
-            schedule, peak_bytes = found, simulate(graph, costs, found).peak_bytes
-    return LeastBudget(peak_bytes, min(bound_bytes, peak_bytes), schedule)
+            schedule, peak_bytes = found, _peak_bytes(search, found)
+    return schedule
+
+
+def _peak_bytes(search: Incumbent, schedule: Schedule) -> int:
+    return simulate(search.graph, search.costs, schedule).peak_bytes
 
 
 def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[int, list[Schedule]]:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
+
 from lib.child import Ended, run_child
 
 OK, FAILED, TIMEOUT, SKIPPED = "ok", "failed", "timeout", "skipped"
@@ -77,6 +79,23 @@ class Section:
     def wanted(self, patterns: Sequence[str]) -> bool:
         """Whether one of the patterns matches its name or its group."""
         return any(fnmatch.fnmatchcase(n, p) for n in (self.name, self.group) for p in patterns)
+
+
+def read_earlier(path: Path, same: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The document to go on from; None if there is none yet.
+
+    Raises:
+        click.ClickException: it differs in what must be the ``same``: it is of another device, torch or settings.
+    """
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in same.items():
+        if found.get(name) != value:
+            raise click.ClickException(
+                f"{path} is of {name} {found.get(name)!r}, this run of {value!r}: give another --out, or no --resume"
+            )
+    return found
 
 
 def json_lines(text: str) -> Iterator[dict[str, Any]]:

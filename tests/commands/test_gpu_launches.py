@@ -46,6 +46,15 @@ def report(done):
     return json.loads(next(line for line in done.stdout.splitlines() if "planned_peak_bytes" in line))
 
 
+def report_as_planned(done):
+    """The report of a launch that retried nothing and allocated what was planned."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = report(done)
+    assert figures["allocation_retries"] == 0
+    assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=0.005)
+    return figures
+
+
 def test_a_share_is_of_what_the_plain_run_reserves_and_is_kept(machine, plain):
     done = launch(machine, "--budget", "0.7x", SCRIPT)
     (found,), figures = held(done), report(done)
@@ -117,10 +126,7 @@ def test_an_output_that_the_loss_does_not_use_is_freed_where_the_script_drops_it
         "    optimizer.zero_grad()\n"
     )
     done = launch(machine, "--budget", "0.7x", str(script))
-    assert done.returncode == 0, done.stderr[-3000:]
-    figures = report(done)
-    assert figures["allocation_retries"] == 0
-    assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=0.005)
+    figures = report_as_planned(done)
     assert abs(figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"]) <= 2 * MIB
 
 
@@ -128,11 +134,8 @@ def test_an_output_that_the_loss_does_not_use_is_freed_where_the_script_drops_it
 def test_a_generator_and_a_critic_keep_the_budget_with_the_last_steps_samples(machine):
     """The script holds its samples until the generator gives new ones, after the critic's first backward."""
     done = launch(machine, "--budget", "0.6x", str(ROOT / "recipes" / "matrix_training.py"), "gan")
-    assert done.returncode == 0, done.stderr[-3000:]
-    figures = report(done)
+    figures = report_as_planned(done)
     assert figures["warnings"] == []  # it is not planned again either
-    assert figures["allocation_retries"] == 0
-    assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=0.005)
     assert figures["measured_reserved_bytes"] <= figures["planned_reserved_bytes"] + 2 * MIB
 
 
@@ -192,9 +195,6 @@ def test_gradients_that_accumulate_are_kept_until_they_are_freed(machine, tmp_pa
         "    optimizer.zero_grad()\n"
     )
     done = launch(machine, "--budget", "0.6x", str(script))
-    assert done.returncode == 0, done.stderr[-3000:]
-    figures = report(done)
-    assert figures["allocation_retries"] == 0
-    assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=0.005)
+    figures = report_as_planned(done)
     assert abs(figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"]) <= 2 * MIB
     assert "planned again" not in done.stderr
