@@ -7,8 +7,9 @@ without an interpreter and without any bookkeeping at run time.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from monetrun.core.plan import Schedule, Step
 from monetrun.ops import replay
 from monetrun.ops.registry import Call
 
+aten = torch.ops.aten
 monet = torch.ops.monet
 
 # in a call's meta: see ``_Builder._extra_share``, and the step of the schedule that it is
@@ -68,6 +70,8 @@ class _Builder:
         self.schedule = schedule
         self.costs = costs
         self.views = _views_by_storage(joint)
+        self.holds = schedule.holds_by_step()
+        self.holding_device = _holding_device(joint)
         self.operator_of = {node: i for i, node in enumerate(joint.nodes)}
         self.forward = _Pass()
         self.backward = _Pass()
@@ -78,15 +82,16 @@ class _Builder:
         joint, into = self.joint, self.forward
         for node in joint.primals:
             into.values[node] = _copy(into.graph, node)
-        for step in self.schedule.forward:
-            self._run(into, step, self._load_forward, again=False)
+        for number, step in enumerate(self.schedule.forward):
+            with self._holding(into, number):
+                self._run(into, step, self._load_forward, again=False)
         outputs = [self._output(into, n, self._load_forward) for n in joint.outputs]
 
         # the backward is built before the forward's outputs: what it reads is what the forward saves
-        for step in self.schedule.backward:
-            self._run(
-                self.backward, step, self._load_backward, again=joint.graph.operators[step.operator].phase == FORWARD
-            )
+        for number, step in enumerate(self.schedule.backward, len(self.schedule.forward)):
+            again = joint.graph.operators[step.operator].phase == FORWARD
+            with self._holding(self.backward, number):
+                self._run(self.backward, step, self._load_backward, again=again)
         gradients = [self._output(self.backward, n, self._load_backward) for n in joint.gradients]
         self.backward.graph.output(tuple(gradients))
 
@@ -193,6 +198,16 @@ class _Builder:
         if node not in self.joint.storage:
             into.values.pop(node)
 
+    @contextlib.contextmanager
+    def _holding(self, into: _Pass, number: int) -> Iterator[None]:
+        """Around the call of a step: allocate what the schedule holds beside it, and free it after that."""
+        of_bytes = {"dtype": torch.uint8, "device": self.holding_device}
+        sizes = self.holds.get(number, ()) if self.holding_device is not None else ()
+        held = [into.graph.call_function(aten.empty.memory_format, ([nbytes],), of_bytes) for nbytes in sizes]
+        yield
+        for node in held:
+            into.graph.call_function(aten.alias.default, (node,))  # its last reader
+
     def _extra_share(self, step: Step, again: bool) -> float:
         """The share of a step's time that the plain step does not take.
 
@@ -207,6 +222,12 @@ class _Builder:
 
     def _output(self, into: _Pass, node: Any, load: Callable[[fx.Node], fx.Node]) -> Any:
         return load(node) if isinstance(node, fx.Node) else node
+
+
+def _holding_device(joint: JointGraph) -> torch.device | None:
+    """The CUDA device of the graph's inputs, on which holds decide what lies where; None elsewhere."""
+    values = (node.meta.get("val") for node in joint.primals if isinstance(node, fx.Node))
+    return next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
 
 
 def _views_by_storage(joint: JointGraph) -> dict[int, list[fx.Node]]:

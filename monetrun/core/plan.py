@@ -11,7 +11,7 @@ from monetrun.core import codec
 from monetrun.core.graph import Graph, check_bytes
 from monetrun.core.regions import second_runs
 
-PLAN_SCHEMA = 2  # of a plan in JSON; goes up when an older plan cannot be read or would mean something else
+PLAN_SCHEMA = 3  # of a plan in JSON; goes up when an older plan cannot be read or would mean something else
 STATUSES = ("optimal", "feasible", "infeasible", "unknown")
 
 
@@ -24,6 +24,21 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """Bytes that are allocated before a step and freed after it, so that what the step allocates lies elsewhere.
+
+    Only for CUDA's caching allocator; ``planning.placement`` finds them.
+
+    Attributes:
+        step: its index in the forward's steps, followed by the backward's.
+        nbytes: of the allocation.
+    """
+
+    step: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """The order of a forward and of a backward pass.
 
@@ -31,10 +46,31 @@ class Schedule:
     operator once, in the graph's order, and, anywhere between them, replayable forward operators again. Optional
     operators may be missing. When a tensor is freed follows from the order (after its last reader before it is next
     written), and so does what is saved from one pass for the other.
+
+    ``holds`` do not change what runs, nor the peak of allocated bytes. Those of one step are allocated in their order.
     """
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
+    holds: tuple[Hold, ...] = ()
+
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: something is held during a step that the schedule does not have, or it has no bytes.
+        """
+        count = len(self.forward) + len(self.backward)
+        if any(not 0 <= hold.step < count or hold.nbytes <= 0 for hold in self.holds):
+            raise ValueError("something is held during a step that is not there, or has no bytes")
+        check_bytes(held=max((hold.nbytes for hold in self.holds), default=0))
+
+    def holds_by_step(self) -> dict[int, tuple[int, ...]]:
+        """The bytes that are held during each step that has holds."""
+        found: dict[int, tuple[int, ...]] = {}
+        for hold in self.holds:
+            found[hold.step] = (*found.get(hold.step, ()), hold.nbytes)
+        return found
 
 
 def each_once(graph: Graph) -> Schedule:
@@ -141,13 +177,16 @@ class GraphPlan:
 
         A step whose implementation ``graph`` does not have, or must not use now, runs the variant of the same name and
         inputs that is not in place, else the default. The result need not be valid or as frugal: ``simulate`` decides.
+        Holds are of the graph that was planned, at its shapes.
         """
         index = {(n.operator, n.index): _index_in(graph, n) for n in self.implementations}
 
         def resolved(step: Step) -> Step:
             return Step(step.operator, index.get((step.operator, step.implementation), 0))
 
-        return Schedule(tuple(map(resolved, self.schedule.forward)), tuple(map(resolved, self.schedule.backward)))
+        holds = self.schedule.holds if graph.fingerprint == self.fingerprint else ()
+        forward, backward = self.schedule.forward, self.schedule.backward
+        return Schedule(tuple(map(resolved, forward)), tuple(map(resolved, backward)), holds)
 
 
 def _index_in(graph: Graph, named: NamedImplementation) -> int:

@@ -123,6 +123,7 @@ class StepReplay:
         self._events = events_under(record, schedules)
         self._without_backward = Counter(e.graph for e in self._events if e.kind == FORWARD)
         self._without_backward.subtract(e.graph for e in self._events if e.kind == BACKWARD)
+        self._holds = [schedule.holds_by_step() for schedule in schedules]
         self._last = {
             k: last_reads(g, s.forward + s.backward)
             for k, (g, s) in enumerate(zip(record.graphs, schedules, strict=True))
@@ -230,7 +231,7 @@ class StepReplay:
     def _forward(self, k: int) -> None:
         call = _Call(self._last[k])
         for i in range(len(self.schedules[k].forward)):
-            self._run(k, call, i)
+            self.run_step(k, call, i)
         self._calls.setdefault(k, []).append(call)
 
     def _backward(self, event: Event) -> None:
@@ -241,24 +242,16 @@ class StepReplay:
             return  # recorded without its forward
         call = pending.pop()
         cut, end = len(schedule.forward), len(schedule.forward) + len(schedule.backward)
-        leaving = self._leaving(event, graph, schedule)
+        leaving = _leaving(event, graph, schedule)
         for t in leaving.get(cut - 1, ()):
             self._release(call, graph, t)
         for i in range(cut, end):
-            self._run(k, call, i)
+            self.run_step(k, call, i)
             for t in leaving.get(i, ()):
                 self._release(call, graph, t)
         for t, address in call.addresses.items():
             of = self.gradients if graph.operators[graph.writer[t]].phase == BACKWARD else self.outputs
             of.append(Block(address, graph.tensors[t].nbytes))
-
-    def _leaving(self, event: Event, graph: Graph, schedule: Schedule) -> dict[int, list[int]]:
-        """The tensors that are released after each step."""
-        cut = len(schedule.forward)
-        leaving: dict[int, list[int]] = {}
-        for t, i in freed_after(graph, schedule, event.released).items():
-            leaving.setdefault(cut + i, []).append(t)
-        return leaving
 
     def _release(self, call: _Call, graph: Graph, t: int) -> None:
         """Free an output of this graph; of an external tensor (a tangent, an input) the latest block of its size."""
@@ -273,6 +266,13 @@ class StepReplay:
                 self.allocator.free(self._script.pop(number).address)
                 return
         self.batch.free_one(nbytes)
+
+    def run_step(self, k: int, call: _Call, i: int) -> None:
+        """The ``i``-th step of the schedule of graph ``k``, and what is held beside it."""
+        held = [self.allocator.allocate(nbytes) for nbytes in self._holds[k].get(i, ())]
+        self._run(k, call, i)
+        for address in held:
+            self.allocator.free(address)
 
     def _run(self, k: int, call: _Call, i: int) -> None:
         """One step of a schedule: the call of its operator, then what is read no more is freed."""
@@ -301,6 +301,15 @@ class StepReplay:
             if call.until.get(t) == i:
                 del call.until[t]
                 self.allocator.free(call.addresses.pop(t))
+
+
+def _leaving(event: Event, graph: Graph, schedule: Schedule) -> dict[int, list[int]]:
+    """The tensors that are released after each step."""
+    cut = len(schedule.forward)
+    leaving: dict[int, list[int]] = {}
+    for t, i in freed_after(graph, schedule, event.released).items():
+        leaving.setdefault(cut + i, []).append(t)
+    return leaving
 
 
 def _serve(allocator: CachingAllocator, costs: Costs, step: Step, outputs: Sequence[int]) -> list[int]:

@@ -62,7 +62,8 @@ class RoundGraph:
             if phase == BACKWARD:
                 steps = without_unreplayable_reruns(self.graph, steps)
             passes.append(tuple(steps))
-        return Schedule(*passes)
+        forward, backward = passes
+        return Schedule(forward, backward)
 
 
 def join_round(record: StepRecord, bounds: tuple[int, int]) -> RoundGraph | None:

@@ -1,7 +1,8 @@
 """Schedules within a budget of *reserved* bytes, which solvers do not know: they count allocated ones.
 
 The solver gets less than the budget: what rounding and fragmentation took of it before. What its schedules reserve is
-replayed; where it is too much, or much less than the budget, the solver gets another target.
+replayed, with holds (``placement``) where there are large gaps; where it is too much, or much less than the budget, the
+solver gets another target.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
 from monetrun.core.requests import Reserved, reserved, reserved_under
 from monetrun.core.step import StepRecord, replay
+from monetrun.planning import placement
 
 # The first target gets half of the solver's time, the others share the rest.
 _TARGETS = 6
 # Where schedules that fit and schedules that do not are this close, as a share of the budget, nothing more is tried.
 _UNUSED = 0.02
+# The first target leaves out at most this share of the budget: what is wasted without holds is no measure for more.
+_MOST_WASTE = 0.02
+# Of the solver's time, what the search for holds may take for each target.
+_PLACING = 0.1
 # Where the most frugal schedules reserve too much, schedules that allocate up to so many times as much are tried.
 _FREEDOM = 1.02
 
@@ -91,7 +97,7 @@ def found_within(
         raise OverBudget(None)
     plain = plain_step(record)
     waste = max(0, reserved(*plain).peak_bytes - replay(*plain).peak_bytes)
-    target, too_much = budget_bytes - min(waste, budget_bytes // 10), budget_bytes
+    target, too_much = budget_bytes - min(waste, int(budget_bytes * _MOST_WASTE)), budget_bytes
     target = max(target, lowest_bytes)
     best: tuple[float, Found, Reserved] | None = None
     least: tuple[int, Sequence[Schedule]] | None = None
@@ -107,6 +113,7 @@ def found_within(
             break
         seconds = options.seconds / 2 / (_TARGETS - 1)
         tried.append(found.schedules)
+        found = replace(found, schedules=placement.placed(record, found.schedules, options.seconds * _PLACING))
         timeline, taken = replay(record, found.schedules), reserved(record, found.schedules)
         if least is None or taken.peak_bytes < least[0]:
             least = (taken.peak_bytes, found.schedules)

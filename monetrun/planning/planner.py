@@ -14,7 +14,7 @@ from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, e
 from monetrun.core.requests import Reserved, reserved
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, replay
-from monetrun.planning import device_budget
+from monetrun.planning import device_budget, placement
 from monetrun.planning.baseline import Baseline as Baseline
 from monetrun.planning.baseline import baseline as baseline
 from monetrun.planning.baseline import more_frugal as more_frugal
@@ -93,6 +93,7 @@ def plan_step(
         candidates = [base.frugal_schedules, more_frugal(record, base, options).frugal_schedules]
         candidates += [tuple(over.least)] if over.least is not None else []
         candidates = [c for c in candidates if _allowed(record, c, options)] or candidates[:1]
+        candidates = [placement.placed(record, c, options.seconds / 10) for c in candidates]
         smallest = min(candidates, key=lambda schedules: reserved(record, schedules).peak_bytes)
         base = replace(base, frugal=replay(record, smallest), frugal_schedules=smallest)
         reserve = reserved(record, smallest)

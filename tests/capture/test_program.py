@@ -14,7 +14,7 @@ from torch import nn
 
 from monetrun.capture import cpu_allocator, execute
 from monetrun.capture import program as programs
-from monetrun.core.plan import Schedule, plain_schedule
+from monetrun.core.plan import Hold, Schedule, plain_schedule
 from support.captured import captured
 
 pytestmark = pytest.mark.skipif(programs.unavailable_reason() != "", reason="there is no compiler")
@@ -46,11 +46,11 @@ def joint():
     return captured(Mixed(), torch.randn(4, 3, 18, 18))
 
 
-def run(joint, make):
+def run(joint, make, holds=()):
     """Outputs and gradients bit by bit, the buffers' new values among them, and the peak over what was held."""
     plain = plain_schedule(joint.graph)
     again = [s for s in plain.forward if joint.graph.operators[s.operator].replayable]
-    forward, backward = execute.build(joint, Schedule(plain.forward, (*again, *plain.backward)))
+    forward, backward = execute.build(joint, Schedule(plain.forward, (*again, *plain.backward), holds))
     forward_run, backward_run = make(forward), make(backward)
     generator = torch.Generator().manual_seed(3)
     primals = [torch.randn(v.shape, generator=generator).to(v.dtype).abs_() for v in values(joint.primals)]
@@ -83,6 +83,21 @@ def test_a_program_computes_and_holds_what_the_generated_code_does(joint):
     assert given == expected
     assert None in given  # the batch has no gradient
     assert 0 < given_peak <= peak
+
+
+@pytest.mark.parametrize("make", [execute.boxed, lambda module: programs._made(programs._Calls.of(module))])
+@pytest.mark.parametrize("last", [False, True])
+def test_what_is_held_beside_a_step_is_held_while_it_runs_and_only_on_cuda(joint, monkeypatch, make, last):
+    plain = plain_schedule(joint.graph)
+    again = [s for s in plain.forward if joint.graph.operators[s.operator].replayable]
+    step = len(plain.forward) + len(again) + len(plain.backward) - 1 if last else 2
+    holds = (Hold(step, 64 << 20), Hold(step, 32 << 20))
+    expected, peak = run(joint, make)
+    assert run(joint, make, holds) == (expected, peak)
+    monkeypatch.setattr(execute, "_holding_device", lambda joint: torch.device("cpu"))
+    given, given_peak = run(joint, make, holds)
+    assert given == expected
+    assert 96 << 20 <= given_peak < (96 << 20) + peak
 
 
 def test_what_is_saved_for_the_backward_is_freed_at_its_last_reader():

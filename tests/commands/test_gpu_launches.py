@@ -198,3 +198,30 @@ def test_gradients_that_accumulate_are_kept_until_they_are_freed(machine, tmp_pa
     figures = report_as_planned(done)
     assert abs(figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"]) <= 2 * MIB
     assert "planned again" not in done.stderr
+
+
+def test_gaps_between_large_tensors_are_planned_away(machine, tmp_path):
+    """Layers of very different widths: without holds a part of what is reserved cannot be used."""
+    script = tmp_path / "widths.py"
+    script.write_text(
+        """if True:
+        import itertools
+        import torch
+        torch.manual_seed(0)
+        layers = []
+        for given, width in itertools.pairwise((3, 64, 128, 32, 96, 16, 80, 48)):
+            layers += [torch.nn.Conv2d(given, width, 3, padding=1), torch.nn.Sigmoid()]
+        model = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(48, 3, 96, 96).cuda()
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        """
+    )
+    done = launch({**machine, "MONETRUN_CACHE": str(tmp_path / "cache")}, "--budget", "0.6x", str(script))
+    figures = report_as_planned(done)
+    assert figures["measured_reserved_bytes"] == figures["planned_reserved_bytes"] <= figures["budget_bytes"]
+    (kept,) = (tmp_path / "cache" / "plan").glob("*.json")
+    assert '"nbytes"' in kept.read_text().partition('"holds"')[2]

@@ -1,0 +1,273 @@
+"""Holds: what a schedule allocates beside some steps, so that CUDA's caching allocator leaves fewer gaps.
+
+The allocator serves a request from the smallest free block that is large enough. Where such blocks lie between tensors
+that stay, a large tensor finds no room later, though enough is free: a U-Net at half of its memory reserved a quarter
+more than it had allocated. Bytes that are held while a step allocates make the allocator take another block. A few
+such holds are enough; they take microseconds, and add nothing to the peak of allocated bytes.
+
+The search replays the step's large requests through the allocator's model, a thousand times in two seconds: it adds or
+removes a hold at random, and goes on from there where no more is reserved. The same trace gives the same holds.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from monetrun.core.allocator_heap import Block, Pool
+from monetrun.core.allocator_settings import MOST_SMALL, AllocatorSettings
+from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.plan import Hold, Schedule
+from monetrun.core.requests import STEPS, Reserved, StepReplay, load_base, reserved
+from monetrun.core.step import DeviceMemory, StepRecord
+
+# As shares of the allocated peak: what is reserved beyond it and worth a search, and with what a search is content.
+_WORTH, _ENOUGH = 0.01, 0.004
+# The search draws so many holds at most, at requests of at least this share of the allocated peak.
+_DRAWS, _LARGE = 2000, 0.03
+# It also goes on from holds under which more is reserved: up to this share of the allocated peak.
+_WORSE = 0.005
+# A draw at a step that has holds removes them so often; another one fills a block wholly, not just up to its end.
+_REMOVE, _WHOLE = 0.4, 0.5
+_SEED = 1
+
+_Place = tuple[int, int]  # a graph, and the index of a step of its schedule
+_Holds = dict[_Place, tuple[int, ...]]
+
+
+def placed(record: StepRecord, schedules: Sequence[Schedule], seconds: float) -> tuple[Schedule, ...]:
+    """``schedules`` with holds under which less is reserved; as they are where that is little, or none is found.
+
+    Args:
+        record: of the step, with ``memory``.
+        schedules: of its graphs.
+        seconds: the search's limit.
+    """
+    assert record.memory is not None
+    before = reserved(record, schedules)
+    if not record.memory.settings.expandable or before.peak_bytes <= before.allocated_peak_bytes * (1 + _WORTH):
+        return tuple(schedules)
+    search = _Search(_trace(record, schedules), time.monotonic() + seconds)
+    holds = search.run()
+    found = tuple(
+        replace(s, holds=tuple(Hold(i, n) for (graph, i), given in sorted(holds.items()) if graph == k for n in given))
+        for k, s in enumerate(schedules)
+    )
+    after = reserved(record, found)
+    return found if _is_better(after, before) else tuple(schedules)
+
+
+def _is_better(after: Reserved, before: Reserved) -> bool:
+    return after.peak_bytes < before.peak_bytes and after.allocated_peak_bytes <= before.allocated_peak_bytes
+
+
+# ---- the step's large requests
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Bytes that are requested. It is named by its index in the trace."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Free:
+    """A request, or (negative) a block of the base, whose memory is freed."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StepBegins:
+    place: _Place
+
+
+@dataclass(frozen=True, slots=True)
+class _StepEnds:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """What training steps request of the large pool.
+
+    Attributes:
+        memory: of the device.
+        events: requests, what is freed, and where steps of schedules begin and end.
+    """
+
+    memory: DeviceMemory
+    events: tuple[_Request | _Free | _StepBegins | _StepEnds, ...]
+
+
+def _trace(record: StepRecord, schedules: Sequence[Schedule]) -> _Trace:
+    assert record.memory is not None
+    allocator = _Tracing(record.memory.settings, record.memory.device_bytes)
+    steps = _TracedSteps(record, schedules, allocator)
+    base = load_base(record.memory, allocator)
+    allocator.base_is(base)
+    steps.batch.find(base)
+    for number in range(STEPS):
+        steps.step(first=number == 0)
+    return _Trace(record.memory, tuple(allocator.events))
+
+
+class _Tracing(CachingAllocator):
+    """Notes what is requested and freed.
+
+    Attributes:
+        events: so far.
+    """
+
+    def __init__(self, settings: AllocatorSettings, device_bytes: int) -> None:
+        super().__init__(settings, device_bytes)
+        self.events: list[_Request | _Free | _StepBegins | _StepEnds] = []
+        self._requests: dict[int, int] = {}  # by address
+
+    def base_is(self, base: Mapping[int, int]) -> None:
+        """These blocks, in this order, were there before."""
+        self._requests.update((address, ~i) for i, address in enumerate(base))
+
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
+        """As without a trace."""
+        address = super().allocate(nbytes, stream)
+        if self.settings.rounded(nbytes) > MOST_SMALL:
+            self._requests[address] = len(self.events)
+            self.events.append(_Request(nbytes))
+        return address
+
+    def free(self, address: int) -> None:
+        """As without a trace."""
+        super().free(address)
+        request = self._requests.pop(address, None)
+        if request is not None:
+            self.events.append(_Free(request))
+
+
+class _TracedSteps(StepReplay):
+    allocator: _Tracing
+
+    def run_step(self, k: int, call: object, i: int) -> None:
+        """As without a trace."""
+        self.allocator.events.append(_StepBegins((k, i)))
+        super().run_step(k, call, i)  # type: ignore[arg-type]
+        self.allocator.events.append(_StepEnds())
+
+
+# ---- the search
+
+
+class _Observed(CachingAllocator):
+    """Knows the block that served the last request, or 0."""
+
+    block_bytes = 0
+
+    def _best_fit(self, pool: Pool, stream: int, size: int) -> Block | None:
+        block = super()._best_fit(pool, stream, size)
+        self.block_bytes = 0 if block is None else block.nbytes
+        return block
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A large request of a step of a schedule: the bytes of the block that was taken for it (0: a new one)."""
+
+    place: _Place
+    nbytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What is reserved and allocated under some holds, and how large requests were served."""
+
+    large_bytes: int
+    allocated_bytes: int
+    served: list[_Served]
+
+
+class _Search:
+    def __init__(self, trace: _Trace, deadline: float) -> None:
+        self.trace = trace
+        self.deadline = deadline
+        self.random = random.Random(_SEED)
+        self.plain = self.outcome({})
+
+    def run(self) -> _Holds:
+        """The holds under which least is reserved; without those that change nothing."""
+        allocated = self.plain.allocated_bytes
+        present: _Holds = {}
+        best: _Holds = {}
+        outcome = self.plain
+        least = outcome.large_bytes
+        for _ in range(_DRAWS):
+            if least <= allocated * (1 + _ENOUGH) or time.monotonic() > self.deadline:
+                break
+            drawn = self._drawn(present, outcome.served)
+            if drawn is None:
+                continue
+            found = self.outcome(drawn)
+            worse = int(allocated * _WORSE * self.random.random() ** 2)
+            if found.allocated_bytes > allocated or found.large_bytes > outcome.large_bytes + worse:
+                continue
+            present, outcome = drawn, found
+            if found.large_bytes < least:
+                least, best = found.large_bytes, drawn
+        best = self._without_needless(best, least)
+        # before the first step the whole pool is reserved, and free
+        return best if self.outcome(best, pool_bytes=least).large_bytes <= least else {}
+
+    def _drawn(self, present: _Holds, served: Sequence[_Served]) -> _Holds | None:
+        """``present`` with one hold more, or without those of a step; None: nothing was drawn."""
+        if not served:
+            return None
+        one = self.random.choice(served)
+        kind = self.random.random()
+        if one.place in present and kind < _REMOVE:
+            return {place: given for place, given in present.items() if place != one.place}
+        rest = one.block_bytes - one.nbytes
+        nbytes = one.block_bytes if self.random.random() < _WHOLE or rest <= MOST_SMALL else rest
+        return {**present, one.place: (*present.get(one.place, ()), nbytes)} if one.block_bytes else None
+
+    def _without_needless(self, holds: _Holds, least: int) -> _Holds:
+        for place in list(holds):
+            for i in reversed(range(len(holds[place]))):
+                rest = (*holds[place][:i], *holds[place][i + 1 :])
+                fewer = {**holds, place: rest} if rest else {p: given for p, given in holds.items() if p != place}
+                found = self.outcome(fewer)
+                if found.large_bytes <= least and found.allocated_bytes <= self.plain.allocated_bytes:
+                    holds = fewer
+        return holds
+
+    def outcome(self, holds: _Holds, pool_bytes: int = 0) -> _Outcome:
+        """Replay the trace. ``pool_bytes`` of the large pool are reserved before the first step."""
+        memory = self.trace.memory
+        allocator = _Observed(memory.settings, memory.device_bytes)
+        addresses = dict(zip((~i for i in range(1 << 62)), load_base(memory, allocator), strict=False))
+        allocator.empty_cache()
+        if (missing := pool_bytes - allocator.large_bytes) > MOST_SMALL:
+            allocator.free(allocator.allocate(missing))
+        allocator.reset_peaks()
+        served: list[_Served] = []
+        place: _Place | None = None
+        held: list[int] = []
+        for number, event in enumerate(self.trace.events):
+            if isinstance(event, _Request):
+                addresses[number] = allocator.allocate(event.nbytes)
+                if place is not None:
+                    served.append(_Served(place, event.nbytes, allocator.block_bytes))
+            elif isinstance(event, _Free):
+                allocator.free(addresses.pop(event.request))
+            elif isinstance(event, _StepBegins):
+                place = event.place
+                held = [allocator.allocate(nbytes) for nbytes in holds.get(place, ())]
+            else:
+                for address in held:
+                    allocator.free(address)
+                held, place = [], None
+        allocated = allocator.peak_allocated_bytes
+        served = [one for one in served if one.nbytes >= allocated * _LARGE]
+        return _Outcome(allocator.large_bytes, allocated, served)
