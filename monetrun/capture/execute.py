@@ -201,7 +201,7 @@ class _Builder:
     @contextlib.contextmanager
     def _holding(self, into: _Pass, number: int) -> Iterator[None]:
         """Around the call of a step: allocate what the schedule holds beside it, and free it after that."""
-        of_bytes = {"dtype": torch.uint8, "device": self.holding_device}
+        of_bytes: dict[str, Any] = {"dtype": torch.uint8, "device": self.holding_device}
         sizes = self.holds.get(number, ()) if self.holding_device is not None else ()
         held = [into.graph.call_function(aten.empty.memory_format, ([nbytes],), of_bytes) for nbytes in sizes]
         yield
