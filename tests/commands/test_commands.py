@@ -3,8 +3,6 @@
 import json
 import shlex
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from monetrun.commands import main as cli
 from monetrun.commands import plan
 from monetrun.launcher.job import Job
 from monetrun.launcher.parser import command_parser
+from support import launcher
 
 SCRIPT = """
 import sys
@@ -135,8 +134,8 @@ def test_accumulating_batches_of_two_ranks_keep_the_step_and_the_printed_command
     assert found["planned_peak_bytes"] <= 1 << 20
     command = err.rstrip().rpartition("next: ")[2]
     assert command.endswith(f"accumulating.py {batch} {768 // batch} 1536")
-    words = [sys.executable, "-m", *shlex.split(command)]
-    done = subprocess.run([*words[:3], "--json", *words[3:]], capture_output=True, text=True, timeout=600, check=True)
+    module, *words = shlex.split(command)
+    done = launcher.run(module, "--json", *words)
     trained = json.loads(done.stdout.splitlines()[-1])
     assert trained["measured_peak_bytes"] <= 1 << 20
 

@@ -11,6 +11,7 @@ import torch
 
 from monetrun.core import codec
 from monetrun.core.plan import Plan
+from support import launcher
 from support.launches import set_apart, without_settings
 from support.paths import SCRIPTS
 
@@ -34,20 +35,11 @@ def surroundings(monkeypatch, tmp_path):
 
 
 def monetrun(*words, expect=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "monetrun", *words], capture_output=True, text=True, timeout=1200, check=False
-    )
-    assert done.returncode == expect, done.stderr
-    return done
+    return launcher.run(launcher.MONETRUN, *words, expect=expect)
 
 
 def torchrun(*words):
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
-        check=True,
-        timeout=1200,
-        capture_output=True,
-    )
+    launcher.run(launcher.TORCHRUN, "--standalone", *words)
 
 
 def same(a, b):

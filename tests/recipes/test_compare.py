@@ -11,7 +11,7 @@ import compare as recipe
 from lib import comparison, comparison_figure
 from lib.compared_networks import NETWORKS, checkpoint_blocks, checkpoint_segments
 from lib.other_methods import BLOCKS, EAGER, INDUCTOR_BUDGET, PARTITIONER
-from support.paths import DOCS
+from support.paths import DOCS, ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -140,9 +140,21 @@ def test_checkpointed_networks_compute_what_the_plain_ones_do(change):
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@pytest.mark.skipif(not recipe.RESULT.exists(), reason="python recipes/compare.py")
 def test_the_committed_page_and_figure_are_those_of_the_results():
     found = json.loads(recipe.RESULT.read_text(encoding="utf-8"))
     command = "python recipes/compare.py --only-page"
     assert recipe.page(found, recipe.FIGURE) == (DOCS / recipe.PAGE).read_text(encoding="utf-8"), command
     assert comparison_figure.figure(found) == (DOCS / recipe.FIGURE).read_text(encoding="utf-8"), command
+
+
+def test_the_readme_has_the_verdict_of_the_results():
+    networks = comparison.networks(json.loads(recipe.RESULT.read_text(encoding="utf-8")))
+    held, peaks = zip(
+        *(comparison.held_at(rows, inductor=False).split()[::2] for rows in networks.values()), strict=True
+    )
+    below = [comparison.further_below(rows) for rows in networks.values()]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert len(networks) == 12
+    assert held == peaks
+    assert f"twelve networks: at each of the {sum(map(int, peaks))} true peaks" in text
+    assert f"{min(below):.0%} to {max(below):.0%} below".replace("%", "", 1) in text

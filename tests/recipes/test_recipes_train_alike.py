@@ -1,13 +1,12 @@
 """Each training recipe at a small size: losses and weights under `monetrun --budget 0.7x` are those under torchrun."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from support import launcher
 from support.launches import set_apart, skip_without
 from support.paths import RECIPES
 
@@ -47,12 +46,6 @@ CASES = {
 }
 
 RANKS = {"imagenet.py": 2}
-
-
-def launch(*words):
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def weights(folder):
@@ -109,9 +102,11 @@ def test_a_recipe_trains_alike_under_torchrun_and_within_a_budget(script, tmp_pa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = str(RECIPES / script)
     ranks = f"--nproc-per-node={RANKS.get(script, 1)}"
-    plain = launch("torch.distributed.run", "--standalone", ranks, path, *options.replace("OUT", "plain").split())
+    plain = launcher.run(launcher.TORCHRUN, "--standalone", ranks, path, *options.replace("OUT", "plain").split())
     settings = ("--budget", "0.7x", "--implementations", "exact", "--solver-seconds", "3", "--strict")
-    planned = launch("monetrun", "--standalone", ranks, *settings, path, *options.replace("OUT", "planned").split())
+    planned = launcher.run(
+        launcher.MONETRUN, "--standalone", ranks, *settings, path, *options.replace("OUT", "planned").split()
+    )
     assert "measured peak" in planned.stdout + planned.stderr
     assert len(losses(plain, "plain")) >= 3
     assert losses(planned, "planned") == losses(plain, "plain")

@@ -5,8 +5,6 @@ One process stands for rank 0 of torch's fake process group, whose collectives g
 
 import gc
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from monetrun.capture import cpu_allocator
 from monetrun.capture.meter import meter_for
 from monetrun.core.step import OUTSIDE
 from monetrun.runtime import agreement
+from support import launcher
 from support.paths import SCRIPTS
 from support.sessions import opened_session
 
@@ -248,39 +247,19 @@ def test_sharded_models_train_bitwise_as_without_a_plan_and_keep_their_budget(gr
     check(build, budget, **options)
 
 
-def launched(launcher, out, *words):
-    command = [
-        *launcher,
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(SCRIPTS / "sharded.py"),
-        str(out),
-        *map(str, words),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+def launched(module, out, *words):
+    ranks = ("--standalone", "--nproc-per-node=2")
+    done = launcher.run(module, *ranks, *words[:-1], SCRIPTS / "sharded.py", out, *words[-1])
     return [torch.load(f"{out}.{rank}") for rank in range(2)], done.stderr
 
 
 @pytest.mark.slow
 def test_two_ranks_and_a_restart_from_a_checkpoint_train_as_under_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    monetrun = [
-        sys.executable,
-        "-m",
-        "monetrun",
-        "--budget",
-        "0.7x",
-        "--implementations",
-        "exact",
-        "--solver-seconds",
-        "2",
-    ]
+    options = ("--budget=0.7x", "--implementations=exact", "--solver-seconds=2")
     for words in (("--save", tmp_path / "saved"), ("--load", tmp_path / "saved")):
-        expected, _ = launched(torchrun, tmp_path / "plain", *words)
-        found, said = launched(monetrun, tmp_path / "planned", *words)
+        expected, _ = launched(launcher.TORCHRUN, tmp_path / "plain", words)
+        found, said = launched(launcher.MONETRUN, tmp_path / "planned", *options, words)
         for theirs, ours in zip(expected, found, strict=True):
             assert ours["losses"] == theirs["losses"]
             assert all(torch.equal(ours["state"][name], value) for name, value in theirs["state"].items())

@@ -16,6 +16,7 @@ from monetrun.core.errors import CaptureFailed
 from monetrun.runtime import children, session
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import AS_IS_MARK, PROBE, PROBED, RUN, Settings
+from support import launcher
 
 
 class Ended(BaseException):
@@ -305,9 +306,8 @@ def test_launches_of_scripts_that_train_in_children_or_differentiate_twice(optio
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "spawn.py").write_text(SPAWN)
-    launch = [sys.executable, "-m", "monetrun", "--solver-seconds", "2", *options]
-    done = subprocess.run([*launch, "spawn.py"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    launch = (launcher.MONETRUN, "--solver-seconds=2", *options)
+    done = launcher.run(*launch, "spawn.py")
     assert (tmp_path / "steps0").read_text() == "step step "
     assert ("the trial run cannot see" in done.stderr) == (not options)
     assert done.stderr.count("models run without a plan: it trains in processes") == 1
@@ -318,8 +318,7 @@ def test_launches_of_scripts_that_train_in_children_or_differentiate_twice(optio
         "if __name__ == '__main__': print(penalized()[0], flush=True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), *sys.path]))
-    done = subprocess.run([*launch, "--nproc-per-node=2", "twice.py"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = launcher.run(*launch, "--nproc-per-node=2", "twice.py")
     plain = subprocess.run([sys.executable, "twice.py"], capture_output=True, text=True, check=True)
     assert done.stdout == plain.stdout * 2
     assert done.stderr.count("gradients of gradients") == 1

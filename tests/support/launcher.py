@@ -1,0 +1,115 @@
+"""Runs ``python -m monetrun`` and torchrun in forks of a process that has imported torch, which takes two seconds.
+
+The launcher is the same code in a process of its own; what it starts are new interpreters, as ever. Where variables
+must be there before torch is imported (a stand-in GPU), tests start a new interpreter for the launcher, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+MONETRUN, TORCHRUN = "monetrun", "torch.distributed.run"
+
+_server: subprocess.Popen[str] | None = None
+
+
+def run(module: str, *words: object, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m MODULE WORDS`` in the present folder and environment, one at a time.
+
+    Args:
+        module: ``MONETRUN`` or ``TORCHRUN``.
+        words: of the command line.
+        expect: the exit code; None: any.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [os.path.join(folder, name) for name in ("stdout", "stderr")]
+        request = {
+            "module": module,
+            "words": [str(word) for word in words],
+            "folder": os.getcwd(),
+            "environment": dict(os.environ),
+            "outputs": paths,
+        }
+        server = _started()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
+        assert answer, "the process that launches has ended"
+        out, err = (Path(path).read_text() for path in paths)
+    done = subprocess.CompletedProcess([module, *request["words"]], json.loads(answer), out, err)
+    assert expect is None or done.returncode == expect, done.stderr
+    return done
+
+
+def _started() -> subprocess.Popen[str]:
+    global _server
+    if _server is None or _server.poll() is not None:
+        command = [sys.executable, __file__]
+        _server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        atexit.register(_server.kill)
+    return _server
+
+
+# ---- the process that forks
+
+
+def _serve() -> None:
+    sys.path.pop(0)  # the folder of this file
+    import torch.distributed.run  # noqa: F401
+
+    import monetrun.commands.main
+    import monetrun.commands.run  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w")
+    requests, own = sys.stdin, os.open(os.devnull, os.O_RDONLY)
+    os.dup2(2, 1)
+    for line in requests:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(own, 0)
+            answers.close()
+            _launch(**json.loads(line))
+        answers.write(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n")
+        answers.flush()
+
+
+def _launch(module: str, words: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:
+    """In a new process: become the launcher."""
+    import runpy
+    import threading
+    import traceback
+
+    for descriptor, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *words]
+    sys.path.insert(0, folder)
+    code: object = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:  # noqa: BLE001 - as an interpreter ends
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+if __name__ == "__main__":
+    _serve()
