@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import time
-from pathlib import Path
 
 import pytest
+
+from support.paths import ROOT, python_path
 
 # two processes with two threads each share two cores: a thread that spins while it waits takes the other's core
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -20,7 +22,7 @@ if importlib.util.find_spec("hypothesis") is not None:  # recipes/gpu_check.py r
     settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")
 
-ROOT = Path(__file__).resolve().parent.parent
+os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
 
 # Files with long tests, in about the order of their time: a file runs in one process, and none of these should be left
 # over when the others are done.
@@ -69,6 +71,14 @@ def _patient_searches():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _garbage_is_not_searched_in_torch():
+    """What torch's import has made stays, and takes most of the time of each collection."""
+
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _guards_are_not_timed():
     """Dynamo times the guards of what it compiles once, with cold caches, for its log: a tenth of a small capture."""
     from torch._dynamo import guards
@@ -84,7 +94,7 @@ def plain_surroundings(monkeypatch, tmp_path):
     for name in list(os.environ):
         if name.startswith(("PET_", "TORCHELASTIC_", "MONETRUN_", "OMP_NUM_THREADS", "LOGLEVEL")):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)

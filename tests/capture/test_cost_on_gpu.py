@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from support import standin_gpu
-from support.paths import ROOT
+from support.paths import ROOT, python_path
 
 KERNEL_US = 200.0
 
@@ -22,7 +22,7 @@ def run(**machine):
     environment = {
         **os.environ,
         **standin_gpu.environment(**machine),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": python_path(ROOT, ROOT / "tests"),
         "CUDA_HOME": "/nonexistent",  # the references run: they are torch's own kernels
     }
     script = ROOT / "tests" / "support" / "scripts" / "cost_on_gpu.py"

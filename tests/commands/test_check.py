@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from dataclasses import replace
 
 import pytest
@@ -32,7 +31,7 @@ from monetrun.planning.check import (
     operator_times,
 )
 from monetrun.runtime.float64 import SameRandomNumbers
-from support.paths import ROOT
+from support.paths import ROOT, python_path
 from support.step_records import chain_record
 
 SCRIPT = """
@@ -78,7 +77,7 @@ def folder(tmp_path_factory):
 def checked(folder, plain_surroundings, monkeypatch, capsys):
     """Runs ``monetrun check`` with these words; gives what it printed."""
     monkeypatch.setenv("MONETRUN_CACHE", str(folder / "cache"))  # shared: the same trial run serves all tests
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(folder), str(ROOT))))
+    monkeypatch.setenv("PYTHONPATH", python_path(folder, ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(folder)
 

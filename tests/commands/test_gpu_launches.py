@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from support.paths import ROOT
+from support import launcher
+from support.paths import ROOT, python_path
 from support.standin_gpu import environment, unavailable_reason
 
 pytestmark = pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_reason() or "the stand-in GPU is there")
@@ -20,7 +21,12 @@ MIB = 1 << 20
 def machine(tmp_path_factory):
     """Two devices, and one cache for all launches."""
     cache = tmp_path_factory.mktemp("cache")
-    return {**os.environ, **environment(gib=4.0, devices=2), "MONETRUN_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    return {
+        **os.environ,
+        **environment(gib=4.0, devices=2),
+        "MONETRUN_CACHE": str(cache),
+        "PYTHONPATH": python_path(ROOT),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +43,8 @@ def held(done):
 
 
 def launch(machine, *words, ranks=1):
-    command = [sys.executable, "-m", "monetrun", "--standalone", f"--nproc-per-node={ranks}", "--solver-seconds=3"]
-    return subprocess.run([*command, "--json", *words], env=machine, capture_output=True, text=True)
+    options = ("--standalone", f"--nproc-per-node={ranks}", "--solver-seconds=3", "--json")
+    return launcher.run(launcher.MONETRUN, *options, *words, expect=None, environment=machine)
 
 
 def report(done):

@@ -9,7 +9,7 @@ import pytest
 
 from monetrun.core.allocator_settings import AllocatorSettings, parse_settings
 from monetrun.core.caching_allocator import AllocatorOutOfMemory, CachingAllocator
-from support.paths import ROOT
+from support.paths import ROOT, python_path
 from support.standin_gpu import environment, unavailable_reason
 
 MIB = 1 << 20
@@ -104,7 +104,7 @@ def test_agrees_to_the_byte_with_torchs_own_allocator(settings):
     script = ROOT / "tests" / "support" / "allocator_traces.py"
     done = subprocess.run(
         [sys.executable, script, "40", "150"],
-        env={**os.environ, **environment(), "PYTORCH_ALLOC_CONF": settings, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **environment(), "PYTORCH_ALLOC_CONF": settings, "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from monetrun.launcher.decision import Decision
 from monetrun.launcher.nodes import Nodes
 from monetrun.planning import planner
 from monetrun.runtime.settings import RUN
+from support import launcher
 from support.paths import SCRIPTS
 from support.step_records import chain_record
 
@@ -132,18 +134,18 @@ def test_where_a_node_is_lost_the_others_meet_anew_a_few_times(monkeypatch):
 def agents(folder, prefixes, address, words, options, script):
     """Start an agent for each of ``prefixes`` (its own cache, options and words before); gives their results."""
     endpoint = ("--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=job", f"--nnodes={len(prefixes)}")
-    running = []
-    for k, (prefix, own) in enumerate(zip(prefixes, options, strict=True)):
+
+    def run(k):
         environment = {**os.environ, "MONETRUN_CACHE": str(folder / f"cache{k}"), "OMP_NUM_THREADS": "1"}
-        command = [*prefix, sys.executable, "-m", *words, *endpoint, *own, *script]
-        running.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    results = []
-    for process in running:
-        out, err = process.communicate(timeout=600)
-        results.append(SimpleNamespace(code=process.returncode, out=out, err=err))
-    return results
+        command = [*words, *endpoint, *options[k], *script]
+        if not prefixes[k]:
+            return launcher.run(*command, expect=None, environment=environment, number=k)
+        command = [*prefixes[k], sys.executable, "-m", *command]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+    with ThreadPoolExecutor(len(prefixes)) as threads:
+        done = list(threads.map(run, range(len(prefixes))))
+    return [SimpleNamespace(code=one.returncode, out=one.stdout, err=one.stderr) for one in done]
 
 
 def free_port():

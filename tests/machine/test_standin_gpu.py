@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.paths import ROOT
+from support.paths import ROOT, python_path
 from support.standin_gpu import environment, parse_counters, unavailable_reason
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_r
 
 def run(script: str, variables: dict[str, str], **more: str) -> list:
     """The JSON lines that the script prints."""
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    path = python_path(ROOT, ROOT / "tests")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "PYTORCH_"))}
     environ |= {"PYTHONPATH": path, **variables, **more}
     preamble = (

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from support.paths import RECIPES, ROOT
+from support.paths import RECIPES, ROOT, python_path
 from support.standin_gpu import environment, unavailable_reason
 
 pytestmark = pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_reason() or "the stand-in GPU is there")
@@ -30,7 +30,7 @@ bench_host_time.main()
 @pytest.mark.slow
 def test_it_compares_the_hosts_time_of_both_steps(tmp_path):
     words = ("--networks", "small", "--budgets", "full", "--pairs", "2", "--steps", "1", "--out", tmp_path / "x.json")
-    environ = {**os.environ, **environment(gib=16.0), "PYTHONPATH": os.pathsep.join([str(RECIPES), str(ROOT)])}
+    environ = {**os.environ, **environment(gib=16.0), "PYTHONPATH": python_path(RECIPES, ROOT)}
     command = [sys.executable, "-c", SMALL, *map(str, words)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -17,7 +17,7 @@ from lib import gpu_sections, gpu_table, sections, wheels
 from lib.child import Ended
 from lib.sections import Check, Found, Section
 from support import standin_gpu
-from support.paths import RECIPES, ROOT
+from support.paths import RECIPES, ROOT, python_path
 
 MIB = 1 << 20
 
@@ -288,7 +288,7 @@ def test_the_list_of_wheels_has_what_planning_needs_and_leaves_out_what_it_does_
 
 
 def check(*words, **variables):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), **variables}
     command = [sys.executable, str(RECIPES / "gpu_check.py"), *map(str, words)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

@@ -1,7 +1,6 @@
 """Runs ``python -m monetrun`` and torchrun in forks of a process that has imported torch, which takes two seconds.
 
-The launcher is the same code in a process of its own; what it starts are new interpreters, as ever. Where variables
-must be there before torch is imported (a stand-in GPU), tests start a new interpreter for the launcher, too.
+The launcher is the same code in a process of its own; what it starts are new interpreters, as ever.
 """
 
 from __future__ import annotations
@@ -12,31 +11,45 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 MONETRUN, TORCHRUN = "monetrun", "torch.distributed.run"
 
-_server: subprocess.Popen[str] | None = None
+# variables that are read when libraries are loaded, before torch is imported
+_OF_LIBRARIES = ("LD_", "STANDIN_GPU_")
+_servers: dict[object, subprocess.Popen[str]] = {}
 
 
-def run(module: str, *words: object, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m MODULE WORDS`` in the present folder and environment, one at a time.
+def run(
+    module: str,
+    *words: object,
+    expect: int | None = 0,
+    environment: Mapping[str, str] | None = None,
+    folder: str | os.PathLike[str] = ".",
+    number: int = 0,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m MODULE WORDS``.
 
     Args:
         module: ``MONETRUN`` or ``TORCHRUN``.
         words: of the command line.
         expect: the exit code; None: any.
+        environment: the present one by default.
+        folder: the present one by default.
+        number: what runs at the same time has different ones.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [os.path.join(folder, name) for name in ("stdout", "stderr")]
+    variables = dict(os.environ if environment is None else environment)
+    with tempfile.TemporaryDirectory() as outputs:
+        paths = [os.path.join(outputs, name) for name in ("stdout", "stderr")]
         request = {
             "module": module,
             "words": [str(word) for word in words],
-            "folder": os.getcwd(),
-            "environment": dict(os.environ),
+            "folder": os.path.abspath(folder),
+            "environment": variables,
             "outputs": paths,
         }
-        server = _started()
+        server = _started(variables, number)
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.write(json.dumps(request) + "\n")
@@ -44,18 +57,25 @@ def run(module: str, *words: object, expect: int | None = 0) -> subprocess.Compl
         answer = server.stdout.readline()
         assert answer, "the process that launches has ended"
         out, err = (Path(path).read_text() for path in paths)
-    done = subprocess.CompletedProcess([module, *request["words"]], json.loads(answer), out, err)
+    done = subprocess.CompletedProcess([module, *map(str, words)], json.loads(answer), out, err)
     assert expect is None or done.returncode == expect, done.stderr
     return done
 
 
-def _started() -> subprocess.Popen[str]:
-    global _server
-    if _server is None or _server.poll() is not None:
-        command = [sys.executable, __file__]
-        _server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        atexit.register(_server.kill)
-    return _server
+def _started(variables: Mapping[str, str], number: int) -> subprocess.Popen[str]:
+    of_libraries = {name: value for name, value in variables.items() if name.startswith(_OF_LIBRARIES)}
+    key = (number, *sorted(of_libraries.items()))
+    if key not in _servers or _servers[key].poll() is not None:
+        others = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LIBRARIES)}
+        _servers[key] = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**others, **of_libraries},
+        )
+        atexit.register(_servers[key].kill)
+    return _servers[key]
 
 
 # ---- the process that forks
