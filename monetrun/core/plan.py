@@ -47,7 +47,7 @@ class Schedule:
     operators may be missing. When a tensor is freed follows from the order (after its last reader before it is next
     written), and so does what is saved from one pass for the other.
 
-    ``holds`` do not change what runs, nor the peak of allocated bytes. Those of one step are allocated in their order.
+    ``holds`` do not change what runs. Those of one step are allocated in their order.
     """
 
     forward: tuple[Step, ...]

@@ -19,7 +19,7 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monetrun.core import native
 from monetrun.core.errors import ScheduleError
@@ -33,7 +33,7 @@ class Timeline:
 
     Attributes:
         before_bytes: alive before the step.
-        during_bytes: alive while it runs: before, what it writes, and its workspace.
+        during_bytes: alive while it runs: before, what it writes, its workspace, and what is held beside it.
         after_bytes: alive after it.
         peak_bytes: the largest of ``during_bytes`` (0 without steps).
         peak_step: the first step at which it is reached (-1 without steps).
@@ -54,6 +54,22 @@ def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Timeline:
     Raises:
         ScheduleError: it breaks a rule of the replay; the message names step, operator and tensor.
     """
+    timeline = _without_holds(graph, costs, schedule)
+    if not schedule.holds:
+        return timeline
+    during_bytes = list(timeline.during_bytes)
+    for hold in schedule.holds:
+        during_bytes[hold.step] += hold.nbytes
+    peak_bytes = max(during_bytes)
+    return replace(
+        timeline,
+        during_bytes=tuple(during_bytes),
+        peak_bytes=peak_bytes,
+        peak_step=during_bytes.index(peak_bytes),
+    )
+
+
+def _without_holds(graph: Graph, costs: Costs, schedule: Schedule) -> Timeline:
     library, _ = core()
     arrays = _schedule_arrays(schedule) if library is not None else None
     if library is None or arrays is None:

@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from monetrun.core.allocator_heap import Block, Pool
 from monetrun.core.allocator_settings import MOST_SMALL, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.graph import FORWARD
 from monetrun.core.plan import Hold, Schedule
 from monetrun.core.requests import STEPS, Reserved, StepReplay, load_base, reserved
-from monetrun.core.step import DeviceMemory, StepRecord
+from monetrun.core.simulate import simulate
+from monetrun.core.step import OUTSIDE, DeviceMemory, StepRecord, events_under, replay
 
 # As shares of the allocated peak: what is reserved beyond it and worth a search, and with what a search is content.
 _WORTH, _ENOUGH = 0.01, 0.004
@@ -49,7 +51,7 @@ def placed(record: StepRecord, schedules: Sequence[Schedule], seconds: float) ->
     before = reserved(record, schedules)
     if not record.memory.settings.expandable or before.peak_bytes <= before.allocated_peak_bytes * (1 + _WORTH):
         return tuple(schedules)
-    search = _Search(_trace(record, schedules), time.monotonic() + seconds)
+    search = _Search(_trace(record, schedules), _room(record, schedules), time.monotonic() + seconds)
     holds = search.run()
     found = tuple(
         replace(s, holds=tuple(Hold(i, n) for (graph, i), given in sorted(holds.items()) if graph == k for n in given))
@@ -61,6 +63,23 @@ def placed(record: StepRecord, schedules: Sequence[Schedule], seconds: float) ->
 
 def _is_better(after: Reserved, before: Reserved) -> bool:
     return after.peak_bytes < before.peak_bytes and after.allocated_peak_bytes <= before.allocated_peak_bytes
+
+
+def _room(record: StepRecord, schedules: Sequence[Schedule]) -> dict[_Place, int]:
+    """The bytes that may be held during each step without a higher peak of the whole training step."""
+    simulated = [simulate(g, c, s) for g, c, s in zip(record.graphs, record.costs, schedules, strict=True)]
+    timeline = replay(record, schedules)
+    room: dict[_Place, int] = {}
+    for event, start_bytes in zip(events_under(record, schedules), timeline.start_bytes, strict=True):
+        if event.kind == OUTSIDE:
+            continue
+        graph, cut = simulated[event.graph], len(schedules[event.graph].forward)
+        steps = range(cut) if event.kind == FORWARD else range(cut, len(graph.during_bytes))
+        before = 0 if event.kind == FORWARD or not cut else graph.after_bytes[cut - 1]
+        for i in steps:
+            place, left = (event.graph, i), timeline.peak_bytes - (start_bytes - before + graph.during_bytes[i])
+            room[place] = min(left, room.get(place, left))
+    return room
 
 
 # ---- the step's large requests
@@ -190,8 +209,9 @@ class _Outcome:
 
 
 class _Search:
-    def __init__(self, trace: _Trace, deadline: float) -> None:
+    def __init__(self, trace: _Trace, room: Mapping[_Place, int], deadline: float) -> None:
         self.trace = trace
+        self.room = room
         self.deadline = deadline
         self.random = random.Random(_SEED)
         self.plain = self.outcome({})
@@ -230,7 +250,8 @@ class _Search:
             return {place: given for place, given in present.items() if place != one.place}
         rest = one.block_bytes - one.nbytes
         nbytes = one.block_bytes if self.random.random() < _WHOLE or rest <= MOST_SMALL else rest
-        return {**present, one.place: (*present.get(one.place, ()), nbytes)} if one.block_bytes else None
+        given = (*present.get(one.place, ()), nbytes)
+        return {**present, one.place: given} if one.block_bytes and sum(given) <= self.room[one.place] else None
 
     def _without_needless(self, holds: _Holds, least: int) -> _Holds:
         for place in list(holds):

@@ -10,6 +10,7 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.options import Options
 from monetrun.core.plan import GraphPlan, Hold, Schedule, plain_schedule
 from monetrun.core.requests import StepReplay, load_base, reserved
+from monetrun.core.simulate import simulate
 from monetrun.core.step import DeviceMemory, Segment, replay
 from monetrun.planning import placement, planner
 from monetrun.solve import greedy
@@ -48,7 +49,10 @@ def test_holds_reserve_less_and_change_nothing_else(record):
     waste = [r.peak_bytes - r.allocated_peak_bytes for r in (before, after)]
     assert waste[1] < 0.8 * waste[0]
     assert after.allocated_peak_bytes <= before.allocated_peak_bytes
-    assert replay(record, found) == replay(record, schedules)
+    assert (replay(record, found).peak_bytes, replay(record, found).seconds) == (
+        replay(record, schedules).peak_bytes,
+        replay(record, schedules).seconds,
+    )
     assert [(s.forward, s.backward) for s in found] == [(s.forward, s.backward) for s in schedules]
     assert 0 < len(found[0].holds) < 20
     assert placement.placed(record, schedules, 30.0) == found
@@ -104,3 +108,18 @@ def test_what_cannot_be_held_is_not_read(hold):
     text = codec.dumps(replace(plain_schedule(chain_record(10).graphs[0]), holds=(hold,)))
     with pytest.raises(ValueError, match=r"held|range"):
         codec.loads(Schedule, text)
+
+
+def test_what_is_held_beside_a_step_counts_while_it_runs():
+    record = chain_record(10)
+    graph, costs, plain = record.graphs[0], record.costs[0], plain_schedule(record.graphs[0])
+    before = simulate(graph, costs, plain)
+    after = simulate(graph, costs, replace(plain, holds=(Hold(2, 7 * MIB), Hold(2, MIB))))
+    assert after.during_bytes[2] == before.during_bytes[2] + 8 * MIB == after.peak_bytes
+    assert after.peak_step == 2
+    assert after.during_bytes[:2] + after.during_bytes[3:] == before.during_bytes[:2] + before.during_bytes[3:]
+    assert (after.before_bytes, after.after_bytes, after.seconds) == (
+        before.before_bytes,
+        before.after_bytes,
+        before.seconds,
+    )
