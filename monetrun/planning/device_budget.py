@@ -24,8 +24,8 @@ _TARGETS = 6
 _UNUSED = 0.02
 # The first target leaves out at most this share of the budget: what is wasted without holds is no measure for more.
 _MOST_WASTE = 0.02
-# Of the solver's time, what the search for holds may take for each target.
-_PLACING = 0.1
+# Of the solver's time, what the search for holds may take for each target, and at last.
+_PLACING, _PLACING_LONGER = 0.1, 0.4
 # Where the most frugal schedules reserve too much, schedules that allocate up to so many times as much are tried.
 _FREEDOM = 1.02
 
@@ -135,7 +135,16 @@ def found_within(
         if kept and too_much - kept <= _UNUSED * budget_bytes:
             break
     if best is not None:
-        return best[1], best[2]
+        return _with_fewer_gaps(record, best[1], best[2], options.seconds)
     if failure is not None:
         raise failure
     raise OverBudget(None if least is None else least[1])
+
+
+def _with_fewer_gaps(record: StepRecord, found: Found, taken: Reserved, seconds: float) -> tuple[Found, Reserved]:
+    """What was found, and what it reserves, after a longer search for holds where much is wasted."""
+    if taken.peak_bytes <= taken.allocated_peak_bytes * (1 + _MOST_WASTE):
+        return found, taken
+    schedules = placement.placed(record, found.schedules, seconds * _PLACING_LONGER)
+    again = reserved(record, schedules)
+    return (replace(found, schedules=schedules), again) if again.peak_bytes < taken.peak_bytes else (found, taken)

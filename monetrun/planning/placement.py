@@ -27,13 +27,13 @@ from monetrun.core.step import OUTSIDE, DeviceMemory, StepRecord, events_under, 
 
 # As shares of the allocated peak: what is reserved beyond it and worth a search, and with what a search is content.
 _WORTH, _ENOUGH = 0.01, 0.004
-# The search draws so many holds at most, at requests of at least this share of the allocated peak.
-_DRAWS, _LARGE = 2000, 0.03
+# The search begins so many times, and draws so many holds each time, at requests of at least this share of the
+# allocated peak.
+_STARTS, _DRAWS, _LARGE = 4, 1000, 0.03
 # It also goes on from holds under which more is reserved: up to this share of the allocated peak.
 _WORSE = 0.005
 # A draw at a step that has holds removes them so often; another one fills a block wholly, not just up to its end.
 _REMOVE, _WHOLE = 0.4, 0.5
-_SEED = 1
 
 _Place = tuple[int, int]  # a graph, and the index of a step of its schedule
 _Holds = dict[_Place, tuple[int, ...]]
@@ -44,10 +44,11 @@ def placed(record: StepRecord, schedules: Sequence[Schedule], seconds: float) ->
 
     Args:
         record: of the step, with ``memory``.
-        schedules: of its graphs.
+        schedules: of its graphs; holds that they have are left out.
         seconds: the search's limit.
     """
     assert record.memory is not None
+    schedules = [replace(schedule, holds=()) for schedule in schedules]
     before = reserved(record, schedules)
     if not record.memory.settings.expandable or before.peak_bytes <= before.allocated_peak_bytes * (1 + _WORTH):
         return tuple(schedules)
@@ -213,18 +214,33 @@ class _Search:
         self.trace = trace
         self.room = room
         self.deadline = deadline
-        self.random = random.Random(_SEED)
+        self.random = random.Random()
         self.plain = self.outcome({})
 
     def run(self) -> _Holds:
         """The holds under which least is reserved; without those that change nothing."""
+        best: _Holds = {}
+        least = self.plain.large_bytes
+        for seed in range(_STARTS):
+            if self._is_enough(least):
+                break
+            self.random.seed(seed)
+            holds, reserved_bytes = self._started()
+            if reserved_bytes < least:
+                best, least = holds, reserved_bytes
+        best = self._without_needless(best, least)
+        # before the first step the whole pool is reserved, and free
+        return best if self.outcome(best, pool_bytes=least).large_bytes <= least else {}
+
+    def _started(self) -> tuple[_Holds, int]:
+        """The best holds of one start, and what is reserved under them."""
         allocated = self.plain.allocated_bytes
         present: _Holds = {}
         best: _Holds = {}
         outcome = self.plain
         least = outcome.large_bytes
         for _ in range(_DRAWS):
-            if least <= allocated * (1 + _ENOUGH) or time.monotonic() > self.deadline:
+            if self._is_enough(least) or time.monotonic() > self.deadline:
                 break
             drawn = self._drawn(present, outcome.served)
             if drawn is None:
@@ -236,9 +252,10 @@ class _Search:
             present, outcome = drawn, found
             if found.large_bytes < least:
                 least, best = found.large_bytes, drawn
-        best = self._without_needless(best, least)
-        # before the first step the whole pool is reserved, and free
-        return best if self.outcome(best, pool_bytes=least).large_bytes <= least else {}
+        return best, least
+
+    def _is_enough(self, reserved_bytes: int) -> bool:
+        return reserved_bytes <= self.plain.allocated_bytes * (1 + _ENOUGH)
 
     def _drawn(self, present: _Holds, served: Sequence[_Served]) -> _Holds | None:
         """``present`` with one hold more, or without those of a step; None: nothing was drawn."""
