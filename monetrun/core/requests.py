@@ -22,6 +22,7 @@ from monetrun.core.simulate import last_reads
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, DeviceMemory, Event, StepRecord, events_under
 
 STEPS = 3
+_SPARE_PAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,15 @@ def reserved(record: StepRecord, schedules: Sequence[Schedule]) -> Reserved:
         raise ValueError("the record does not have the device's memory")
     needed = reserved_under(record, schedules, record.memory.settings)
     small_bytes = needed.small_bytes + SMALL_SEGMENT
-    return replace(needed, small_bytes=small_bytes, large_bytes=needed.large_bytes + record.memory.excess_bytes)
+    spare_bytes = spare_beside_holds(record.memory.settings) if any(s.holds for s in schedules) else 0
+    return replace(
+        needed, small_bytes=small_bytes, large_bytes=needed.large_bytes + record.memory.excess_bytes + spare_bytes
+    )
+
+
+def spare_beside_holds(settings: AllocatorSettings) -> int:
+    """What is reserved beside a schedule with holds: its gaps are so few that a small tensor more can need pages."""
+    return _SPARE_PAGES * settings.large_segment_bytes
 
 
 def reserved_under(record: StepRecord, schedules: Sequence[Schedule], settings: AllocatorSettings) -> Reserved:

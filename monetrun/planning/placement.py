@@ -21,7 +21,7 @@ from monetrun.core.allocator_settings import MOST_SMALL, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import FORWARD
 from monetrun.core.plan import Hold, Schedule
-from monetrun.core.requests import STEPS, Reserved, StepReplay, load_base, reserved
+from monetrun.core.requests import STEPS, Reserved, StepReplay, load_base, reserved, spare_beside_holds
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, DeviceMemory, StepRecord, events_under, replay
 
@@ -30,6 +30,8 @@ _WORTH, _ENOUGH = 0.01, 0.004
 # The search begins so many times, and draws so many holds each time, at requests of at least this share of the
 # allocated peak.
 _STARTS, _DRAWS, _LARGE = 4, 1000, 0.03
+# Holds have to do for so many variants of the trace, too, with something small in one of so many places.
+_OTHERS, _EVERY = 6, 60
 # It also goes on from holds under which more is reserved: up to this share of the allocated peak.
 _WORSE = 0.005
 # A draw at a step that has holds removes them so often; another one fills a block wholly, not just up to its end.
@@ -88,8 +90,9 @@ def _room(record: StepRecord, schedules: Sequence[Schedule]) -> dict[_Place, int
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Bytes that are requested. It is named by its index in the trace."""
+    """Bytes that are requested."""
 
+    number: int
     nbytes: int
 
 
@@ -110,6 +113,9 @@ class _StepEnds:
     pass
 
 
+_Event = _Request | _Free | _StepBegins | _StepEnds
+
+
 @dataclass(frozen=True, slots=True)
 class _Trace:
     """What training steps request of the large pool.
@@ -120,7 +126,7 @@ class _Trace:
     """
 
     memory: DeviceMemory
-    events: tuple[_Request | _Free | _StepBegins | _StepEnds, ...]
+    events: tuple[_Event, ...]
 
 
 def _trace(record: StepRecord, schedules: Sequence[Schedule]) -> _Trace:
@@ -135,6 +141,43 @@ def _trace(record: StepRecord, schedules: Sequence[Schedule]) -> _Trace:
     return _Trace(record.memory, tuple(allocator.events))
 
 
+def _otherwise(events: Sequence[_Event], seed: int) -> list[_Event]:
+    """The same with what the script does between two steps in another order, and with small blocks that it may keep."""
+    draw = random.Random(seed)
+    found: list[_Event] = []
+    between: list[_Event] = []
+    inside, number = False, len(events)
+    for event in (*events, _StepEnds()):
+        if isinstance(event, (_StepBegins, _StepEnds)):
+            found += _shuffled(between, draw)
+            between.clear()
+            inside = isinstance(event, _StepBegins)
+        elif not inside:
+            between.append(event)
+            if draw.randrange(_EVERY) == 0 and isinstance(event, _Request):
+                between.append(_Request(number, MOST_SMALL + draw.randrange(1, 3 * MOST_SMALL)))
+                number += 1
+            continue
+        found.append(event)
+    return found[:-1]
+
+
+def _shuffled(events: Sequence[_Event], draw: random.Random) -> list[_Event]:
+    """In another order, in which nothing is freed before it is requested."""
+    order = draw.sample(events, len(events))
+    requested = {event.number for event in events if isinstance(event, _Request)}
+    found: list[_Event] = []
+    late: list[_Event] = []
+    for event in order:
+        if isinstance(event, _Free) and event.request in requested:
+            late.append(event)
+        else:
+            found.append(event)
+            if isinstance(event, _Request):
+                requested.discard(event.number)
+    return [*found, *late]
+
+
 class _Tracing(CachingAllocator):
     """Notes what is requested and freed.
 
@@ -144,7 +187,7 @@ class _Tracing(CachingAllocator):
 
     def __init__(self, settings: AllocatorSettings, device_bytes: int) -> None:
         super().__init__(settings, device_bytes)
-        self.events: list[_Request | _Free | _StepBegins | _StepEnds] = []
+        self.events: list[_Event] = []
         self._requests: dict[int, int] = {}  # by address
 
     def base_is(self, base: Mapping[int, int]) -> None:
@@ -156,7 +199,7 @@ class _Tracing(CachingAllocator):
         address = super().allocate(nbytes, stream)
         if self.settings.rounded(nbytes) > MOST_SMALL:
             self._requests[address] = len(self.events)
-            self.events.append(_Request(nbytes))
+            self.events.append(_Request(len(self.events), nbytes))
         return address
 
     def free(self, address: int) -> None:
@@ -215,6 +258,7 @@ class _Search:
         self.room = room
         self.deadline = deadline
         self.random = random.Random()
+        self.others = [_otherwise(trace.events, seed) for seed in range(_OTHERS)]
         self.plain = self.outcome({})
 
     def run(self) -> _Holds:
@@ -250,7 +294,7 @@ class _Search:
             if found.allocated_bytes > allocated or found.large_bytes > outcome.large_bytes + worse:
                 continue
             present, outcome = drawn, found
-            if found.large_bytes < least:
+            if found.large_bytes < least and self._is_robust(drawn, found.large_bytes):
                 least, best = found.large_bytes, drawn
         return best, least
 
@@ -276,12 +320,19 @@ class _Search:
                 rest = (*holds[place][:i], *holds[place][i + 1 :])
                 fewer = {**holds, place: rest} if rest else {p: given for p, given in holds.items() if p != place}
                 found = self.outcome(fewer)
-                if found.large_bytes <= least and found.allocated_bytes <= self.plain.allocated_bytes:
+                if found.large_bytes > least or found.allocated_bytes > self.plain.allocated_bytes:
+                    continue
+                if self._is_robust(fewer, least):
                     holds = fewer
         return holds
 
-    def outcome(self, holds: _Holds, pool_bytes: int = 0) -> _Outcome:
-        """Replay the trace. ``pool_bytes`` of the large pool are reserved before the first step."""
+    def _is_robust(self, holds: _Holds, reserved_bytes: int) -> bool:
+        """Whether little more is reserved where the script does things in another order, or keeps something small."""
+        most = reserved_bytes + spare_beside_holds(self.trace.memory.settings)
+        return all(self.outcome(holds, events=events).large_bytes <= most for events in self.others)
+
+    def outcome(self, holds: _Holds, pool_bytes: int = 0, events: Sequence[_Event] | None = None) -> _Outcome:
+        """Replay the trace, or other ``events``. ``pool_bytes`` of the large pool are reserved before the first."""
         memory = self.trace.memory
         allocator = _Observed(memory.settings, memory.device_bytes)
         addresses = dict(zip((~i for i in range(1 << 62)), load_base(memory, allocator), strict=False))
@@ -292,9 +343,9 @@ class _Search:
         served: list[_Served] = []
         place: _Place | None = None
         held: list[int] = []
-        for number, event in enumerate(self.trace.events):
+        for event in self.trace.events if events is None else events:
             if isinstance(event, _Request):
-                addresses[number] = allocator.allocate(event.nbytes)
+                addresses[event.number] = allocator.allocate(event.nbytes)
                 if place is not None:
                     served.append(_Served(place, event.nbytes, allocator.block_bytes))
             elif isinstance(event, _Free):

@@ -206,28 +206,19 @@ def test_gradients_that_accumulate_are_kept_until_they_are_freed(machine, tmp_pa
     assert "planned again" not in done.stderr
 
 
-def test_gaps_between_large_tensors_are_planned_away(machine, tmp_path):
-    """Layers of very different widths: without holds a part of what is reserved cannot be used."""
-    script = tmp_path / "widths.py"
-    script.write_text(
-        """if True:
-        import itertools
-        import torch
-        torch.manual_seed(0)
-        layers = []
-        for given, width in itertools.pairwise((3, 64, 128, 32, 96, 16, 80, 48)):
-            layers += [torch.nn.Conv2d(given, width, 3, padding=1), torch.nn.Sigmoid()]
-        model = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.randn(48, 3, 96, 96).cuda()
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        """
-    )
-    done = launch({**machine, "MONETRUN_CACHE": str(tmp_path / "cache")}, "--budget", "0.6x", str(script))
-    figures = report_as_planned(done)
-    assert figures["measured_reserved_bytes"] == figures["planned_reserved_bytes"] <= figures["budget_bytes"]
-    (kept,) = (tmp_path / "cache" / "plan").glob("*.json")
-    assert '"nbytes"' in kept.read_text().partition('"holds"')[2]
+def test_what_a_plan_holds_beside_a_step_is_allocated_there_and_freed(machine, tmp_path):
+    options = ("--budget", "0.8x", "--solver-seconds=3", "--out", tmp_path / "p.json")
+    launcher.run(launcher.MONETRUN, "plan", *options, SCRIPT, environment=machine)
+    plan = json.loads((tmp_path / "p.json").read_text())
+    (graph,) = plan["graphs"]
+    steps = len(graph["schedule"]["forward"]), len(graph["schedule"]["backward"])
+    holds = [{"step": step, "nbytes": 24 * MIB} for step in (1, 1, 3, sum(steps) - 2)]
+    graph["schedule"]["holds"] = holds
+    (tmp_path / "held.json").write_text(json.dumps(plan))
+    figures = [
+        report_as_planned(launch(machine, "--plan", str(tmp_path / name), SCRIPT)) for name in ("p.json", "held.json")
+    ]
+    assert figures[1]["measured_peak_bytes"] == figures[0]["measured_peak_bytes"]
+    graph["schedule"]["holds"] = [{"step": 1, "nbytes": 8 << 30}]
+    (tmp_path / "held.json").write_text(json.dumps(plan))
+    assert "out of memory" in launch(machine, "--plan", str(tmp_path / "held.json"), SCRIPT).stderr
