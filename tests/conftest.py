@@ -73,6 +73,7 @@ def _patient_searches():
 @pytest.fixture(scope="session", autouse=True)
 def _garbage_is_not_searched_in_torch():
     """What torch's import has made stays, and takes most of the time of each collection."""
+    import torch._dynamo  # noqa: F401 - makes most of it
 
     gc.collect()
     gc.freeze()

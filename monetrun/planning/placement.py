@@ -6,7 +6,8 @@ more than it had allocated. Bytes that are held while a step allocates make the 
 such holds are enough; they take microseconds, and add nothing to the peak of allocated bytes.
 
 The search replays the step's large requests through the allocator's model, a thousand times in two seconds: it adds or
-removes a hold at random, and goes on from there where no more is reserved. The same trace gives the same holds.
+removes a hold at random, and goes on from there where no more is reserved. The same trace gives the same holds, where
+the search's limit in seconds does not end it.
 """
 
 from __future__ import annotations
@@ -335,7 +336,7 @@ class _Search:
         """Replay the trace, or other ``events``. ``pool_bytes`` of the large pool are reserved before the first."""
         memory = self.trace.memory
         allocator = _Observed(memory.settings, memory.device_bytes)
-        addresses = dict(zip((~i for i in range(1 << 62)), load_base(memory, allocator), strict=False))
+        addresses = {~i: address for i, address in enumerate(load_base(memory, allocator))}
         allocator.empty_cache()
         if (missing := pool_bytes - allocator.large_bytes) > MOST_SMALL:
             allocator.free(allocator.allocate(missing))

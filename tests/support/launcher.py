@@ -17,7 +17,7 @@ from pathlib import Path
 MONETRUN, TORCHRUN = "monetrun", "torch.distributed.run"
 
 # variables that are read when libraries are loaded, before torch is imported
-_OF_LIBRARIES = ("LD_", "STANDIN_GPU_")
+_OF_LIBRARIES = ("LD_", "STANDIN_GPU")
 _servers: dict[object, subprocess.Popen[str]] = {}
 
 
@@ -26,17 +26,15 @@ def run(
     *words: object,
     expect: int | None = 0,
     environment: Mapping[str, str] | None = None,
-    folder: str | os.PathLike[str] = ".",
     number: int = 0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m MODULE WORDS``.
+    """Run ``python -m MODULE WORDS`` in the present folder.
 
     Args:
         module: ``MONETRUN`` or ``TORCHRUN``.
         words: of the command line.
         expect: the exit code; None: any.
         environment: the present one by default.
-        folder: the present one by default.
         number: what runs at the same time has different ones.
     """
     variables = dict(os.environ if environment is None else environment)
@@ -45,7 +43,7 @@ def run(
         request = {
             "module": module,
             "words": [str(word) for word in words],
-            "folder": os.path.abspath(folder),
+            "folder": os.getcwd(),
             "environment": variables,
             "outputs": paths,
         }
