@@ -1,19 +1,25 @@
-"""What the host spends on a step under a plan beside eager's: dispatching operators, not running kernels.
+"""What the host spends on a training step beside eager's: dispatching operators, not running kernels.
 
     STANDIN_GPU_GIB=64 python tests/support/standin_gpu python recipes/bench_host_time.py
 
 On a stand-in GPU, where kernels cost nothing, a step's time is the host's; on a real one only the processor's is. The
-networks of ``gpu_training.py`` train, small, in one process: eagerly and under a plan, in turns. ``cpu`` is what the
-process took of its processors, in all threads; ``wall`` is the clock, which on a shared machine counts others' work.
-Costs come from a data sheet, so that every run has the same plan.
+networks of ``gpu_training.py`` train, small, in two processes that take turns: eagerly, with the allocator's settings
+as torch has them, and as a worker of a launch does. ``auto`` is a budget that the plain step fits with room, so that
+nothing is planned; under ``full``, which it fits too, the step is planned all the same. ``cpu`` is what the process
+took of its processors, in all threads; ``wall`` is the clock, which on a shared machine counts others' work. Costs come
+from a data sheet, so that every run has the same plan.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +31,48 @@ from torch.profiler import ProfilerActivity, profile
 
 import gpu_training
 from monetrun.capture import program
+from monetrun.launcher.trial_environment import allocator_variables
+from monetrun.runtime.plain_run import PlainRun
 from monetrun.runtime.session import Session
-from monetrun.runtime.settings import RUN, Settings
+from monetrun.runtime.settings import PLAIN, RUN, Settings
 
-FULL = "full"  # a budget that the plain step fits
+EAGER = "eager"
+AUTO = "auto"  # as a launch runs what fits with room: no plan, and a limit
+FULL = "full"  # a budget that the plain step fits, and a plan
 WARM_UP_STEPS = 8  # compilation, and the early calls that are timed one by one
 
 
-def training(name: str) -> gpu_training.Training:
-    """A network of its own, trained on data of its own."""
+# ---- one of the two processes
+
+
+def work(name: str, budget: str, connection: Connection) -> None:
+    """Train under ``budget``; then make so many steps for each number that comes, and tell their seconds."""
     torch.manual_seed(0)
     network = gpu_training.NETWORKS[name]
-    return gpu_training.Training(network.make(network.small).cuda().train(), network.small, "fp32")
+    observer = None if budget == EAGER else observing(budget)
+    if observer is not None:
+        observer.watch_process()
+    model = network.make(network.small).cuda().train()
+    training = gpu_training.Training(model, network.small, "fp32")
+    for _ in range(WARM_UP_STEPS):
+        training.step()
+    overhead = 0.0
+    if isinstance(observer, Session):
+        assert observer.engine is not None
+        assert observer.engine.plan is not None
+        overhead = observer.engine.plan.overhead
+    connection.send({"overhead": overhead, "operators": operators(training.step)})
+    while steps := connection.recv():
+        connection.send(seconds(training.step, steps))
+
+
+def observing(budget: str) -> Session | PlainRun:
+    """What a launch's worker has, for a budget of this name."""
+    most = torch.cuda.get_device_properties(0).total_memory * 9 // 10
+    if budget == AUTO:
+        return PlainRun(Settings(mode=PLAIN, budget_bytes=most))
+    bound = f"{most}B" if budget == FULL else budget
+    return Session(Settings(mode=RUN, budget=bound, strict=True, solver_seconds=10, cost_model="roofline:h100"))
 
 
 def seconds(step: Callable[[], object], steps: int) -> tuple[float, float]:
@@ -56,55 +92,54 @@ def operators(step: Callable[[], object]) -> int:
     return sum(event.count for event in found.key_averages() if event.key.startswith(("aten::", "monet::")))
 
 
-def budget_beside(budget: str) -> str:
-    """A budget for another such network, which trains in this process too: a share is of what the first one took."""
-    if budget == FULL:
-        return f"{torch.cuda.get_device_properties(0).total_memory * 9 // 10}B"
-    share = float(budget.removesuffix("x"))
-    return f"{torch.cuda.memory_allocated() + int(share * torch.cuda.max_memory_reserved())}B"
+# ---- both
+
+
+@contextlib.contextmanager
+def worker(name: str, budget: str) -> Iterator[Connection]:
+    """Such a process; it ends with the context."""
+    ours, theirs = multiprocessing.Pipe()
+    environment = {} if budget == EAGER else allocator_variables("cuda")
+    with contextlib.ExitStack() as undo:
+        for key, value in environment.items():
+            undo.callback(os.environ.pop, key)
+            os.environ[key] = value
+        process = multiprocessing.get_context("spawn").Process(target=work, args=(name, budget, theirs), daemon=True)
+        process.start()
+    theirs.close()  # so that its end is seen here
+    try:
+        yield ours
+        ours.send(0)
+        process.join()
+    finally:
+        process.kill()
 
 
 def bench(name: str, budget: str, pairs: int, steps: int) -> dict[str, Any]:
     """One network under one budget: the medians of both steps and of their ratio, paired."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    plain = training(name)
-    for _ in range(3):
-        plain.step()
-    bound = budget_beside(budget)
-    session = Session(Settings(mode=RUN, budget=bound, strict=True, solver_seconds=10, cost_model="roofline:h100"))
-    session.watch_process()
-    try:
-        planned = training(name)
-        session.optimizer_made(planned.optimizer)
-        session.put_triggers([planned.model])
-        for _ in range(WARM_UP_STEPS):
-            planned.step()
-        assert session.engine is not None
-        assert session.engine.plan is not None
-        overhead = session.engine.plan.overhead
+    with worker(name, EAGER) as eager, worker(name, budget) as planned:
+        counts, found = eager.recv(), planned.recv()
         rows = []
         for i in range(pairs):
-            both = (plain, planned) if i % 2 == 0 else (planned, plain)
-            found = {one: seconds(one.step, steps) for one in both}
-            rows.append((*found[plain], *found[planned]))
-        counts = operators(plain.step), operators(planned.step)
-    finally:
-        session.close()
-        torch._dynamo.reset()
+            both = (eager, planned) if i % 2 == 0 else (planned, eager)
+            taken = {}
+            for one in both:
+                one.send(steps)
+                taken[one] = one.recv()
+            rows.append((*taken[eager], *taken[planned]))
     plain_wall, plain_cpu, wall, cpu = (statistics.median(column) for column in zip(*rows, strict=True))
     return {
         "network": name,
         "budget": budget,
-        "planned_overhead": overhead,
+        "planned_overhead": found["overhead"],
         "eager_cpu_seconds": plain_cpu,
         "cpu_seconds": cpu,
         "cpu_ratio": statistics.median(row[3] / row[1] for row in rows),
         "eager_wall_seconds": plain_wall,
         "wall_seconds": wall,
         "wall_ratio": statistics.median(row[2] / row[0] for row in rows),
-        "eager_operators": counts[0],
-        "operators": counts[1],
+        "eager_operators": counts["operators"],
+        "operators": found["operators"],
         "pairs": pairs,
         "steps_in_each": steps,
     }
@@ -112,7 +147,7 @@ def bench(name: str, budget: str, pairs: int, steps: int) -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @click.option("--networks", default="resnet50,mobilenet_v2,unet,gpt", show_default=True)
-@click.option("--budgets", default=f"{FULL},0.6x", show_default=True, help="full: more than the plain step takes")
+@click.option("--budgets", default=f"{AUTO},{FULL},0.6x", show_default=True)
 @click.option("--pairs", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="steps of each in a pair")
 @click.option("--out", type=click.Path(path_type=Path), help="write the figures there as JSON")

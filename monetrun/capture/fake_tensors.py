@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from monetrun.capture import fake_values
+from monetrun.capture.peaks import Peaks
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -110,13 +111,9 @@ class FakeMeter:
         """Start a new peak, from what is allocated now."""
         self._peak = self._current
 
-    def reserved_peak_bytes(self) -> int:
+    def peaks(self) -> Peaks:
         """Nothing is cached."""
-        return 0
-
-    def retries(self) -> int:
-        """Nothing is cached."""
-        return 0
+        return Peaks(self._peak)
 
     def synchronize(self) -> None:
         """Nothing runs."""

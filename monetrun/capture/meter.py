@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from monetrun.capture import cpu_allocator, fake_tensors
+from monetrun.capture.peaks import Peaks
 
 
 class Meter(Protocol):
@@ -29,11 +30,8 @@ class Meter(Protocol):
     def reset_peak(self) -> None:
         """Start a new peak, from what is allocated now."""
 
-    def reserved_peak_bytes(self) -> int:
-        """The most that the allocator held since ``reset_peak``, cached memory included; 0 where it caches none."""
-
-    def retries(self) -> int:
-        """How often so far the allocator gave its cached memory back to serve a request."""
+    def peaks(self) -> Peaks:
+        """``peak_bytes``, and what the allocator held."""
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
@@ -56,13 +54,9 @@ class CpuMeter:
         """Start a new peak."""
         cpu_allocator.reset_peak()
 
-    def reserved_peak_bytes(self) -> int:
+    def peaks(self) -> Peaks:
         """Nothing is cached."""
-        return 0
-
-    def retries(self) -> int:
-        """Nothing is cached."""
-        return 0
+        return Peaks(self.peak_bytes())
 
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
@@ -78,23 +72,25 @@ class CudaMeter:
 
     def current_bytes(self) -> int:
         """Allocated now."""
-        return int(torch.cuda.memory_allocated(self.device))
+        return int(self._counters()["allocated_bytes"]["all"]["current"])
 
     def peak_bytes(self) -> int:
         """The most since ``reset_peak``."""
-        return int(torch.cuda.max_memory_allocated(self.device))
+        return self.peaks().allocated_bytes
 
     def reset_peak(self) -> None:
         """Start a new peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def reserved_peak_bytes(self) -> int:
-        """The most reserved since ``reset_peak``."""
-        return int(torch.cuda.max_memory_reserved(self.device))
+    def peaks(self) -> Peaks:
+        """What the allocator's counters say."""
+        found = self._counters()
+        allocated, reserved = (found[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
+        return Peaks(int(allocated), int(reserved), int(found["num_alloc_retries"]))
 
-    def retries(self) -> int:
-        """``num_alloc_retries`` of the device."""
-        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+    def _counters(self) -> dict[str, Any]:
+        """By name. ``torch.cuda.memory_stats`` and what calls it take six times as long."""
+        return torch.cuda.memory_stats_as_nested_dict(self.device)  # type: ignore[no-any-return, unused-ignore]
 
     def synchronize(self) -> None:
         """Wait for the current stream."""
@@ -133,13 +129,9 @@ class LiveTensorMeter:
         """Start a new peak."""
         self._peak = 0
 
-    def reserved_peak_bytes(self) -> int:
+    def peaks(self) -> Peaks:
         """Nothing is cached."""
-        return 0
-
-    def retries(self) -> int:
-        """Nothing is cached."""
-        return 0
+        return Peaks(self.peak_bytes())
 
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
@@ -161,13 +153,9 @@ class NoMeter:
     def reset_peak(self) -> None:
         """Nothing to reset."""
 
-    def reserved_peak_bytes(self) -> int:
+    def peaks(self) -> Peaks:
         """Nothing is cached."""
-        return 0
-
-    def retries(self) -> int:
-        """Nothing is cached."""
-        return 0
+        return Peaks(self.peak_bytes())
 
     def synchronize(self) -> None:
         """Nothing is queued."""

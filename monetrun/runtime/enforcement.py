@@ -56,14 +56,15 @@ class Enforcement:
         if not self._step_ended:
             return
         self._step_ended = False
-        peak = max(self.meter.peak_bytes(), self.meter.reserved_peak_bytes()) if self.meter.exact else 0
+        peaks = self.meter.peaks()
+        peak = max(peaks.allocated_bytes, peaks.reserved_bytes) if self.meter.exact else 0
         if peak > max(self._budget_bytes, self._noted_bytes):
             self._noted_bytes = peak + peak // 100
             self.note(
                 f"between training steps {format_bytes(peak)} were allocated: evaluation, and what else is no training"
                 f" step, is not planned and may take more than the budget of {format_bytes(self._budget_bytes)}"
             )
-        if self.meter.reserved_peak_bytes() > self._budget_bytes:
+        if peaks.reserved_bytes > self._budget_bytes:
             self._hold()  # what was cached meanwhile goes back to the device
 
     def enforce(self, *, suspended: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from monetrun.capture.meter import Meter
+from monetrun.capture.peaks import Peaks
 from monetrun.core.step import OUTSIDE
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime.stretches import StretchMeter
@@ -66,7 +67,7 @@ class StepMeter:
             return
         self._within_step = True
         if self._optimizer_steps < max(1, self._optimizers) * _SETTLING_STEPS or not self.steps:
-            self._retries_before = self.meter.retries()
+            self._retries_before = self.meter.peaks().retries
         if self._detail is not None:
             return  # a training step with several optimizers
         self.meter.reset_peak()
@@ -92,8 +93,7 @@ class StepMeter:
 
     def optimizer_ended(self, name: str) -> None:
         """It has ended."""
-        self._look()
-        self.retries = self.meter.retries() - self._retries_before
+        self.retries = self._look().retries - self._retries_before
         self.steps += self._within_step
         self._within_step = False
         self._optimizer_steps += 1
@@ -105,19 +105,21 @@ class StepMeter:
     def forget_peaks(self) -> None:
         """Another plan runs from now on: the peaks are its own."""
         self.peak_bytes = self.reserved_bytes = self.retries = 0
-        self._retries_before = self.meter.retries()
+        self._retries_before = self.meter.peaks().retries
 
     def interrupt(self) -> None:
         """Operators are about to be measured within the step: keep its peak so far. Another step is for the detail."""
         self._look()
         self._detail = None
 
-    def _look(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes())
-        self.reserved_bytes = max(self.reserved_bytes, self.meter.reserved_peak_bytes())
+    def _look(self) -> Peaks:
+        peaks = self.meter.peaks()
+        self.peak_bytes = max(self.peak_bytes, peaks.allocated_bytes)
+        self.reserved_bytes = max(self.reserved_bytes, peaks.reserved_bytes)
+        return peaks
 
     def _end_stretch(self, kind: str, graph: int = -1, name: str = "") -> None:
         assert self._detail is not None
-        self.reserved_bytes = max(self.reserved_bytes, self.meter.reserved_peak_bytes())
+        self.reserved_bytes = max(self.reserved_bytes, self.meter.peaks().reserved_bytes)
         self._detail.end(kind, graph, name)
         self.peak_bytes = max(self.peak_bytes, self._detail.stretches[-1].peak_bytes)

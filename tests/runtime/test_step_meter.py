@@ -1,5 +1,6 @@
 """Steps under a plan: their count, their peak, and the one that is measured in detail."""
 
+from monetrun.capture.peaks import Peaks
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.step import OUTSIDE
 from monetrun.runtime.step_meter import StepMeter
@@ -26,11 +27,8 @@ class Allocated:
     def reset_peak(self):
         self.peak = self.now
 
-    def reserved_peak_bytes(self):
-        return 2 * self.peak
-
-    def retries(self):
-        return 0
+    def peaks(self):
+        return Peaks(self.peak, 2 * self.peak)
 
     def synchronize(self):
         raise AssertionError("bytes are known without waiting for the device")
