@@ -19,6 +19,7 @@ from typing import Any
 import click
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import nn
 
 from lib.paper_networks import Transformer, UNet
@@ -72,6 +73,12 @@ def convolution_net(width: int = 48) -> nn.Module:
 def gpt() -> nn.Module:
     """Four layers of a GPT."""
     return Transformer(1024, 256, 256, 4, 8, causal=True)
+
+
+def vision_transformer() -> nn.Module:
+    """torchvision's, with four layers."""
+    size = {"image_size": 96, "patch_size": 8, "num_layers": 4, "num_heads": 4, "hidden_dim": 256, "mlp_dim": 1024}
+    return torchvision.models.VisionTransformer(**size, dropout=0.1, num_classes=CLASSES)
 
 
 def images(device: torch.device, batch: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,6 +248,8 @@ TRAININGS: dict[str, Training] = {
     "cnn_fp16_skips": lambda on, device: half(on(convolution_net()), device, torch.float16, first=2),
     "cnn_bf16": lambda on, device: half(on(convolution_net()), device, torch.bfloat16),
     "unet": lambda on, device: segmentation(on(UNet()), device),
+    "vit": lambda on, device: plain(on(vision_transformer()), device),
+    "vit_bf16": lambda on, device: half(on(vision_transformer()), device, torch.bfloat16),
     "gpt": lambda on, device: language(on(gpt()), device),
     "gpt_fp16": lambda on, device: language(on(gpt()), device, torch.float16),
     "gpt_bf16": lambda on, device: language(on(gpt()), device, torch.bfloat16),

@@ -44,6 +44,8 @@ TRAININGS = (
     "cnn_fp16_skips",
     "cnn_bf16",
     "unet",
+    "vit",
+    "vit_bf16",
     "gpt",
     "gpt_fp16",
     "gpt_bf16",

@@ -6,7 +6,8 @@ Uses the history that ``torch.cuda.memory._record_memory_history`` keeps, withou
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +19,9 @@ T = TypeVar("T")
 
 _ALLOC, _FREE = "alloc", "free_completed"
 _MAIN_STREAM = 0
-# parts of the names of operators that call cuBLAS
-_BLAS = ("mm", "linear", "matmul", "dot", "conv", "attention", "addmv", "aten.mv")
+# words in the names of operators that call cuBLAS; convolutions do where cuDNN is not used
+_BLAS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "dot", "vdot", "mv", "addmv", "attention"}
+_CONVOLUTIONS = {"convolution", "conv1d", "conv2d", "conv3d"}
 
 
 def settings_from_environment() -> AllocatorSettings:
@@ -37,6 +39,17 @@ def segments(device: torch.device) -> tuple[Segment, ...]:
         sizes = [b["size"] if b["state"] == "active_allocated" else -b["size"] for b in segment["blocks"]]
         result.append(Segment(small, tuple(sizes)))
     return tuple(s for s in result if any(n > 0 for n in s.blocks))
+
+
+def blocks(device: torch.device) -> dict[int, int]:
+    """Bytes of all blocks in use on the default stream, by address."""
+    return {
+        block["address"]: block["size"]
+        for segment in _snapshot(device)["segments"]
+        if segment["stream"] == _MAIN_STREAM
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    }
 
 
 def _snapshot(device: torch.device) -> dict[str, Any]:
@@ -58,25 +71,34 @@ class AllocatorHistory:
         device: a CUDA device.
 
     Attributes:
+        count: how many requests have a number.
         elsewhere_bytes: allocated on other streams in the latest piece, less what was freed there.
         batch_frees: which blocks of the batch the latest piece freed, and how many of its entries come before.
         other_frees: what it freed of requests in pieces that were left out: bytes, and how many of its entries come
             before.
+        base_frees: what it freed of other blocks that were there before: the same.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._numbers: dict[int, int] = {}  # of requests that were not freed yet, by address
-        self._count = 0
+        self.count = 0
         self._skipped: set[int] = set()  # addresses of requests that were left out, and not freed yet
         self._batch: dict[int, int] = {}  # which block of the batch lies at an address
         self.elsewhere_bytes = 0
         self.batch_frees: list[tuple[int, int]] = []
         self.other_frees: list[tuple[int, int]] = []
+        self.base_frees: list[tuple[int, int]] = []
+        self._base: dict[int, int] = {}  # bytes of what was there before, by address, and was not freed yet
 
-    def start(self, batch: Iterable[int] = ()) -> None:
-        """Begin to record; ``batch``: addresses of the inputs that are there before."""
+    def start(self, batch: Iterable[int] = (), base: Mapping[int, int] | None = None) -> None:
+        """Begin to record; ``batch``: addresses of the inputs that are there before, ``base``: bytes of all blocks."""
         self._batch = {address: i for i, address in enumerate(batch)}
+        self._base = {address: n for address, n in (base or {}).items() if address not in self._batch}
+        self._clear()
+
+    def resume(self) -> None:
+        """Record again; what was requested since ``stop`` and was not freed is not known."""
         self._clear()
 
     def stop(self) -> None:
@@ -92,6 +114,7 @@ class AllocatorHistory:
             elif entry["action"] == _FREE:
                 self._numbers.pop(entry["addr"], None)
                 self._batch.pop(entry["addr"], None)
+                self._base.pop(entry["addr"], None)
                 self._skipped.discard(entry["addr"])
         self._clear()
         return ()
@@ -99,14 +122,14 @@ class AllocatorHistory:
     def piece(self) -> tuple[int, ...]:
         """The requests since the last piece ended, as ``Event.requests``."""
         found: list[int] = []
-        self.elsewhere_bytes, self.batch_frees, self.other_frees = 0, [], []
+        self.elsewhere_bytes, self.batch_frees, self.other_frees, self.base_frees = 0, [], [], []
         for entry in self._entries(every_stream=True):
             address = entry["addr"]
             if entry["stream"] != _MAIN_STREAM:
                 self.elsewhere_bytes += {_ALLOC: 1, _FREE: -1}.get(entry["action"], 0) * int(entry["size"])
             elif entry["action"] == _ALLOC:
-                self._count += 1
-                self._numbers[address] = self._count
+                self.count += 1
+                self._numbers[address] = self.count
                 found.append(int(entry["size"]))
             elif entry["action"] == _FREE and address in self._numbers:
                 found.append(-self._numbers.pop(address))
@@ -115,6 +138,8 @@ class AllocatorHistory:
             elif entry["action"] == _FREE and address in self._skipped:
                 self._skipped.remove(address)
                 self.other_frees.append((int(entry["size"]), len(found)))
+            elif entry["action"] == _FREE and address in self._base:
+                self.base_frees.append((self._base.pop(address), len(found)))
         self._clear()
         return tuple(found)
 
@@ -150,8 +175,9 @@ def requests_of(device: torch.device, call: Callable[[], T]) -> tuple[T, tuple[i
 
 
 def use_library_workspaces(targets: Iterable[str]) -> bool:
-    """Whether operators with these targets multiply matrices, or may (convolutions without cuDNN do)."""
-    return any(word in target for target in targets for word in _BLAS)
+    """Whether operators with these targets multiply matrices in cuBLAS, or may."""
+    words = _BLAS if torch.backends.cudnn.enabled else _BLAS | _CONVOLUTIONS
+    return any(words.intersection(re.split("[._]", target)) for target in targets)
 
 
 def warm_up_libraries(device: torch.device) -> None:

@@ -232,12 +232,14 @@ class Pool:
         small_bytes: reserved for requests of up to 1 MiB.
         large_bytes: reserved for larger ones.
         other_streams_bytes: part of ``large_bytes``: reserved on streams on which no graph runs.
+        plain_is_estimated: the plain run's peaks, reserved and allocated, were derived and not measured (no trial run).
     """
 
     plain_bytes: int
     small_bytes: int
     large_bytes: int
     other_streams_bytes: int = 0
+    plain_is_estimated: bool = False
 
     def check(self) -> None:
         """Check what was read.

@@ -126,6 +126,7 @@ class ReplayedBatch:
     def is_last_of(self, script: dict[int, Block]) -> None:
         """The step ends: of the inputs that took a part's place the latest, taken from ``script``, is that part now."""
         for i, nbytes in enumerate(self.sizes):
-            last = next((k for k in reversed(script) if script[k].nbytes == nbytes), None)
+            rounded = self.allocator.settings.rounded
+            last = next((k for k in reversed(script) if rounded(script[k].nbytes) == nbytes), None)
             if self._blocks[i] is None and last is not None:
                 self._blocks[i] = script.pop(last)

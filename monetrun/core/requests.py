@@ -133,18 +133,16 @@ class StepReplay:
         self._without_backward = Counter(e.graph for e in self._events if e.kind == FORWARD)
         self._without_backward.subtract(e.graph for e in self._events if e.kind == BACKWARD)
         self._holds = [schedule.holds_by_step() for schedule in schedules]
-        self._last = {
-            k: last_reads(g, s.forward + s.backward)
-            for k, (g, s) in enumerate(zip(record.graphs, schedules, strict=True))
-        }
+        self._last = [last_reads(g, s.forward + s.backward) for g, s in zip(record.graphs, schedules, strict=True)]
 
     def step(self, *, first: bool) -> None:
         """One step; in the first one nothing of an earlier step is held, and the optimizer allocates its state."""
+        between = None if self.record.memory is None else self.record.memory.between
         last_gradients, self.gradients = self.gradients, []
         last_outputs = LastOutputs(self.outputs, dropped_later(self._events), self.allocator)
         self.outputs = []
         requests, backward = 0, False
-        if not first:
+        if not first and between is None:
             self.batch.replace()
         held_over = {event.name for event in self._events if event.delta_bytes > 0}
         for event in self._events:
@@ -163,13 +161,14 @@ class StepReplay:
         free_all(self.allocator, last_gradients)
         last_outputs.drop_all()
         self._end_calls_without_backward()
+        if between is not None:
+            self._outside(between, requests, first=False)
         self.batch.is_last_of(self._script)
         self.outputs += self._script.values()
         self._script.clear()
-        if LAST_GRADIENTS not in held_over:
-            free_all(self.allocator, self.gradients)
-        if LAST_OUTPUTS not in held_over:
-            free_all(self.allocator, self.outputs)
+        for name, blocks in ((LAST_GRADIENTS, self.gradients), (LAST_OUTPUTS, self.outputs)):
+            if name not in held_over:
+                free_all(self.allocator, blocks)
 
     def _end_calls_without_backward(self) -> None:
         """What forwards save of which no backward comes is freed with the script's last reference to their outputs."""

@@ -25,6 +25,7 @@ from monetrun.core.simulate import simulate
 OUTSIDE = "outside"
 LAST_GRADIENTS = "last step's gradients"
 LAST_OUTPUTS = "last step's outputs"
+BETWEEN_STEPS = "between steps"
 LIBRARIES = "cuBLAS workspaces"
 HELD_SINCE = "held since the recorded step"
 
@@ -93,9 +94,12 @@ class DeviceMemory:
         library_bytes: part of ``base``: workspaces that cuBLAS keeps once it has been used, for each thread and stream.
         plain_allocated_bytes: peak of the plain run, measured; 0 where it was not.
         plain_reserved_bytes: the same of reserved bytes.
-        batch: part of ``base``: inputs that each step replaces, new ones before the old ones are freed.
+        batch: part of ``base``: inputs, and what else each step replaces.
         excess_bytes: what planned steps were seen to reserve beyond what ``core.requests`` derives.
         other_streams_bytes: reserved for requests on other streams, on which no graph runs.
+        between: what the script requests and frees from a step's end to the next one's first forward, with numbers that
+            go on from those of the step's requests; None where that was not seen: then a new batch is there before the
+            old one is freed.
     """
 
     settings: AllocatorSettings
@@ -108,6 +112,7 @@ class DeviceMemory:
     batch: tuple[int, ...] = ()
     excess_bytes: int = 0
     other_streams_bytes: int = 0
+    between: Event | None = None
 
     def check(self) -> None:
         """Check what was read.
@@ -147,7 +152,7 @@ class Break:
     in_python: bool
 
 
-RECORD_SCHEMA = 2  # of a record; goes up when an older one would mean something else
+RECORD_SCHEMA = 3  # of a record; goes up when an older one would mean something else
 
 
 @dataclass(frozen=True)
@@ -201,7 +206,8 @@ class StepRecord:
         for device_type, dtype in self.backward_autocast:
             if device_type not in ("cpu", "cuda") or dtype not in ("bfloat16", "float16", "float32"):
                 raise ValueError(f"autocast of {device_type!r} to {dtype!r}")
-        for i, event in enumerate(self.events):
+        between = None if self.memory is None else self.memory.between
+        for i, event in enumerate((*self.events, *([between] if between else ()))):
             try:
                 self._check_event(event)
             except ValueError as error:

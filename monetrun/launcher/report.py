@@ -290,7 +290,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
     retries = f"; {outcome.retries} allocation retries in settled steps" if outcome.retries else ""
     return [
         f"[bold]monetrun[/bold]  {outcome.steps} training steps",
-        row("plain peak", plain, plan.plain_peak_bytes),
+        row("plain peak", plain, plan.plain_peak_bytes) + (", estimated" if pool.plain_is_estimated else ""),
         f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved ({share(plan.budget_bytes, plain)})",
         row("planned peak", pool.planned_bytes, plan.planned_peak_bytes),
         row("measured peak", outcome.measured_reserved_bytes, outcome.measured_peak_bytes) + retries,

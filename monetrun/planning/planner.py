@@ -153,9 +153,14 @@ def _plan(
     timeline, plain_seconds = replay(record, found.schedules), base.plain.seconds
     overhead = timeline.seconds / plain_seconds - 1.0 if plain_seconds else 0.0
     rows, pool = ledger(record, timeline.peak_bytes), None
-    if reserve is not None:
-        aside = 0 if record.memory is None else record.memory.other_streams_bytes
-        pool = Pool(plain_reserved_bytes(record), reserve.small_bytes, reserve.large_bytes, aside)
+    if reserve is not None and (memory := record.memory) is not None:
+        pool = Pool(
+            plain_reserved_bytes(record),
+            reserve.small_bytes,
+            reserve.large_bytes,
+            memory.other_streams_bytes,
+            plain_is_estimated=not memory.plain_reserved_bytes,
+        )
         rows["fragmentation"] = pool.planned_bytes - timeline.peak_bytes
     return Plan(
         graphs=tuple(GraphPlan.of(g, s) for g, s in zip(record.graphs, found.schedules, strict=True)),

@@ -13,7 +13,10 @@ from monetrun.capture.allocator_history import AllocatorHistory
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.storages import block_bytes
 from monetrun.core.allocator_settings import AllocatorSettings
-from monetrun.core.step import OUTSIDE, DeviceMemory, Segment
+from monetrun.core.step import BETWEEN_STEPS, OUTSIDE, DeviceMemory, Event, Segment
+
+# What a script has at once, at most, while it makes the next batch: so many times the inputs.
+_MOST_OF_BATCH = 4
 
 
 class DeviceRecorder:
@@ -36,6 +39,7 @@ class DeviceRecorder:
         self._batch_frees: list[list[tuple[int, int]]] = []  # of each stretch
         self._other_frees: list[list[tuple[int, int]]] = []  # of each stretch
         self._other_streams_bytes = 0
+        self._between: Event | None = None
 
     def begin(self, joints: Sequence[JointGraph], joint: JointGraph, arguments: Sequence[Any]) -> None:
         """The step begins with the forward of ``joint``: from now on only the step itself allocates."""
@@ -53,7 +57,7 @@ class DeviceRecorder:
         self._base = allocator_history.segments(self.device)
         blocks = _blocks_of(batch)
         self._batch = tuple(blocks.values())
-        self._history.start(blocks)
+        self._history.start(blocks, allocator_history.blocks(self.device))
 
     def stretch_ended(self, kind: str) -> None:
         """A stretch of the step has ended."""
@@ -86,6 +90,30 @@ class DeviceRecorder:
             "freed": tuple(frees),
         }
 
+    def resume(self) -> None:
+        """What the script does after the recorded step is seen from now on."""
+        self._history.resume()
+
+    def seen_between_steps(self) -> None:
+        """The next step begins: what was seen since the recorded one is what the script does between steps.
+
+        It is not where that is more than the next batch takes (an evaluation, a checkpoint).
+        """
+        before, requests = self._history.count, self._history.piece()
+        settings = allocator_history.settings_from_environment()
+        if _highest_bytes(requests, before) > max(_MOST_OF_BATCH * sum(self._batch), settings.large_segment_bytes):
+            return
+        inputs = len(self._batch)
+        replaced = [(inputs + k, place) for k, (_, place) in enumerate(self._history.base_frees)]
+        self._batch += tuple(nbytes for nbytes, _ in self._history.base_frees)
+        self._between = Event(
+            OUTSIDE,
+            name=BETWEEN_STEPS,
+            requests=requests,
+            batch_freed=(*self._history.batch_frees, *replaced),
+            freed=tuple((settings.rounded(nbytes), place) for nbytes, place in self._history.other_frees),
+        )
+
     def stop(self) -> None:
         """Nothing is recorded from now on."""
         self._history.stop()
@@ -108,6 +136,7 @@ class DeviceRecorder:
             library_bytes=self._library_bytes,
             batch=self._batch,
             other_streams_bytes=self._other_streams_bytes,
+            between=self._between,
         )
 
 
@@ -117,6 +146,21 @@ def _transient(joint: JointGraph, arguments: Sequence[Any]) -> Iterator[torch.Te
         t = joint.storage.get(node) if isinstance(node, fx.Node) else None
         if t in joint.transient and isinstance(value, torch.Tensor):
             yield value
+
+
+def _highest_bytes(requests: Iterable[int], before: int) -> int:
+    """The most that these requests (``Event.requests``) have at once, the first ``before`` of the step left out."""
+    held: dict[int, int] = {}
+    present = highest = 0
+    for n in requests:
+        if n < 0:
+            present -= held.pop(-n, 0)
+        else:
+            before += 1
+            held[before] = n
+            present += n
+            highest = max(highest, present)
+    return highest
 
 
 def _blocks_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -146,6 +146,8 @@ class Engine(_CallsRecorded):
         """Plan the recorded step, in rank 0 for all, and have all models compiled anew."""
         assert self.recorder is not None
         self._traces.drop()
+        if isinstance(self.recorder, Recorder) and self.recorder.memory is not None:
+            self.recorder.memory.seen_between_steps()
         record = _recorded(self, self.recorder)
         self.known.update(self.recorder.known)
         budget = budget_here(self.settings, self.device, self.meter)

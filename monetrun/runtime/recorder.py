@@ -54,6 +54,7 @@ class Recorder:
         joints: the captured graphs, in the order of their first calls.
         schedules: of each.
         known: costs, by signature; ``measure`` adds to it.
+        memory: what the device's allocator does; CUDA only.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Recorder:
         self._zeroed_ids: set[int] = set()
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
-        self._memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
+        self.memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number, and the schedule of the least peak that is known for it."""
@@ -96,16 +97,16 @@ class Recorder:
     def forward_begins(self, arguments: Iterable[Any]) -> None:
         """A model is called whose hooks allocate before its first graph runs: they are of the step."""
         if not self.stretches:
-            if self._memory is not None:
-                self._memory.begin_before_graphs(arguments)
+            if self.memory is not None:
+                self.memory.begin_before_graphs(arguments)
             self._stretch_meter.begin()
             self._end_stretch(OUTSIDE)
 
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins, and what the script did since the last one has ended."""
         if not self.stretches:
-            if self._memory is not None:
-                self._memory.begin(self.joints, self.joints[graph], arguments)
+            if self.memory is not None:
+                self.memory.begin(self.joints, self.joints[graph], arguments)
             self._stretch_meter.begin()
         self._end_stretch(OUTSIDE)
         if phase == FORWARD:
@@ -167,8 +168,8 @@ class Recorder:
         self.meter.synchronize()
         self._stretch_meter.end(kind, graph, name)
         self._lifetimes.look(len(self.stretches) - 1)
-        if self._memory is not None:
-            self._memory.stretch_ended(kind)
+        if self.memory is not None:
+            self.memory.stretch_ended(kind)
 
     # ---- the record
 
@@ -176,8 +177,8 @@ class Recorder:
         """The costs of all graphs: measured, with what ``store`` has and for it, or those of the modelled device."""
         if self.model is not None:
             return [cost.modelled(joint, self.model) for joint in self.joints]
-        if self._memory is not None:
-            self._memory.stop()
+        if self.memory is not None:
+            self.memory.stop()
         self.known = cost_store.measure(self.joints, self.known, self.meter, self.device, store)
         return [cost.costs_of(joint, self.known, cost_store.device_name(self.device)) for joint in self.joints]
 
@@ -193,7 +194,7 @@ class Recorder:
         if waiting := sum(gradients.values()):
             events.insert(0, Event(OUTSIDE, -1, waiting, waiting, LAST_GRADIENTS))
         weights = _bytes_of(self._parameters)
-        libraries = 0 if self._memory is None else self._memory.end()
+        libraries = 0 if self.memory is None else self.memory.end()
         return StepRecord(
             graphs=tuple(usable_now(j, cost.as_tried(j, self.known)) for j in self.joints),
             costs=tuple(costs),
@@ -209,7 +210,7 @@ class Recorder:
             device=costs[0].device if costs else cost_store.device_name(self.device),
             torch_version=torch.__version__,
             exact=self.meter.exact,
-            memory=None if self._memory is None else self._memory.memory(),
+            memory=None if self.memory is None else self.memory.memory(),
             breaks=tuple(breaks),
             reductions=_reductions(self._parallel, self._given),
         )
@@ -227,7 +228,7 @@ class Recorder:
                 grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
                 dropped = tuple((self.joints.index(joint), t) for joint, t in self._lifetimes.dropped(i))
                 sizes = [self.joints[k].graph.tensors[t].nbytes for k, t in dropped]
-                seen = {} if self._memory is None else self._memory.seen_outside(i, sizes)
+                seen = {} if self.memory is None else self.memory.seen_outside(i, sizes)
                 high = max(0, peak - grown - sum(sizes))
                 events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, **seen))
                 now = stretch.end_bytes + absent

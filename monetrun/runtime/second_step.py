@@ -1,10 +1,14 @@
-"""The end of a trial run: where the script holds its model's outputs, not before the next step shows for how long."""
+"""The end of a trial run: what only the next step shows.
+
+That is where the script holds its model's outputs, and on CUDA what it requests between two steps, in which order.
+"""
 
 from __future__ import annotations
 
 import atexit
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from monetrun.capture.joint import JointGraph
@@ -29,19 +33,22 @@ def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> 
 
     The process ends at once where the next step would show nothing more.
     """
-    held = last_outputs_bytes(record)
-    if isinstance(recorder, SecondStep) or record.memory is not None or not recorder.meter.exact or not held:
+    if isinstance(recorder, SecondStep) or not recorder.meter.exact:
         probe.leave(record, path)
-    plain = replay(*plain_step(record)).peak_bytes
-    if held < plain >> _WORTHWHILE_SHIFT:
+    if recorder.memory is not None:
+        recorder.memory.resume()
+        return SecondStep(recorder, record, path)
+    held = last_outputs_bytes(record)
+    if not held or held < replay(*plain_step(record)).peak_bytes >> _WORTHWHILE_SHIFT:
         probe.leave(record, path)
     return SecondStep(recorder, record, path)
 
 
 class SecondStep:
-    """Sees the step after the recorded one, in the recorder's place, until its backward begins; then the process ends.
+    """Sees the step after the recorded one, in the recorder's place; the process ends when its backward begins.
 
-    It ends before that where there is no such step, or where it takes long to begin.
+    On CUDA, where the plain run's own peaks are measured, it ends when the forward begins. It ends before that where
+    there is no such step, or where it takes long to begin.
     """
 
     def __init__(self, recorder: Recorder, record: StepRecord, path: str) -> None:
@@ -77,13 +84,22 @@ class SecondStep:
 
     def forward_begins(self, arguments: Iterable[Any]) -> None:
         """The next step begins with what hooks allocate, as the recorded one did."""
+        self._step_begins()
         if not self._begun:
             self._meter.begin()
             self._begun = True
             self._meter.end(OUTSIDE)
 
+    def _step_begins(self) -> None:
+        memory = self._recorder.memory
+        if memory is not None:
+            memory.seen_between_steps()
+            self._record = replace(self._record, memory=memory.memory())
+            self._end()
+
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins; the first backward ends the process."""
+        self._step_begins()
         if not self._begun:
             self._meter.begin()
             self._begun = True

@@ -6,12 +6,12 @@ import pytest
 
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
-from monetrun.core.graph import Requests
+from monetrun.core.graph import BACKWARD, Requests
 from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
-from monetrun.core.requests import StepReplay, _Call, load_base, reserved, reserved_under
-from monetrun.core.step import LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, replay
+from monetrun.core.requests import STEPS, StepReplay, _Call, load_base, reserved, reserved_under
+from monetrun.core.step import BETWEEN_STEPS, LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, replay
 from monetrun.core.step_changes import with_excess, with_plain_peaks
 from support.step_records import chain_record, output_of
 
@@ -129,6 +129,61 @@ def test_a_part_of_the_batch_that_is_freed_within_the_step_is_no_gradient(record
     assert allocator.peak_allocated_bytes == before + size
     with pytest.raises(ValueError, match="part of the batch"):
         replace(record, events=(event,)).check()
+
+
+def test_between_steps_the_script_does_what_was_seen(record):
+    """A new batch beside the gradients, then these are freed, then the old batch: its place is the next new one's."""
+    size = 33 * MIB
+    base = (*record.memory.base, Segment(False, (size,)))
+    graph = record.graphs[0]
+    kept = [t for t in graph.tensors if t.kept and not t.external]
+    gradients = [t.nbytes for t in kept if graph.operators[graph.writer[t.id]].phase == BACKWARD]
+    before = sum(n > 0 for event in record.events for n in event.requests)
+    between = Event(
+        OUTSIDE,
+        name=BETWEEN_STEPS,
+        requests=(size, 3 * MIB, -(before + 2)),
+        freed=tuple((nbytes, 1) for nbytes in gradients),
+        batch_freed=((0, 3),),
+    )
+    events = [event for event in record.events if event.delta_bytes >= 0]  # gradients stay
+    one = replace(
+        record, events=tuple(events), memory=replace(record.memory, base=base, batch=(size,), between=between)
+    )
+    one.check()
+    steps = _noted(one)
+    assert len(gradients) > 0
+    seen = [size, *(-n for n in gradients), 3 * MIB, -3 * MIB, -size]
+    end = len(steps) - steps[::-1].index(-size)
+    assert steps[end - len(seen) : end] == seen
+    assert steps.count(size) == steps.count(-size) == 3
+    unseen = _noted(replace(one, memory=replace(one.memory, between=None)))
+    assert unseen.count(size) == unseen.count(-size) == 2
+
+
+def _noted(record):
+    """What three steps request, and (negative) free."""
+    noted = []
+
+    class Noting(CachingAllocator):
+        def allocate(self, nbytes, stream=0):
+            address = super().allocate(nbytes, stream)
+            noted.append(nbytes)
+            sizes[address] = nbytes
+            return address
+
+        def free(self, address):
+            super().free(address)
+            noted.append(-sizes.pop(address))
+
+    allocator, sizes = Noting(SETTINGS), {}
+    replayed = StepReplay(record, plain(record), allocator)
+    loaded = load_base(record.memory, allocator)
+    sizes.update(loaded)
+    replayed.batch.find(loaded)
+    for number in range(STEPS):
+        replayed.step(first=number == 0)
+    return noted
 
 
 def test_what_the_script_frees_of_gradients_is_freed_by_its_size_and_place(record):
