@@ -16,8 +16,9 @@ from pathlib import Path
 
 from monetrun.core.budget import Budget, parse, resolve
 from monetrun.core.errors import MonetrunError, NeverTrained, ScheduleError, UsageError
+from monetrun.core.options import Options
 from monetrun.core.plain import PlainPeaks
-from monetrun.core.plan import Plan
+from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_excess, with_plain_peaks
 from monetrun.launcher import keys, memory, page, report
@@ -34,6 +35,7 @@ from monetrun.machine.store import Store, default_root
 from monetrun.planning import planner
 from monetrun.planning.explain import describes
 from monetrun.planning.frontier import Frontier, frontier, spread
+from monetrun.planning.known import known_schedules
 from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings
 from monetrun.solve import timing
 
@@ -232,11 +234,19 @@ class Job:
         try:
             with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
                 options = replace(self.options.solver_options(), on_progress=progress)
-                return planner.plan_step(record, budget_bytes, self.options.algorithm, options, base)
+                known = self._known(base, options)
+                return planner.plan_step(record, budget_bytes, self.options.algorithm, options, base, known)
         except planner.BudgetBelowSmallest as refused:
             if self._store is not None:
                 self._store.put("plan", smallest_key, refused.smallest_schedules)
             raise
+
+    def _known(self, base: planner.Baseline, options: Options) -> list[tuple[Schedule, ...]]:
+        """``known_schedules`` of the step; says how many there are."""
+        known = known_schedules(self._store, base.searched.graphs, options)
+        if known and not self.options.quiet:
+            self.console.print(f"monetrun: planning begins with {len(known)} known plans of these graphs")
+        return known
 
     def finish(self, exit_code: int) -> None:
         """Report what the workers measured, and keep it for ``monetrun explain --measured``.

@@ -24,6 +24,7 @@ from monetrun.core.step import Break, StepRecord
 from monetrun.machine.store import Store
 from monetrun.ops import kernels
 from monetrun.planning import planner
+from monetrun.planning.known import known_schedules
 from monetrun.runtime import agreement
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.autocast import BackwardAutocast
@@ -305,7 +306,9 @@ def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan
 
     settings, base = engine.settings, planner.baseline(record, budget_of=budget_of)
     budget_bytes = budget_of(planner.plain_bytes(record, base))
-    return planner.plan_step(record, budget_bytes, settings.algorithm, settings.solver_options(), base)
+    options = settings.solver_options()
+    known = known_schedules(engine.store, base.searched.graphs, options)
+    return planner.plan_step(record, budget_bytes, settings.algorithm, options, base, known)
 
 
 def _budget(settings: Settings) -> Budget | None:
