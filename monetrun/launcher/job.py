@@ -234,19 +234,12 @@ class Job:
         try:
             with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
                 options = replace(self.options.solver_options(), on_progress=progress)
-                known = self._known(base, options)
+                known = _known(self, base, options)
                 return planner.plan_step(record, budget_bytes, self.options.algorithm, options, base, known)
         except planner.BudgetBelowSmallest as refused:
             if self._store is not None:
                 self._store.put("plan", smallest_key, refused.smallest_schedules)
             raise
-
-    def _known(self, base: planner.Baseline, options: Options) -> list[tuple[Schedule, ...]]:
-        """``known_schedules`` of the step; says how many there are."""
-        known = known_schedules(self._store, base.searched.graphs, options)
-        if known and not self.options.quiet:
-            self.console.print(f"monetrun: planning begins with {len(known)} known plans of these graphs")
-        return known
 
     def finish(self, exit_code: int) -> None:
         """Report what the workers measured, and keep it for ``monetrun explain --measured``.
@@ -267,6 +260,14 @@ class Job:
         if not self.options.quiet:
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
+
+
+def _known(job: Job, base: planner.Baseline, options: Options) -> list[tuple[Schedule, ...]]:
+    """``known_schedules`` of the step; says how many there are."""
+    known = known_schedules(job._store, base.searched.graphs, options)
+    if known and not job.options.quiet:
+        job.console.print(f"monetrun: planning begins with {len(known)} known plans of these graphs")
+    return known
 
 
 def _print_decision(job: Job, decision: Decision) -> None:
@@ -316,6 +317,7 @@ def _settings(options: LaunchOptions, report_folder: Path, store: Store | None) 
         budget=options.budget,
         plan_given=bool(options.plan_file),
         report_folder=str(report_folder),
+        tensorboard_folder=options.tensorboard_folder and str(Path(options.tensorboard_folder).resolve()),
         cache_folder=str(store.root) if store else "",
         algorithm=options.algorithm,
         solver_seconds=options.solver_seconds,

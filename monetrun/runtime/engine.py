@@ -34,6 +34,7 @@ from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.running_plan import RunningPlan
+from monetrun.runtime.scalars import StepScalars, planned_values
 from monetrun.runtime.second_step import SecondStep, followed
 from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
@@ -79,6 +80,7 @@ class Engine(_CallsRecorded):
         generation: goes up when models have to be compiled anew.
         recorder: while a step is recorded.
         running: from then on, the plan that runs.
+        scalars: of its steps, where they are wanted.
         known: measured costs, by the operators' signatures.
         breaks: modules that are not captured whole, by ``Break.module``.
         autocast: under which the script calls the backward.
@@ -107,6 +109,7 @@ class Engine(_CallsRecorded):
         self.known = cost_store.load(self.store, device)
         timing = OperatorTiming if settings.mode == CHECK else CallTiming
         self.meters = PlannedCallMeters(timing(self.meter, self.known), StepMeter(self.meter))
+        self.scalars = StepScalars(settings, warn)
         self.generation = 0
         self.breaks: dict[str, Break] = {}
         self.running: RunningPlan | None = None
@@ -127,6 +130,7 @@ class Engine(_CallsRecorded):
         """Lift the allocation limit, and drop what refers to parameters: torch keeps its last backend, and so this."""
         set_limit(self.device, None)
         self.recorder = None
+        close_scalars(self)
 
     @property
     def plan(self) -> Plan | None:
@@ -227,6 +231,7 @@ class Engine(_CallsRecorded):
         if self.running is not None:
             self.meters.steps.optimizer_ended(name)
             self.running.step_ended()
+            self.scalars.step_ended(self.meters.steps.steps, lambda: _scalars(self))
             self._traces.drop()
             if self.meters.steps.settled and not self._looked:
                 self._looked = True
@@ -309,6 +314,18 @@ def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan
     options = settings.solver_options()
     known = known_schedules(engine.store, base.searched.graphs, options)
     return planner.plan_step(record, budget_bytes, settings.algorithm, options, base, known)
+
+
+def close_scalars(engine: Engine) -> None:
+    """Write the last scalars of training steps, and close their files."""
+    if engine.plan is not None and engine.scalars.wanted:
+        values = {**_scalars(engine), "measured_overhead": engine.meters.timing.overhead()}
+        engine.scalars.close(engine.meters.steps.steps, values)
+
+
+def _scalars(engine: Engine) -> dict[str, float | None]:
+    assert engine.plan is not None
+    return planned_values(engine.plan, engine.meters.steps, engine.device.type, engine.meter.exact)
 
 
 def _budget(settings: Settings) -> Budget | None:
