@@ -16,7 +16,6 @@ from pathlib import Path
 
 from monetrun.core.budget import Budget, parse, resolve
 from monetrun.core.errors import MonetrunError, NeverTrained, ScheduleError, UsageError
-from monetrun.core.options import Options
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
@@ -230,11 +229,10 @@ class Job:
             return resolve(self.budget, None, plain_bytes) if budget_bytes is None else budget_bytes
 
         base = planner.baseline(record, kept_schedules(self._store, smallest_key, record.graphs), budget_of)
-        budget_bytes = budget_of(planner.plain_bytes(record, base))
+        budget_bytes, known = budget_of(planner.plain_bytes(record, base)), _known(self, base)
         try:
             with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
                 options = replace(self.options.solver_options(), on_progress=progress)
-                known = _known(self, base, options)
                 return planner.plan_step(record, budget_bytes, self.options.algorithm, options, base, known)
         except planner.BudgetBelowSmallest as refused:
             if self._store is not None:
@@ -262,9 +260,9 @@ class Job:
                 self.console.print(line)
 
 
-def _known(job: Job, base: planner.Baseline, options: Options) -> list[tuple[Schedule, ...]]:
+def _known(job: Job, base: planner.Baseline) -> list[tuple[Schedule, ...]]:
     """``known_schedules`` of the step; says how many there are."""
-    known = known_schedules(job._store, base.searched.graphs, options)
+    known = known_schedules(job._store, base.searched.graphs, job.options.solver_options())
     if known and not job.options.quiet:
         job.console.print(f"monetrun: planning begins with {len(known)} known plans of these graphs")
     return known

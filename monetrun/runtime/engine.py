@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class Engine(_CallsRecorded):
         self.known = cost_store.load(self.store, device)
         timing = OperatorTiming if settings.mode == CHECK else CallTiming
         self.meters = PlannedCallMeters(timing(self.meter, self.known), StepMeter(self.meter))
-        self.scalars = StepScalars(settings, warn)
+        self.scalars = StepScalars(settings, warn, partial(_scalars, self))
         self.generation = 0
         self.breaks: dict[str, Break] = {}
         self.running: RunningPlan | None = None
@@ -130,7 +131,7 @@ class Engine(_CallsRecorded):
         """Lift the allocation limit, and drop what refers to parameters: torch keeps its last backend, and so this."""
         set_limit(self.device, None)
         self.recorder = None
-        close_scalars(self)
+        self.scalars.close()
 
     @property
     def plan(self) -> Plan | None:
@@ -231,7 +232,7 @@ class Engine(_CallsRecorded):
         if self.running is not None:
             self.meters.steps.optimizer_ended(name)
             self.running.step_ended()
-            self.scalars.step_ended(self.meters.steps.steps, lambda: _scalars(self))
+            self.scalars.step_ended(self.meters.steps.steps)
             self._traces.drop()
             if self.meters.steps.settled and not self._looked:
                 self._looked = True
@@ -316,16 +317,10 @@ def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan
     return planner.plan_step(record, budget_bytes, settings.algorithm, options, base, known)
 
 
-def close_scalars(engine: Engine) -> None:
-    """Write the last scalars of training steps, and close their files."""
-    if engine.plan is not None and engine.scalars.wanted:
-        values = {**_scalars(engine), "measured_overhead": engine.meters.timing.overhead()}
-        engine.scalars.close(engine.meters.steps.steps, values)
-
-
-def _scalars(engine: Engine) -> dict[str, float | None]:
+def _scalars(engine: Engine, last: bool) -> dict[str, float | None]:
     assert engine.plan is not None
-    return planned_values(engine.plan, engine.meters.steps, engine.device.type, engine.meter.exact)
+    values = planned_values(engine.plan, engine.meters.steps, engine.device.type, engine.meter.exact)
+    return {**values, "measured_overhead": engine.meters.timing.overhead()} if last else values
 
 
 def _budget(settings: Settings) -> Budget | None:

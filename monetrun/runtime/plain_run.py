@@ -45,7 +45,7 @@ class PlainRun:
         self._backwards = 0
         self._undo = contextlib.ExitStack()
         self._reporter = Reporter(settings)
-        self._scalars = StepScalars(settings, self._reporter.warn)
+        self._scalars = StepScalars(settings, self._reporter.warn, self._values)
         self._free_before: tuple[int, ...] = ()  # of each device, before this process used any
 
     def watch_process(self) -> None:
@@ -99,7 +99,7 @@ class PlainRun:
         fewest, most = min(self._steps.values()), max(self._steps.values())
         enough = fewest >= _STEPS or most >= _MOST_STEPS
         if self.device is not None:
-            self._scalars.step_ended(most, self._values)
+            self._scalars.step_ended(most)
         if self.settings.mode == MEASURE and enough:  # without a device the script trains on the CPU
             probe.leave(None if self.device is None else self._peaks(), self.settings.record_file)
 
@@ -115,7 +115,7 @@ class PlainRun:
             outside_bytes=self._outside_bytes(int(stats["reserved_bytes.all.current"])),
         )
 
-    def _values(self) -> dict[str, float | None]:
+    def _values(self, last: bool) -> dict[str, float | None]:
         """The scalars: the most since the script began."""
         peaks = self._peaks()
         return {
@@ -148,4 +148,3 @@ class PlainRun:
                 "allocation_retries": peaks.retries,
             }
         )
-        self._scalars.close(peaks.steps, self._values())

@@ -6,6 +6,7 @@ Nothing that goes wrong here ends training: a warning says that no more is writt
 
 from __future__ import annotations
 
+import atexit
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -29,47 +30,38 @@ class StepScalars:
     Args:
         settings: of the process; nothing is written unless they name a folder and it trains.
         warn: called where nothing more can be written.
-
-    The files are open as long as ``wanted``.
+        values: gives the scalars, where a point is due; called with whether it is the last one.
     """
 
-    def __init__(self, settings: Settings, warn: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, warn: Callable[[str], None], values: Callable[[bool], Values]) -> None:
         self._warn = warn
+        self._values = values
         self._writer: Any = None
-        self._point_steps = 0
+        self._steps = self._point_steps = 0
         self._point_time = -1.0
         if settings.tensorboard_folder and settings.mode in (RUN, PLAIN):
             self._folder = Path(settings.tensorboard_folder) / f"rank{settings.rank}"
             self._guarded(self._open)
 
-    @property
-    def wanted(self) -> bool:
-        """Whether scalars are written."""
-        return self._writer is not None
-
-    def step_ended(self, steps: int, values: Callable[[], Values]) -> None:
-        """A training step has ended.
-
-        Args:
-            steps: how many so far.
-            values: gives the scalars, where a point is due; None: not known.
-        """
-        if self._writer is None or steps == self._point_steps:
+    def step_ended(self, steps: int) -> None:
+        """A training step has ended; ``steps``: how many so far."""
+        if self._writer is None or steps == self._steps:
             return
-        now = time.perf_counter()
+        self._steps, now = steps, time.perf_counter()
         if self._point_time < 0:  # the first step compiles, and takes no time that says anything
-            self._guarded(lambda: self._write(steps, values()))
+            self._guarded(lambda: self._write(self._values(False)))
         elif now - self._point_time >= _SECONDS_BETWEEN_POINTS:
             seconds = (now - self._point_time) / (steps - self._point_steps)
-            self._guarded(lambda: self._write(steps, {**values(), "step_seconds": seconds}))
+            self._guarded(lambda: self._write({**self._values(False), "step_seconds": seconds}))
         else:
             return
         self._point_steps, self._point_time = steps, time.perf_counter()
 
-    def close(self, steps: int, values: Values) -> None:
-        """Write the last point and close the files."""
-        if self._writer is not None:
-            self._guarded(lambda: self._write(steps, values))
+    def close(self) -> None:
+        """Write the last point, if there has been a step, and close the files; at the end of the process at last."""
+        atexit.unregister(self.close)
+        if self._writer is not None and self._steps:
+            self._guarded(lambda: self._write(self._values(True)))
         if self._writer is not None:
             self._guarded(self._writer.close)
         self._writer = None
@@ -78,11 +70,12 @@ class StepScalars:
         from torch.utils.tensorboard import SummaryWriter  # optional, and takes a second to import
 
         self._writer = SummaryWriter(str(self._folder), flush_secs=_FLUSH_SECONDS)
+        atexit.register(self.close)
 
-    def _write(self, steps: int, values: Values) -> None:
+    def _write(self, values: Values) -> None:
         for name, value in values.items():
             if value is not None:  # bytes are exact in double precision only
-                self._writer.add_scalar(_GROUP + name, value, steps, new_style=True, double_precision=True)
+                self._writer.add_scalar(_GROUP + name, value, self._steps, new_style=True, double_precision=True)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:

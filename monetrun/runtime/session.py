@@ -210,10 +210,6 @@ class Session:
         """Leave what this rank measured for the launcher."""
         found = self._findings if self.engine is None else self.engine.findings()
         self.reporter.write({**found, "short": self.short})
-        if self.engine is not None:
-            from monetrun.runtime.engine import close_scalars
-
-            close_scalars(self.engine)
 
     def trained_parameters(self) -> list[torch.Tensor]:
         """The parameters of all optimizers, each once."""

@@ -48,57 +48,68 @@ def clock(monkeypatch):
     return now
 
 
-def opened(warnings_told=None, **settings):
-    told = [] if warnings_told is None else warnings_told
-    return StepScalars(Settings(tensorboard_folder="runs", **settings), told.append)
+def opened(values, told=None, **settings):
+    warn = pytest.fail if told is None else told.append
+    return StepScalars(Settings(tensorboard_folder="runs", **settings), warn, values)
 
 
 def test_a_second_has_one_point_at_most_and_its_mean_step_time(clock):
-    written = opened(rank=3)
+    values = {"measured_peak_bytes": 0, "unknown": None}
+    written = opened(lambda last: {**values, "measured_overhead": 0.1 if last else None}, rank=3)
     (writer,) = Writer.made
     assert writer.folder == "runs/rank3"
-    for step in range(1, 26):
+    for step in range(1, 28):
         clock[0] += 0.25
-        written.step_ended(step, lambda step=step: {"measured_peak_bytes": 10 * step, "unknown": None})
+        values["measured_peak_bytes"] = 10 * step
+        written.step_ended(step)
     assert sorted({at for _, _, at in writer.points}) == [1, 5, 9, 13, 17, 21, 25]
     assert writer.of(1) == {"measured_peak_bytes": 10}
     assert writer.of(9) == {"measured_peak_bytes": 90, "step_seconds": 0.25}
-    written.close(27, {"measured_peak_bytes": 270, "measured_overhead": 0.1})
+    written.close()
     assert writer.of(27) == {"measured_peak_bytes": 270, "measured_overhead": 0.1}
     assert writer.closed
-    assert not written.wanted
+    written.step_ended(28)
+    assert writer.of(28) == {}
 
 
 def test_values_are_read_only_for_a_point(clock):
-    written, read = opened(), []
+    read = []
+    written = opened(lambda last: read.append(last) or {})
     for step in (1, 2, 2, 3):
-        written.step_ended(step, lambda: read.append(1) or {})
-    assert len(read) == 1
+        written.step_ended(step)
+    assert read == [False]
+    written.close()
+    assert read == [False, True]
+
+
+def test_without_a_step_nothing_is_read(clock):
+    opened(pytest.fail).close()
+    assert Writer.made[0].closed
 
 
 def test_nothing_is_written_without_a_folder_or_in_a_trial(clock):
     for settings in (Settings(), Settings(mode=PROBE, tensorboard_folder="runs")):
-        written = StepScalars(settings, pytest.fail)
-        written.step_ended(1, pytest.fail)
-        written.close(1, {})
+        written = StepScalars(settings, pytest.fail, pytest.fail)
+        written.step_ended(1)
+        written.close()
     assert Writer.made == []
 
 
 def test_a_failure_is_told_once_and_training_goes_on(clock):
     told = []
-    written = opened(told)
+    written = opened(lambda last: {"budget_bytes": 1}, told)
     Writer.made[0].fails = OSError("No space left on device")
     for step in (1, 2):
         clock[0] += 5
-        written.step_ended(step, lambda: {"budget_bytes": 1})
-    written.close(2, {})
+        written.step_ended(step)
+    written.close()
     assert told == ["no more scalars are written for TensorBoard: OSError: No space left on device"]
 
 
 def test_without_the_package_training_goes_on(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     told = []
-    opened(told).step_ended(1, pytest.fail)
+    opened(pytest.fail, told).step_ended(1)
     assert len(told) == 1
     assert "ModuleNotFoundError" in told[0]
 
