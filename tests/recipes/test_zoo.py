@@ -95,7 +95,7 @@ def test_a_plan_of_the_same_network_begins_with_what_was_imported(tmp_path, monk
     known = store.get("plan", key, KnownSchedules)
     store.clear("plan")
     store.put("plan", key, KnownSchedules((_changed(known.steps[0]), *known.steps[1:])))
-    changed = launcher.run(launcher.MONETRUN, *words, expect=80)  # in this time nothing is found without it
+    changed = launcher.run(launcher.MONETRUN, *words, expect=None)  # much worse in this time, or nothing
     assert "is not used" in changed.stderr
     assert "planning begins with" not in changed.stderr
 
