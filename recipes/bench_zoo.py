@@ -43,6 +43,12 @@ def planned(record: StepRecord, share: float, seconds: float, store: Store | Non
     return {"known": len(known), "overhead": overhead, "seconds": round(time.perf_counter() - began, 2)}
 
 
+def shown(plan: dict[str, Any]) -> str:
+    """The cell of a plan."""
+    overhead = "none" if plan["overhead"] is None else f"{plan['overhead']:+.1%}"
+    return f"{overhead} {plan['seconds']:.1f} s"
+
+
 @click.command()
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--cost-model", default="roofline:v100", show_default=True)
@@ -66,10 +72,7 @@ def main(device: str, cost_model: str, budget: float, seconds: str, out: Path | 
             planned(record, budget, 0.1, None)  # imports and compiles
             row = {f"{limit:g}": [planned(record, budget, limit, s) for s in (None, store)] for limit in limits}
             rows[name] = row
-            cells = [
-                f"{p['overhead'] or float('nan'):+.1%} {p['seconds']:.1f} s" for both in row.values() for p in both
-            ]
-            table.add_row(name, *cells)
+            table.add_row(name, *(shown(plan) for both in row.values() for plan in both))
     Console(width=120).print(table)
     if out is not None:
         out.write_text(json.dumps({"cost_model": cost_model, "budget": budget, "networks": rows}, indent=1) + "\n")

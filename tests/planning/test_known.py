@@ -1,5 +1,7 @@
 """Schedules that are known of a network before it is planned: found by structure, judged, and only a beginning."""
 
+import types
+
 import pytest
 
 from monetrun.core.graph import Graph
@@ -9,6 +11,7 @@ from monetrun.core.step import replay
 from monetrun.machine.store import Store
 from monetrun.planning import planner
 from monetrun.planning.known import KnownSchedules, known_key, known_schedules
+from monetrun.runtime.settings import Settings
 from support.step_records import chain_record
 
 RECORD = chain_record(64)
@@ -102,6 +105,16 @@ def test_known_schedules_make_a_budget_feasible_that_the_search_does_not_reach(m
         planner.plan_step(RECORD, BASE.frugal.peak_bytes, "greedy", Options(seconds=0.1), poor)
     plan = planner.plan_step(RECORD, BASE.frugal.peak_bytes, "greedy", Options(seconds=0.1), poor, [tight])
     assert plan.planned_peak_bytes <= BASE.frugal.peak_bytes
+
+
+def test_rank_0_begins_with_them_too_where_it_plans_at_its_first_step(tmp_path, monkeypatch):
+    engine = pytest.importorskip("monetrun.runtime.engine")
+    store, tight, begun = Store(tmp_path), planned(0.0), []
+    keep(store, tight)
+    monkeypatch.setattr(planner, "plan_step", lambda *arguments: begun.append(arguments[-1]))
+    within = types.SimpleNamespace(settings=Settings(solver_seconds=0.1), store=store)
+    engine._planned(within, RECORD, ["0.9x", "0.8x"])
+    assert begun == [[tight]]
 
 
 def test_what_is_cheaper_than_known_schedules_takes_their_place():
