@@ -51,11 +51,12 @@ def shown(plan: dict[str, Any]) -> str:
 
 @click.command()
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option("--networks", default="", help="By comma; default: all.")
 @click.option("--cost-model", default="roofline:v100", show_default=True)
 @click.option("--budget", default=0.5, show_default=True, help="Of the plain step's peak.")
 @click.option("--seconds", default="0.2,20", show_default=True, help="Time limits, by comma.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON of all rows.")
-def main(device: str, cost_model: str, budget: float, seconds: str, out: Path | None) -> None:
+def main(device: str, networks: str, cost_model: str, budget: float, seconds: str, out: Path | None) -> None:
     """Plan with and without, and print both."""
     limits = [float(text) for text in seconds.split(",")]
     table = Table(title=f"{cost_model}, {budget:g}x: overhead after so many seconds")
@@ -65,7 +66,7 @@ def main(device: str, cost_model: str, budget: float, seconds: str, out: Path | 
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
         archive.import_(store, make_zoo.ZOO / f"{device}.tar.xz")
-        for name in make_zoo.NAMES[device]:
+        for name in networks.split(",") if networks else make_zoo.NAMES[device]:
             joint, parameter_bytes, other_bytes = make_zoo.captured(name, device)
             record = make_zoo.step(joint, offline.costs(joint, cost_model), parameter_bytes, other_bytes)
             record = replace(record, base_bytes=record.base_bytes + parameter_bytes)  # AdamW has two states
