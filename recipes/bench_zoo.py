@@ -70,7 +70,7 @@ def main(device: str, networks: str, cost_model: str, budget: float, seconds: st
             joint, parameter_bytes, other_bytes = make_zoo.captured(name, device)
             record = make_zoo.step(joint, offline.costs(joint, cost_model), parameter_bytes, other_bytes)
             record = replace(record, base_bytes=record.base_bytes + parameter_bytes)  # AdamW has two states
-            planned(record, budget, 0.1, None)  # imports and compiles
+            planned(record, budget, 2.0, store)  # imports and compiles
             row = {f"{limit:g}": [planned(record, budget, limit, s) for s in (None, store)] for limit in limits}
             rows[name] = row
             table.add_row(name, *(shown(plan) for both in row.values() for plan in both))

@@ -7,11 +7,12 @@ import pytest
 
 import make_zoo
 from lib import offline
+from monetrun.core.options import Options
 from monetrun.core.plan import Schedule
-from monetrun.core.step import replay
+from monetrun.core.step import StepRecord, replay
 from monetrun.machine import archive
 from monetrun.machine.store import Store
-from monetrun.planning.known import KnownSchedules, known_key
+from monetrun.planning.known import KnownSchedules, known_key, known_schedules
 from support import launcher
 from support.paths import RECIPES
 
@@ -78,7 +79,7 @@ def test_schedules_of_the_archive_give_what_the_table_says(store):
 
 
 @pytest.mark.usefixtures("plain_surroundings")
-def test_a_plan_of_the_same_network_begins_with_what_was_imported(tmp_path, monkeypatch):
+def test_a_plan_of_the_same_network_begins_with_what_was_imported_unless_changed(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -91,13 +92,19 @@ def test_a_plan_of_the_same_network_begins_with_what_was_imported(tmp_path, monk
     assert plan["overhead"] <= row["overhead"] + 0.01
 
     store = Store(tmp_path / "cache")
-    key = known_key([plan["graphs"][0]["structural_fingerprint"]])
-    known = store.get("plan", key, KnownSchedules)
-    store.clear("plan")
-    store.put("plan", key, KnownSchedules((_changed(known.steps[0]), *known.steps[1:])))
-    changed = launcher.run(launcher.MONETRUN, *words, expect=None)  # much worse in this time, or nothing
-    assert "is not used" in changed.stderr
-    assert "planning begins with" not in changed.stderr
+    (recorded,) = (entry.key for entry in store.entries() if entry.kind == "probe")
+    (graph,) = store.get("probe", recorded, StepRecord).graphs
+    assert {step.graphs[0].fingerprint for step in _known(store, graph).steps} == {graph.fingerprint}
+    assert known_schedules(store, [graph], Options())
+    steps = _known(store, graph).steps
+    changed = KnownSchedules((_changed(steps[0]), *steps[1:]))
+    store.put("plan", known_key([graph.structural_fingerprint]), changed)
+    assert known_schedules(store, [graph], Options()) == []
+    assert "is not used" in caplog.text
+
+
+def _known(store, graph):
+    return store.get("plan", known_key([graph.structural_fingerprint]), KnownSchedules)
 
 
 def _changed(step):
