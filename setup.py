@@ -45,7 +45,7 @@ setup(
         ],
         "docs": ["mkdocs-material>=9.5"],
         "cudnn": ["nvidia-cudnn-frontend>=1.18"],
-        "report": ["matplotlib>=3.8"],
+        "report": ["matplotlib>=3.8", "tensorboard>=2.17"],
         "recipes": ["scikit-learn>=1.4"],
         # the trainers of scripts in tests/commands/test_real_scripts.py and of three recipes
         "real": [

@@ -33,7 +33,7 @@ def parse_dry_run(
     if not options.probe or (options.plan_file and not plan_file):
         refused = "--no-probe" if plan_file else "--no-probe and --plan"
         raise UsageError(f"monetrun {command} needs its trial run", f"leave out {refused}")
-    if options.report_folder:
+    if options.report_folder or options.tensorboard_folder:
         raise UsageError(f"monetrun {command} trains nothing to report", "monetrun explain --html FILE shows a plan")
     check_script(options)
     return options, args

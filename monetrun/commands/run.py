@@ -10,7 +10,7 @@ from monetrun.launcher.agent import launch, launch_until_decided
 from monetrun.launcher.job import open_job
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.page import check_folder
+from monetrun.launcher.page import check_folder, check_tensorboard
 from monetrun.launcher.parser import LaunchParser, launch_parser
 from monetrun.launcher.process import restored_environment
 from monetrun.launcher.restart import tighter_plan
@@ -38,6 +38,8 @@ def run_launch(options: LaunchOptions) -> int:
     check_script(options)
     if options.report_folder:
         check_folder(options.report_folder)
+    if options.tensorboard_folder:
+        check_tensorboard(options.tensorboard_folder)
     with open_job(options) as job:
         if options.several_nodes:  # other nodes' workers would not know of a start with a tighter plan
             exit_code = launch_until_decided(options, {}, Nodes(job).joined)

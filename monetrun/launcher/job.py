@@ -17,7 +17,7 @@ from pathlib import Path
 from monetrun.core.budget import Budget, parse, resolve
 from monetrun.core.errors import MonetrunError, NeverTrained, ScheduleError, UsageError
 from monetrun.core.plain import PlainPeaks
-from monetrun.core.plan import Plan
+from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_excess, with_plain_peaks
 from monetrun.launcher import keys, memory, page, report
@@ -34,6 +34,7 @@ from monetrun.machine.store import Store, default_root
 from monetrun.planning import planner
 from monetrun.planning.explain import describes
 from monetrun.planning.frontier import Frontier, frontier, spread
+from monetrun.planning.known import known_schedules
 from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings
 from monetrun.solve import timing
 
@@ -228,11 +229,11 @@ class Job:
             return resolve(self.budget, None, plain_bytes) if budget_bytes is None else budget_bytes
 
         base = planner.baseline(record, kept_schedules(self._store, smallest_key, record.graphs), budget_of)
-        budget_bytes = budget_of(planner.plain_bytes(record, base))
+        budget_bytes, known = budget_of(planner.plain_bytes(record, base)), _known(self, base)
         try:
             with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
                 options = replace(self.options.solver_options(), on_progress=progress)
-                return planner.plan_step(record, budget_bytes, self.options.algorithm, options, base)
+                return planner.plan_step(record, budget_bytes, self.options.algorithm, options, base, known)
         except planner.BudgetBelowSmallest as refused:
             if self._store is not None:
                 self._store.put("plan", smallest_key, refused.smallest_schedules)
@@ -257,6 +258,14 @@ class Job:
         if not self.options.quiet:
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
+
+
+def _known(job: Job, base: planner.Baseline) -> list[tuple[Schedule, ...]]:
+    """``known_schedules`` of the step; says how many there are."""
+    known = known_schedules(job._store, base.searched.graphs, job.options.solver_options())
+    if known and not job.options.quiet:
+        job.console.print(f"monetrun: planning begins with {len(known)} known plans of these graphs")
+    return known
 
 
 def _print_decision(job: Job, decision: Decision) -> None:
@@ -306,6 +315,7 @@ def _settings(options: LaunchOptions, report_folder: Path, store: Store | None) 
         budget=options.budget,
         plan_given=bool(options.plan_file),
         report_folder=str(report_folder),
+        tensorboard_folder=options.tensorboard_folder and str(Path(options.tensorboard_folder).resolve()),
         cache_folder=str(store.root) if store else "",
         algorithm=options.algorithm,
         solver_seconds=options.solver_seconds,

@@ -67,6 +67,12 @@ def add_launch_options(parser: argparse.ArgumentParser) -> frozenset[str]:
     add("--no-cache", action="store_true", help="neither read nor write the cache of plans and costs")
     add("--json", action="store_true", help="report as JSON, on stdout")
     add("--report", default="", metavar="DIR", help="write the report there, as a page for a browser and as JSON")
+    add(
+        "--tensorboard",
+        default="",
+        metavar="DIR",
+        help="write memory and seconds of training steps there, for TensorBoard (needs tensorboard)",
+    )
     add("--quiet", action="store_true", help="print nothing but errors")
     add("--version", action="version", version=f"monetrun {__version__}", help="print the version")
     return frozenset(action.dest for action in group._group_actions)
@@ -113,10 +119,11 @@ class LaunchOptions:
         use_cache: read and write the cache.
         json: print the report as JSON on stdout.
         report_folder: where to write the report; empty: nowhere.
+        tensorboard_folder: where to write scalars of training steps; empty: nowhere.
         quiet: print nothing but errors.
         torchrun: torchrun's own options, script and script arguments, as ``torch.distributed.run`` reads them. torch
             writes into the namespace it runs, so pass it a copy.
-        reusable_words: the options as typed, without ``--budget``, ``--json`` and a command's own.
+        reusable_words: the options as typed, without ``--budget``, ``--json``, where reports go, and a command's own.
     """
 
     budget: str
@@ -132,6 +139,7 @@ class LaunchOptions:
     use_cache: bool
     json: bool
     report_folder: str
+    tensorboard_folder: str
     quiet: bool
     torchrun: argparse.Namespace
     reusable_words: tuple[str, ...] = ()
@@ -159,6 +167,7 @@ class LaunchOptions:
             use_cache=not args.no_cache,
             json=args.json,
             report_folder=args.report,
+            tensorboard_folder=args.tensorboard,
             quiet=args.quiet,
             torchrun=argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in own}),
             reusable_words=tuple(reusable_words),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import files
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,19 @@ def _cuts(planned: Sequence[Moment], record: StepRecord) -> list[float]:
     return [end / max(1, sum(widths)) for end in accumulate(widths, initial=0)]
 
 
-def check_folder(folder: str) -> None:
-    """Make the folder of ``--report`` before anything else is done.
+def check_tensorboard(folder: str) -> None:
+    """Check that ``--tensorboard`` can be followed, and make its folder, before anything else is done.
+
+    Raises:
+        UsageError: the package is not installed, or the folder cannot be made, or not written to.
+    """
+    if find_spec("tensorboard") is None:
+        raise UsageError(f"--tensorboard {folder} needs tensorboard", "pip install 'monetrun[report]'")
+    check_folder(folder, "--tensorboard")
+
+
+def check_folder(folder: str, option: str = "--report") -> None:
+    """Make the folder that an option names before anything else is done.
 
     Raises:
         UsageError: it cannot be made, or not written to.
@@ -88,7 +100,7 @@ def check_folder(folder: str) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise _unwritable(option, folder, error) from error
 
 
 def write_report(options: LaunchOptions, outcome: Outcome, record: StepRecord | None) -> None:
@@ -109,8 +121,8 @@ def write_report(options: LaunchOptions, outcome: Outcome, record: StepRecord | 
         else:  # an older launch's page is not this one's
             (folder / "report.html").unlink(missing_ok=True)
     except OSError as error:
-        raise _unwritable(options.report_folder, error) from error
+        raise _unwritable("--report", options.report_folder, error) from error
 
 
-def _unwritable(folder: str, error: OSError) -> UsageError:
-    return UsageError(f"--report {folder}: {error.strerror}", "name a folder that can be written")
+def _unwritable(option: str, folder: str, error: OSError) -> UsageError:
+    return UsageError(f"{option} {folder}: {error.strerror}", "name a folder that can be written")

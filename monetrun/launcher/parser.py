@@ -24,7 +24,7 @@ class LaunchParser(argparse.ArgumentParser):
     """
 
     own: frozenset[str] = frozenset()
-    not_reusable: frozenset[str] = frozenset({"budget", "json", "report"})
+    not_reusable: frozenset[str] = frozenset({"budget", "json", "report", "tensorboard"})
     help_text: str = ""
     usage_text: str = _USAGE
 

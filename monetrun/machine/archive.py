@@ -2,22 +2,29 @@
 
 A compressed tar file of ``<kind>/<key>.json``, each as it lies in the store. All of it is checked before anything is
 imported, so that a damaged or foreign file changes nothing.
+
+It is compressed by gzip, or by xz if its name ends in ``.xz``: schedules of one network are alike, and an eighth as
+large by xz.
 """
 
 from __future__ import annotations
 
 import io
+import lzma
 import os
 import secrets
 import tarfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from monetrun.core.errors import UsageError
 from monetrun.machine.entry_file import MOST_BYTES, check, content_of, write
 from monetrun.machine.store import KINDS, Store
 
 _MOST_ENTRIES = 100_000
+_UNREADABLE = (OSError, EOFError, tarfile.TarError, ValueError, zlib.error, lzma.LZMAError)
 
 
 def export(store: Store, file: Path, kinds: Sequence[str] = KINDS) -> int:
@@ -29,7 +36,7 @@ def export(store: Store, file: Path, kinds: Sequence[str] = KINDS) -> int:
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     count = 0
     try:
-        with temporary.open("xb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
+        with temporary.open("xb") as raw, _written(raw, file) as archive:
             for entry in store.entries():
                 content = None if entry.problem or entry.kind not in kinds else usable(store, entry.kind, entry.key)
                 if content is not None:
@@ -91,11 +98,16 @@ def usable(store: Store, kind: str, key: str) -> bytes | None:
     return content
 
 
+def _written(raw: IO[bytes], file: Path) -> tarfile.TarFile:
+    """The archive to write into ``raw``, compressed as the name of ``file`` says."""
+    return tarfile.open(fileobj=raw, mode="w:xz" if file.suffix == ".xz" else "w:gz")
+
+
 def _read(file: Path) -> dict[tuple[str, str], bytes]:
     found: dict[tuple[str, str], bytes] = {}
     total_bytes = 0
     try:
-        with tarfile.open(file, "r:gz") as archive:
+        with tarfile.open(file, "r:*") as archive:
             for member in archive:
                 path = PurePosixPath(member.name)
                 total_bytes += member.size
@@ -107,6 +119,6 @@ def _read(file: Path) -> dict[tuple[str, str], bytes]:
                         f"{file}: {member.name} is no entry of a cache", "monetrun cache export writes one"
                     )
                 found[path.parts[0], path.name.removesuffix(".json")] = content.read()
-    except (OSError, EOFError, tarfile.TarError, ValueError) as error:
+    except _UNREADABLE as error:
         raise UsageError(f"{file} cannot be read: {error}", "monetrun cache export writes such a file") from error
     return found

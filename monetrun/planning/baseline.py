@@ -124,6 +124,13 @@ def more_frugal(record: StepRecord, base: Baseline, options: Options) -> Baselin
     return base
 
 
+def lowered(record: StepRecord, base: Baseline, known: Sequence[Sequence[Schedule]]) -> Baseline:
+    """The baseline with the most frugal of ``known`` (schedules of all graphs), if that lowers its peak."""
+    for schedules in known:
+        base = _with_lower(record, base, dict(enumerate(schedules)))
+    return base
+
+
 def _with_lower(record: StepRecord, base: Baseline, found: Mapping[int, Schedule]) -> Baseline:
     """The baseline with ``found`` (schedules by graph index) in its most frugal step, where they lower its peak."""
     frugal = tuple(found.get(k, s) for k, s in enumerate(base.frugal_schedules))

@@ -17,6 +17,7 @@ from monetrun.core.step import OUTSIDE, StepRecord, replay
 from monetrun.planning import device_budget, placement
 from monetrun.planning.baseline import Baseline as Baseline
 from monetrun.planning.baseline import baseline as baseline
+from monetrun.planning.baseline import lowered
 from monetrun.planning.baseline import more_frugal as more_frugal
 from monetrun.planning.baseline import plain_in_place as plain_in_place
 from monetrun.planning.device_budget import Found, plain_allocated_bytes, plain_reserved_bytes
@@ -79,7 +80,7 @@ def plan_step(
         NoPlanInTime: the solver found nothing within the budget in its time.
     """
     options = options or Options()
-    base = known or baseline(record)
+    base = lowered(record, known or baseline(record), starts)
 
     def within(target_bytes: int, options: Options, starts: Sequence[Sequence[Schedule]]) -> Found:
         return _found_within(record, target_bytes, algorithm, options, base, starts)

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from monetrun.core.step import Break, StepRecord
 from monetrun.machine.store import Store
 from monetrun.ops import kernels
 from monetrun.planning import planner
+from monetrun.planning.known import known_schedules
 from monetrun.runtime import agreement
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.autocast import BackwardAutocast
@@ -33,6 +35,7 @@ from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.running_plan import RunningPlan
+from monetrun.runtime.scalars import StepScalars, planned_values
 from monetrun.runtime.second_step import SecondStep, followed
 from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
@@ -78,6 +81,7 @@ class Engine(_CallsRecorded):
         generation: goes up when models have to be compiled anew.
         recorder: while a step is recorded.
         running: from then on, the plan that runs.
+        scalars: of its steps, where they are wanted.
         known: measured costs, by the operators' signatures.
         breaks: modules that are not captured whole, by ``Break.module``.
         autocast: under which the script calls the backward.
@@ -106,6 +110,7 @@ class Engine(_CallsRecorded):
         self.known = cost_store.load(self.store, device)
         timing = OperatorTiming if settings.mode == CHECK else CallTiming
         self.meters = PlannedCallMeters(timing(self.meter, self.known), StepMeter(self.meter))
+        self.scalars = StepScalars(settings, warn, partial(_scalars, self))
         self.generation = 0
         self.breaks: dict[str, Break] = {}
         self.running: RunningPlan | None = None
@@ -126,6 +131,7 @@ class Engine(_CallsRecorded):
         """Lift the allocation limit, and drop what refers to parameters: torch keeps its last backend, and so this."""
         set_limit(self.device, None)
         self.recorder = None
+        self.scalars.close()
 
     @property
     def plan(self) -> Plan | None:
@@ -228,6 +234,7 @@ class Engine(_CallsRecorded):
         if self.running is not None:
             self.meters.steps.optimizer_ended(name)
             self.running.step_ended()
+            self.scalars.step_ended(self.meters.steps.steps)
             self._traces.drop()
             if self.meters.steps.settled and not self._looked:
                 self._looked = True
@@ -307,7 +314,15 @@ def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan
 
     settings, base = engine.settings, planner.baseline(record, budget_of=budget_of)
     budget_bytes = budget_of(planner.plain_bytes(record, base))
-    return planner.plan_step(record, budget_bytes, settings.algorithm, settings.solver_options(), base)
+    options = settings.solver_options()
+    known = known_schedules(engine.store, base.searched.graphs, options)
+    return planner.plan_step(record, budget_bytes, settings.algorithm, options, base, known)
+
+
+def _scalars(engine: Engine, last: bool) -> dict[str, float | None]:
+    assert engine.plan is not None
+    values = planned_values(engine.plan, engine.meters.steps, engine.device.type, engine.meter.exact)
+    return {**values, "measured_overhead": engine.meters.timing.overhead()} if last else values
 
 
 def _budget(settings: Settings) -> Budget | None:

@@ -21,6 +21,7 @@ from monetrun.machine.device import query
 from monetrun.runtime import candidates, hooks, probe
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.reporter import Reporter
+from monetrun.runtime.scalars import StepScalars
 from monetrun.runtime.settings import MEASURE, Settings
 
 # In the second step the optimizer's state is there. A trial ends with it: what a script does between steps (save, log)
@@ -44,6 +45,7 @@ class PlainRun:
         self._backwards = 0
         self._undo = contextlib.ExitStack()
         self._reporter = Reporter(settings)
+        self._scalars = StepScalars(settings, self._reporter.warn, self._values)
         self._free_before: tuple[int, ...] = ()  # of each device, before this process used any
 
     def watch_process(self) -> None:
@@ -96,6 +98,8 @@ class PlainRun:
         self._steps[self._numbers.setdefault(optimizer, len(self._numbers))] += 1
         fewest, most = min(self._steps.values()), max(self._steps.values())
         enough = fewest >= _STEPS or most >= _MOST_STEPS
+        if self.device is not None:
+            self._scalars.step_ended(most)
         if self.settings.mode == MEASURE and enough:  # without a device the script trains on the CPU
             probe.leave(None if self.device is None else self._peaks(), self.settings.record_file)
 
@@ -110,6 +114,16 @@ class PlainRun:
             device=self.device.index or 0,
             outside_bytes=self._outside_bytes(int(stats["reserved_bytes.all.current"])),
         )
+
+    def _values(self, last: bool) -> dict[str, float | None]:
+        """The scalars: the most since the script began."""
+        peaks = self._peaks()
+        return {
+            "budget_bytes": self.settings.budget_bytes or None,
+            "measured_peak_bytes": peaks.allocated_bytes,
+            "measured_reserved_bytes": peaks.reserved_bytes,
+            "allocation_retries": peaks.retries,
+        }
 
     def _outside_bytes(self, held_bytes: int) -> int:
         """What this process has taken of the device beside ``held_bytes``; 0 where that is not known."""

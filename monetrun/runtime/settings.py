@@ -47,6 +47,7 @@ class Settings:
         plan_given: the user named the plan, so that one for another model is an error.
         record_file: where a trial run writes its record, and where a run reads it.
         step_file: where a check, which writes its own record, reads that of the planned step.
+        tensorboard_folder: where each rank writes scalars of its training steps, or empty.
         report_folder: where each rank leaves its measurements, or empty.
         cache_folder: of the store, or empty for none.
         algorithm: the solver's name.
@@ -72,6 +73,7 @@ class Settings:
     record_file: str = ""
     step_file: str = ""
     report_folder: str = ""
+    tensorboard_folder: str = ""
     cache_folder: str = ""
     algorithm: str = "hierarchical"
     solver_seconds: float = 20.0

@@ -36,6 +36,7 @@ class StepMeter:
         self.retries = 0
         self._retries_before = 0  # settled steps
         self.stretches: Sequence[Stretch] = ()
+        self._recent = (0, 0)  # peak_bytes and reserved_bytes since ``recent_peaks``
         self._within_step = False
         self._optimizer_steps = 0  # since ``measure_a_settled_step``
         self._optimizers = 0  # optimizer steps in a whole training step; 0: no step is to be measured in detail
@@ -105,6 +106,7 @@ class StepMeter:
     def forget_peaks(self) -> None:
         """Another plan runs from now on: the peaks are its own."""
         self.peak_bytes = self.reserved_bytes = self.retries = 0
+        self._recent = (0, 0)
         self._retries_before = self.meter.peaks().retries
 
     def interrupt(self) -> None:
@@ -112,14 +114,19 @@ class StepMeter:
         self._look()
         self._detail = None
 
+    def recent_peaks(self) -> tuple[int, int]:
+        """The most allocated, and the most reserved, since this was called last."""
+        recent, self._recent = self._recent, (0, 0)
+        return recent
+
     def _look(self) -> Peaks:
         peaks = self.meter.peaks()
+        self._recent = (max(self._recent[0], peaks.allocated_bytes), max(self._recent[1], peaks.reserved_bytes))
         self.peak_bytes = max(self.peak_bytes, peaks.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, peaks.reserved_bytes)
         return peaks
 
     def _end_stretch(self, kind: str, graph: int = -1, name: str = "") -> None:
         assert self._detail is not None
-        self.reserved_bytes = max(self.reserved_bytes, self.meter.peaks().reserved_bytes)
+        self._look()
         self._detail.end(kind, graph, name)
-        self.peak_bytes = max(self.peak_bytes, self._detail.stretches[-1].peak_bytes)

@@ -93,6 +93,7 @@ def test_our_options_have_the_stated_defaults_and_values():
         cost_model="measured",
         json=False,
         report_folder="",
+        tensorboard_folder="",
         use_cache=True,
         implementations="all",
         probe=True,
@@ -110,12 +111,13 @@ def test_our_options_have_the_stated_defaults_and_values():
     assert (options.torchrun.nproc_per_node, options.reusable_words) == ("2", tuple(words[1:-1]))
     changed = ["--plan=p", "--no-probe", "--no-recompute", "--no-implementations", "--no-cache", "--quiet", "--strict"]
     changed += ["--algorithm=greedy", "--cost-model=roofline:cpu"]
-    assert parsed("--json", "--report=r", *changed, "train.py") == LaunchOptions(
+    assert parsed("--json", "--report=r", "--tensorboard", "t", *changed, "train.py") == LaunchOptions(
         algorithm="greedy",
         budget="auto",
         cost_model="roofline:cpu",
         json=True,
         report_folder="r",
+        tensorboard_folder="t",
         use_cache=False,
         implementations="none",
         probe=False,

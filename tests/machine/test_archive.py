@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import random
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,33 @@ def test_another_store_has_what_was_exported(cache: Store, tmp_path: Path) -> No
     assert there.get_mapping("costs", "c", Measured) == {"x": Measured(3.0)}
     assert archive.import_(there, tmp_path / "all.tar.gz", replace=True) == (3, 0)
     assert there.get("plan", "a", Measured) == Measured(1.0)
+
+
+def test_the_name_of_the_file_says_how_it_is_compressed(cache: Store, tmp_path: Path) -> None:
+    for name, magic in (("all.tar.gz", b"\x1f\x8b"), ("all", b"\x1f\x8b"), ("all.tar.xz", b"\xfd7zXZ\x00")):
+        archive.export(cache, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(magic)
+        assert archive.import_(Store(tmp_path / f"of {name}"), tmp_path / name) == (3, 0)
+
+
+@pytest.mark.parametrize("name", ["all.tar.gz", "all.tar.xz"])
+def test_an_archive_with_a_changed_bit_is_refused_or_what_it_was(name: str, cache: Store, tmp_path: Path) -> None:
+    values = {str(k): Measured(random.Random(k).random()) for k in range(5000)}  # the stream begins well
+    cache.update("costs", "d", values, Measured)
+    file, drawn, there = tmp_path / name, random.Random(0), Store(tmp_path / "there")
+    archive.export(cache, file)
+    content, refused = file.read_bytes(), 0
+    for place in (drawn.randrange(len(content)) for _ in range(60)):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1 << drawn.randrange(8)]) + content[place + 1 :])
+        try:
+            archive.import_(there, file)
+        except UsageError:
+            refused += 1
+            assert there.entries() == ()
+        else:
+            assert there.get_mapping("costs", "d", Measured) == values
+            there.clear()
+    assert refused >= 30
 
 
 def test_only_usable_entries_of_the_wanted_kinds_are_exported(cache: Store, tmp_path: Path) -> None:
