@@ -288,6 +288,9 @@ class Backend:
 def or_as_it_is(backend: Backend, give_up: Callable[[str], None]) -> Callable[..., Any]:
     """``backend``, for graphs of a forward that has begun and cannot be repeated: what it cannot compile runs as it is.
 
+    A graph that has graphs in it (a checkpointed region) does not: they take buffers as inputs, which they change. So
+    the code that it was made of runs in Python, of which Dynamo makes graphs further in.
+
     Refusals (nothing fits the budget, a plan of another model) are raised.
     """
 
@@ -300,6 +303,8 @@ def or_as_it_is(backend: Backend, give_up: Callable[[str], None]) -> Callable[..
             _log.debug("a graph of %s runs as it is", backend.name, exc_info=error)
             what = str(error).partition("\n")[0]
             give_up(f"a part of {backend.name} runs without a plan: {type(error).__name__}: {what}")
+            if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in module.graph.nodes):
+                raise torch._dynamo.exc.SkipFrame(what) from None
             return module.forward
 
     return compiled
