@@ -221,30 +221,6 @@ def test_a_checkpointed_region_in_a_graph_that_cannot_be_captured_runs_in_python
         assert opened.engine.peak_bytes <= opened.engine.plan.budget_bytes
 
 
-def test_gradients_of_an_output_may_come_with_strides_that_the_backward_cannot_take():
-    class Masked(Net):
-        def __init__(self):
-            super().__init__(nn.Linear(WIDTH, WIDTH))
-
-        def forward(self, x):
-            return torch.relu(self.blocks[0](x.view(4, 64, WIDTH)))
-
-    def step():
-        torch.manual_seed(0)
-        model = Masked()
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        for number in range(3):
-            optimizer.zero_grad()
-            out = model(batch(number)[0])
-            (out.transpose(1, 2).contiguous() * torch.randn(4, WIDTH, 64)).square().mean().backward()
-            optimizer.step()
-        return {k: v.tolist() for k, v in model.state_dict().items()}
-
-    plain = step()
-    with session(budget="1.0x"):
-        assert step() == plain
-
-
 class OfOtherWidth(nn.Module):
     """Its forward fails: the script's mistake."""
 

@@ -8,14 +8,11 @@ from torch import nn
 from monetrun.capture import cpu_allocator
 from support import random_models
 
-DEFAULT = (13,)
-# others are run by hand: python -m support.random_models FIRST END
-LONG = (2, 4, 11, 13, 14, 18, 20, 21)  # those that have found something
-OPEN = {
-    13: "torch 2.11: a mean that a buffer is updated with differs in its last bit after the batch size has changed",
-    14: "weights differ by rounding: a tensor is used several times in a part, and outside of it",
-    21: "weights differ by rounding: one backward goes through two calls of a graph that uses a weight several times",
-}
+# others are run by hand: python -m support.random_models [--small] FIRST END
+FOUND = (2, 4, 11, 13, 14, 18, 20, 21, 101, 106, 107)  # those that have found something
+SMALL = range(24)
+OPEN_SMALL: dict[int, str] = {}
+OPEN = {13: "torch 2.11: a mean that a buffer is updated with differs in its last bit after the batch size has changed"}
 
 
 @pytest.fixture(autouse=True)
@@ -23,19 +20,27 @@ def _counted():
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
 
 
-def _parameter(seed):
-    marks = [] if seed in DEFAULT else [pytest.mark.slow]
-    if seed in OPEN and (seed != 13 or torch.__version__ < "2.12"):
-        marks.append(pytest.mark.xfail(reason=OPEN[seed], strict=False))
-    return pytest.param(seed, marks=marks)
+def _found(seed):
+    open_here = seed in OPEN and torch.__version__ < "2.12"
+    return pytest.param(seed, marks=[pytest.mark.xfail(reason=OPEN[seed], strict=False)] if open_here else [])
 
 
-@pytest.mark.parametrize("seed", [_parameter(seed) for seed in LONG])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", map(_found, FOUND))
 def test_a_random_model_trains_as_without_monetrun(seed):
+    _check(seed, small=False)
+
+
+@pytest.mark.parametrize("seed", [seed for seed in SMALL if seed not in OPEN_SMALL])
+def test_a_small_random_model_trains_as_without_monetrun(seed):
+    _check(seed, small=True)
+
+
+def _check(seed, *, small):
     try:
-        print(seed, random_models.check(seed))
+        print(seed, random_models.check(seed, small=small))
     except Exception:
-        print(random_models.source(seed), random_models.script(seed), sep="\n")
+        print(random_models.source(seed, small=small), random_models.script(seed, small=small), sep="\n")
         raise
 
 

@@ -27,8 +27,8 @@ def _fake(gradient: Tensor, outer: Tensor | None, stride: Sequence[int] = ()) ->
 def add_output_gradient(gradient: Tensor, outer: Tensor | None, stride: Sequence[int] = ()) -> Tensor:
     """``gradient + outer``; ``outer`` may have another shape of as many elements, and None is zero.
 
-    ``stride``: of the result, as traced; empty: those of ``gradient``. Where they are not those of ``gradient``, autograd
-    would add ``gradient`` to ``outer``: the result has the strides with which that arrives, if it is dense.
+    ``stride``: of the result, as traced; empty: those of ``gradient``. Where they are not those of ``gradient``,
+    autograd would add ``gradient`` to ``outer``: the result has the strides with which that arrives, if it is dense.
     """
     result = _fake(gradient, outer, stride)
     if outer is None:
