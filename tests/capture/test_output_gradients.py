@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+import torch._dynamo  # before what it imports itself
 import torch.nn.functional as F
 from torch import fx, nn
 
