@@ -20,6 +20,8 @@ from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
 from monetrun.capture import backward_autocast
+from monetrun.capture.gradient_order import give_instead, through_gates
+from monetrun.capture.gradient_terms import Edge, edge_of
 from monetrun.capture.output_gradients import autograd_node
 from monetrun.core.errors import CaptureFailed
 from monetrun.ops.random import generator, uncounted_state
@@ -35,11 +37,13 @@ class TracedBackward:
         draws_on: the devices whose generators the graph draws from.
         autocast: under which it was traced.
         depends_on: the device types whose autocast makes it another one.
+        sums: the inputs of whose gradients it gives a sum over several uses.
     """
 
     draws_on: tuple[torch.device, ...] = ()
     autocast: backward_autocast.State = backward_autocast.OFF
     depends_on: frozenset[str] = frozenset()
+    sums: tuple[int, ...] = ()
 
     def differs_under(self, state: backward_autocast.State) -> bool:
         """Whether eager's backward, called under ``state``, is another one."""
@@ -54,6 +58,7 @@ class Again:
         module: TorchDynamo's graph, of torch's own functions.
         inputs: the call's, tensors as weak references.
         places: of each output that the node gives: its index among the node's outputs; -1 for others.
+        sums: edges of the inputs of whose gradients the backward gives a sum over several uses.
         autocast: whether autocast was on for the device type, and its dtype.
         generators: states before the call, by device; empty where it draws no random numbers.
         traced: what its backward was traced for.
@@ -62,6 +67,7 @@ class Again:
     module: fx.GraphModule
     inputs: tuple[Any, ...]
     places: tuple[int, ...]
+    sums: tuple[Edge, ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     generators: tuple[tuple[torch.device, torch.Tensor], ...]
     traced: TracedBackward
@@ -105,7 +111,8 @@ def repeatable(compiled: Callable[..., Any], module: fx.GraphModule, traced: Tra
         if node is not None:
             node._forward_cls.metadata.bw_donated_idxs = []  # unset, torch refuses a later ``retain_graph=True``
             places = tuple(r.output_nr if getattr(r, "grad_fn", None) is node else -1 for r in results)
-            node.metadata[_KEY] = Again(module, inputs, places, autocast, generators, traced)
+            sums = tuple(edge for i in traced.sums if (edge := edge_of(given[i])) is not None)
+            node.metadata[_KEY] = Again(module, inputs, places, sums, autocast, generators, traced)
         return results
 
     if hasattr(compiled, "_boxed_call"):
@@ -117,6 +124,12 @@ def traced_otherwise(node: Any, state: backward_autocast.State) -> bool:
     """Whether the backward behind an autograd node was traced for another autocast than ``state``, and differs."""
     again = node.metadata.get(_KEY)
     return isinstance(again, Again) and again.traced.differs_under(state)
+
+
+def sums_of(node: Any) -> tuple[Edge, ...]:
+    """Edges of the inputs of whose gradients the call behind an autograd node gives a sum over several uses."""
+    again = node.metadata.get(_KEY)
+    return again.sums if isinstance(again, Again) else ()
 
 
 def can_run_again(node: Any) -> bool:
@@ -160,10 +173,11 @@ def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
             [result for result, _ in pairs], wanted, [g for _, g in pairs], create_graph=create_graph, allow_unused=True
         )
         by_input = {id(v): gradient for v, gradient in zip(wanted, found, strict=True)}
-        return tuple(
-            old if old is None or edge not in places else by_input[id(places[edge])]
-            for old, edge in zip(gradients, edges, strict=True)
-        )
+        others = [
+            by_input[id(places[edge])] if edge in places else old
+            for old, edge in zip(gradients, through_gates(edges), strict=True)
+        ]
+        return give_instead(edges, gradients, others)
 
     return replace
 

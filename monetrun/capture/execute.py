@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from monetrun.capture.clock import Clock
+from monetrun.capture.gradient_terms import keep_mark
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lowering import lower
 from monetrun.core.errors import ScheduleError
@@ -178,6 +179,7 @@ class _Builder:
         new.meta = _metadata(node)
         new.meta[_EXTRA] = self._extra_share(step, again)
         new.meta[_STEP] = step
+        keep_mark(new, node, call.args)
         written = self.joint.graph.operators[step.operator].outputs
         # a kept tensor that is written again is a copy without readers: they use the first one
         stale = {t for t in written if not (again and self.joint.graph.tensors[t].kept)}

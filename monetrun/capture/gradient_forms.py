@@ -120,7 +120,7 @@ def _runs(module: fx.GraphModule, traced: Sequence[Any], strides: dict[int, Any]
         ]
         try:
             _Checker(module).run(*arguments, enable_io_processing=False)
-        except (RuntimeError, NotImplementedError):  # a view that these strides do not have
+        except (RuntimeError, NotImplementedError, ValueError):  # a view that these strides do not have
             return False
     return True
 

@@ -16,30 +16,40 @@ continues it up to the gradients of its turn.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from monetrun.capture.gradient_terms import Arrival, Edge, arrivals, in_terms, mark_sums, used_elsewhere
 from monetrun.capture.in_turn import InTurn, Turns, in_turn
-from monetrun.capture.joint import JointGraph
+from monetrun.capture.output_gradients import is_tangent
 
 
 class GradientOrder:
     """The order in which one joint graph's inputs get their gradients in the plain backward.
 
+    Args:
+        in_terms: gradients that are sums over an input's uses can be given in their terms (see ``gradient_terms``).
+
     Attributes:
-        results: positions among the backward's results; empty until the graph is captured, and where the order of some
+        results: positions among the backward's results; empty until the graph is traced, and where the order of some
             cannot be kept.
         turns: the inputs whose gradients the backward gives in each turn; empty: it gives all at once.
+        sums: the inputs whose gradients are sums over several uses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_terms: bool = False) -> None:
         self.results: tuple[int, ...] = ()
         self.turns: tuple[tuple[int, ...], ...] = ()
+        self.sums: tuple[int, ...] = ()
+        self._in_terms = in_terms
+        self._count = 0  # of the backward's results
+        self._terms: dict[int, tuple[int, ...]] = {}  # positions of the terms that are further results, and of the sum
         self._input_of: dict[int, int] = {}  # position among the graph's inputs, by that among the results
-        self._arrived: list[int] = []
+        self._arrived: list[Arrival] = []
         self._absent: list[bool] = []
 
     @contextlib.contextmanager
@@ -48,13 +58,8 @@ class GradientOrder:
         original = torch.autograd.grad
 
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            arrived: list[int] = []
-            handles = [t.register_hook(lambda _, k=k: arrived.append(k)) for k, t in enumerate(inputs)]  # type: ignore[misc]
-            try:
+            with arrivals(outputs, inputs) as arrived:
                 gradients = original(outputs, inputs, *args, **kwargs)
-            finally:
-                for handle in handles:
-                    handle.remove()
             self._arrived, self._absent = arrived, [g is None for g in gradients]
             return gradients
 
@@ -64,26 +69,43 @@ class GradientOrder:
         finally:
             torch.autograd.grad = original
 
-    def captured(self, joint: JointGraph) -> None:
-        """The observed backward is that of ``joint``: find its results, and the inputs that they are gradients of."""
-        pairs = enumerate(zip(joint.primals, joint.gradients, strict=False))
-        present = [(k, node) for k, (node, gradient) in pairs if gradient is not None]
-        place = {k: i for i, k in enumerate(k for k, absent in enumerate(self._absent) if not absent)}
-        if len(place) != len(present):
+    def traced(self, module: fx.GraphModule, forward_outputs: int) -> None:
+        """The observed backward is that of ``module``, a joint one: find its results, and the inputs they belong to."""
+        (output,) = module.graph.find_nodes(op="output")
+        gradients = torch.utils._pytree.arg_tree_leaves(*output.args)[forward_outputs:]
+        primals = [n for n in module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        present = [(k, n) for k, (n, g) in enumerate(zip(primals, gradients, strict=False)) if g is not None]
+        traced = [k for k, absent in enumerate(self._absent) if not absent]
+        inputs = {k: i for k, n in present if (i := getattr(n.meta.get("desc"), "idx", None)) is not None}
+        if not len(traced) == len(present) == len(inputs):
             return  # gradients of something else than inputs
-        arrived = [present[place[k]] for k in self._arrived if k in place]
-        inputs = [(k, getattr(node.meta.get("desc"), "idx", None)) for k, node in arrived]
-        found = {k: i for k, i in inputs if i is not None}
-        if len(found) == len(present):
-            self._input_of, self.results = found, tuple(found)
+        place = {k: position for k, (position, _) in zip(traced, present, strict=True)}
+        arrived = [(place[a.k], a.final) for a in self._arrived if a.k in place]
+        if sorted(k for k, final in arrived if final) != sorted(inputs):
+            return
+        self._count, self._input_of = len(gradients), inputs
+        counts = Counter(k for k, final in arrived if not final)
+        sums = {k: n for k, n in counts.items() if n > 1 and mark_sums(gradients[k], n)}
+        self.sums = tuple(inputs[k] for k in sums)
+        for k, n in sums.items() if self._in_terms else ():
+            first = self._count + len(self._input_of) - len(inputs)
+            self._terms[k] = (*range(first, first + n - 1), k)
+            self._input_of = {**self._input_of, **dict.fromkeys(self._terms[k], inputs[k])}
+        waiting = {k: list(positions) for k, positions in self._terms.items()}
+        taken = [k for k, final in arrived if final == (k not in waiting)]
+        self.results = tuple(waiting[k].pop(0) if k in waiting else k for k in taken)
 
-    def in_turn(self, module: fx.GraphModule) -> InTurn | None:
-        """The backward ``module`` by turns, for a graph that is called behind gates; None where that is of no use."""
-        if not self.results or not communicates():
-            return None
+    def in_turn(self, module: fx.GraphModule) -> tuple[fx.GraphModule, InTurn | None]:
+        """The backward ``module`` by turns, for a graph that is called behind gates; None where that is of no use.
+
+        Also the module that gives the same results: ``module``, or one with terms in place of sums.
+        """
+        if not self.results or not (self._terms or communicates()):
+            return module, None
+        module = in_terms(module, self._terms) if self._terms else module
         backward = in_turn(module, self.results)
         self.turns = tuple(tuple(self._input_of[k] for k in turn) for turn in backward.turns)
-        return backward
+        return module, backward
 
     def by_turns(self, backward: InTurn, run: Turns) -> Callable[[list[Any]], Any]:
         """What AOTAutograd calls as the backward: it begins ``run``, and the gates of the call continue it.
@@ -96,12 +118,34 @@ class GradientOrder:
         def begin(arguments: list[Any]) -> Any:
             call, gradients = _call_of_this_backward(), run(arguments)
             if call is None:
-                return _at_once(backward, gradients)
+                return self._at_once(backward, gradients)
             call.begin(gradients, len(backward.turns))
-            return (None,) * backward.count
+            return (None,) * self._count
 
         begin._boxed_call = True  # type: ignore[attr-defined]
         return begin
+
+    def _at_once(self, backward: InTurn, gradients: Generator[list[Any], None, Any]) -> tuple[Any, ...]:
+        """All results of a backward, terms added up."""
+        own = {i: k for k, i in self._input_of.items() if k < self._count}
+        results: list[Any] = [None] * self._count
+        for positions, given in zip(backward.turns, gradients, strict=True):
+            for position, gradient in zip(positions, given, strict=True):
+                k = own[self._input_of[position]]
+                both = results[k] is not None and gradient is not None
+                results[k] = results[k] + gradient if both else gradient if results[k] is None else results[k]
+        return tuple(results)
+
+    def at_once(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """``run``, a backward that gives all at once, for calls that may be behind gates."""
+
+        def all_of_it(arguments: list[Any]) -> Any:
+            if (call := _call_of_this_backward()) is not None:
+                call.pass_on()
+            return run(arguments)
+
+        all_of_it._boxed_call = True  # type: ignore[attr-defined]
+        return all_of_it
 
     def kept(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, which takes the graph's inputs; if its backward gives gradients by turns, behind gates."""
@@ -125,15 +169,30 @@ class _Call:
         self._gradients: Generator[list[Any], None, Any] | None = None
         self._given: list[list[Any]] = []  # of the turns so far; empty once its gate has taken them
         self._turns = 0
+        self._instead: dict[tuple[int, int], Any] | None = None
 
     def begin(self, gradients: Generator[list[Any], None, Any], turns: int) -> None:
         """The node of the graph runs; its gates run after it."""
         self._gradients, self._given, self._turns = gradients, [], turns
+        self._instead = None
 
-    def take(self, turn: int) -> tuple[Any, ...] | None:
-        """Run the backward up to the gradients of ``turn``; None where it has not begun."""
-        if self._gradients is None:
-            return None
+    def pass_on(self) -> None:
+        """The node of the graph runs, and gives all at once: the gates pass it on."""
+        self._gradients = self._instead = None
+
+    def give_instead(self, gate: Any, place: int, gradient: Any) -> None:
+        """The gates give other gradients than the backward's."""
+        self._gradients, self._instead = None, self._instead or {}
+        self._instead[id(gate), place] = gradient
+
+    def take(self, gate: Any, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Run the backward up to the gradients of a gate, which has got ``gradients``, and give them."""
+        if self._instead is not None:
+            return [self._instead.pop((id(gate), place), None) for place in range(len(gradients))]
+        return gradients if self._gradients is None else self._take_turn(gate.turn)
+
+    def _take_turn(self, turn: int) -> tuple[Any, ...]:
+        assert self._gradients is not None
         while len(self._given) <= turn:
             self._given.append(next(self._gradients))
         if turn == self._turns - 1:
@@ -155,8 +214,8 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        taken = ctx.call.take(ctx.turn)
-        return (None, None, *(gradients if taken is None else taken))
+        taken = ctx.call.take(ctx, gradients)
+        return (None, None, *taken, *(None for _ in gradients[len(taken) :]))
 
 
 def _behind_gates(inputs: Sequence[Any], turns: Sequence[Sequence[int]]) -> Sequence[Any]:
@@ -165,22 +224,45 @@ def _behind_gates(inputs: Sequence[Any], turns: Sequence[Sequence[int]]) -> Sequ
         return inputs
     call = _Call()
     for k in reversed(range(len(turns))):
-        for i, alias in zip(turns[k], _Gate.apply(call, k, *(given[i] for i in turns[k])), strict=True):  # type: ignore[no-untyped-call]
-            given[i] = alias
+        # an input of several terms has a gate for each, which all lie behind the graph: one behind the other
+        later = [given[i] for i in dict.fromkeys(turns[k]) if given[i] is not inputs[i]]
+        aliases = _Gate.apply(call, k, *(inputs[i] for i in turns[k]), *later)  # type: ignore[no-untyped-call]
+        given[:] = _replaced(given, turns[k], aliases)
     return given
+
+
+def _replaced(given: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    new = dict(zip(places, values, strict=False))
+    return [new.get(i, value) for i, value in enumerate(given)]
+
+
+def brings_other_terms(roots: Sequence[Any], sums: Iterable[Edge]) -> bool:
+    """Whether, in the backward from ``roots``, more than one call of a graph gives terms of a gradient in ``sums``."""
+    return used_elsewhere(roots, sums, lambda node: node.call if _is_gate(node) else None)
+
+
+def _is_gate(node: Any) -> bool:
+    return getattr(node, "_forward_cls", None) is _Gate
+
+
+def through_gates(edges: Iterable[Edge]) -> Iterator[Edge]:
+    """Where what a node gives along ``edges`` comes to, gates left out."""
+    for function, place in edges:
+        yield function.next_functions[place] if _is_gate(function) else (function, place)
+
+
+def give_instead(edges: Iterable[Edge], gradients: Iterable[Any], others: Iterable[Any]) -> tuple[Any, ...]:
+    """Have ``others`` in place of the ``gradients`` that a node gives along ``edges``: gives the node's own."""
+    found = []
+    for (function, place), gradient, other in zip(edges, gradients, others, strict=True):
+        if _is_gate(function):
+            function.call.give_instead(function, place, other)
+        found.append(gradient if gradient is None else other)
+    return tuple(found)
 
 
 def _call_of_this_backward() -> _Call | None:
     """The call whose backward autograd runs now; None where its inputs have no gates."""
     node: Any = torch._C._current_autograd_node()
     behind = () if node is None else (function for function, _ in node.next_functions)
-    return next((gate.call for gate in behind if getattr(gate, "_forward_cls", None) is _Gate), None)
-
-
-def _at_once(backward: InTurn, gradients: Generator[list[Any], None, Any]) -> tuple[Any, ...]:
-    """All results of a backward."""
-    results: list[Any] = [None] * backward.count
-    for positions, given in zip(backward.turns, gradients, strict=True):
-        for k, gradient in zip(positions, given, strict=True):
-            results[k] = gradient
-    return tuple(results)
+    return next((gate.call for gate in behind if _is_gate(gate)), None)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from monetrun.capture.gradient_terms import EARLIER, shaped
 from monetrun.capture.in_turn import InTurn, Turns
 from monetrun.ops.families.output_gradients import OPERATOR, add_output_gradient_
 
@@ -54,6 +55,8 @@ def _join(total: fx.Node, summand: fx.Node, tangent: fx.Node) -> None:
     with graph.inserting_before(total):
         new = graph.call_function(OPERATOR, (gradient, tangent, *stride))
     new.meta = {**total.meta, **({OVERWRITES: gradient} if in_place else {})}
+    if EARLIER in total.meta:
+        new.meta[EARLIER] = 0 if total.args[0] is gradient else 1
     total.replace_all_uses_with(new)
     graph.erase_node(total)
     while summand is not tangent:
@@ -208,4 +211,4 @@ def _sources(module: fx.GraphModule, tangents: Mapping[fx.Node, int]) -> list[se
 
 
 def _takes_none(user: fx.Node, node: fx.Node) -> bool:
-    return user.target in (OPERATOR, add_output_gradient_) and user.args[0] is not node
+    return (user.target in (OPERATOR, add_output_gradient_) and user.args[0] is not node) or user.target is shaped

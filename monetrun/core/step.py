@@ -172,6 +172,7 @@ class StepRecord:
         breaks: modules that were not captured whole, the outer ones first.
         reductions: the gradients that DistributedDataParallel reduces, if any.
         backward_autocast: device types with autocast where the script calls the backward, each with its dtype.
+        gradients_in_terms: the graphs' backwards give an input's gradient in terms, one for each of its uses.
     """
 
     graphs: tuple[Graph, ...]
@@ -186,6 +187,7 @@ class StepRecord:
     breaks: tuple[Break, ...] = ()
     reductions: Reductions | None = None
     backward_autocast: tuple[tuple[str, str], ...] = ()
+    gradients_in_terms: bool = False
 
     def check(self) -> None:
         """Check what was read.

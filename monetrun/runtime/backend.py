@@ -14,7 +14,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from monetrun.capture import backward_autocast, execute, gradient_forms
+from monetrun.capture import backward_autocast, execute, gradient_forms, gradient_order
 from monetrun.capture import program as programs
 from monetrun.capture.double_backward import TracedBackward, repeatable
 from monetrun.capture.gradient_order import GradientOrder
@@ -31,6 +31,7 @@ from monetrun.ops import random
 from monetrun.runtime import breaks
 from monetrun.runtime.call_timing import CallTiming, Run
 from monetrun.runtime.step_meter import StepMeter
+from monetrun.runtime.terms import GradientTerms
 
 _log = logging.getLogger("monetrun")
 
@@ -87,12 +88,14 @@ class _PendingBackward:
     Attributes:
         number: of its graph.
         order: of the graph's gradients.
+        module: what gives the results of ``by_turns``.
         by_turns: the backward by turns; None: it gives all at once.
         watched: with ``by_turns``, while a step is recorded: the joint graph's nodes of each turn's gradients.
     """
 
     number: int
     order: GradientOrder
+    module: fx.GraphModule
     by_turns: InTurn | None
     watched: Sequence[Sequence[Any]]
 
@@ -110,6 +113,7 @@ class Backend:
         meters: of calls under a plan. With them the guards of the schedules are checked before each call; without them
             guards only remember the weights they were called with.
         autocast: under which the script calls the backward.
+        terms: whether gradients that are sums over an input's uses are given in their terms.
 
     Attributes:
         captured: how many graphs were captured for training so far (0 after a call: nothing was captured).
@@ -123,12 +127,14 @@ class Backend:
         observer: CallObserver | None = None,
         meters: PlannedCallMeters | None = None,
         autocast: backward_autocast.State = backward_autocast.OFF,
+        terms: GradientTerms | None = None,
     ) -> None:
         self.chooser = chooser
         self.name = name
         self.observer = observer
         self.meters = meters
         self.autocast = autocast
+        self.terms = terms or GradientTerms()
         self.captured = 0
         self._order = GradientOrder()  # of the graph that is being compiled
         self._traced = TracedBackward()  # the same graph's
@@ -150,14 +156,16 @@ class Backend:
         """
         breaks.check_static(module)
         note_regions(module)
-        self._order = order = GradientOrder()
+        # while a step is recorded, it is known when its backward begins whether terms are needed
+        undecided = self.observer is not None and not gradient_order.communicates()
+        self._order = order = GradientOrder(in_terms=self.terms.needed or undecided)
         self._traced = TracedBackward()
         without_donation = torch._functorch.config.patch(donated_buffer=False)
         with operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
             with backward_autocast.traced_under(self.autocast) as autocast:
                 compiled = stay_absent(self._aot(module, inputs))
             traced = dataclasses.replace(self._traced, autocast=autocast)
-            return order.kept(repeatable(compiled, module, traced))
+            return repeatable(order.kept(compiled), module, traced)
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
@@ -174,11 +182,11 @@ class Backend:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         started = time.perf_counter()
         draws_on = tuple(random.devices(module))
+        self._order.traced(module, num_fwd_outputs)
         with unset_fake_temporarily():  # also in a trial run on fake tensors, real kernels are queried for their needs
             joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
-            self._order.captured(joint)
             depends_on = backward_autocast.depends_on(joint) | {device_type for device_type, _ in self.autocast}
-            self._traced = TracedBackward(draws_on, depends_on=depends_on)
+            self._traced = TracedBackward(draws_on, depends_on=depends_on, sums=self._order.sums)
             number, schedule = self.chooser.choose(joint)
             costs = None if self.meters is None else self.meters.timing.costs_of(joint)
         modules = execute.build(joint, schedule, costs)
@@ -190,11 +198,12 @@ class Backend:
         forward, backward = modules
         forward.meta["monetrun"] = (number, guards)
         # it may be compiled much later, after other graphs
-        by_turns = self._order.in_turn(backward)
+        with_terms, by_turns = self._order.in_turn(backward)
         watched: list[list[Any]] = []
         if by_turns is not None and self.observer is not None:
-            watched = [[joint.gradients[k] for k in turn] for turn in by_turns.turns]
-        backward.meta["monetrun"] = _PendingBackward(number, self._order, by_turns, watched)
+            nodes = dict(enumerate(joint.gradients))  # of a sum's terms the last one stands for it
+            watched = [[nodes.get(k) for k in turn] for turn in by_turns.turns]
+        backward.meta["monetrun"] = _PendingBackward(number, self._order, with_terms, by_turns, watched)
         return modules
 
     def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
@@ -206,22 +215,35 @@ class Backend:
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         pending: _PendingBackward = module.meta["monetrun"]
-        number, by_turns = pending.number, pending.by_turns
-        absent = AbsentGradients(module, inputs)
-        if by_turns is not None:
-            turns = by_turns.run
-            if self.meters is not None:
-                turns = self._timed_by_turns(turns, module, pending.order, number)
-                turns = _measured_by_turns(self.meters.steps, number, turns)
-            elif self.observer is not None:
-                turns = _observed_by_turns(self.observer, number, pending.watched, turns)
-            turns = gradient_forms.fitting(absent.by_turns(by_turns, turns), module, inputs)
-            return pending.order.by_turns(by_turns, turns)
+        if pending.by_turns is None:
+            return self._backward_at_once(pending.number, module, inputs)
+        by_turns = self._backward_by_turns(pending, pending.by_turns, inputs)
+        if gradient_order.communicates() or self.terms.needed:
+            return by_turns
+        terms, at_once = self.terms, pending.order.at_once(self._backward_at_once(pending.number, module, inputs))
+
+        def as_needed(arguments: list[Any]) -> Any:
+            return (by_turns if terms.needed else at_once)(arguments)
+
+        as_needed._boxed_call = True  # type: ignore[attr-defined]
+        return as_needed
+
+    def _backward_by_turns(self, pending: _PendingBackward, by_turns: InTurn, inputs: Sequence[Any]) -> Run:
+        module, number, turns = pending.module, pending.number, by_turns.run
+        if self.meters is not None:
+            turns = self._timed_by_turns(turns, module, pending.order, number)
+            turns = _measured_by_turns(self.meters.steps, number, turns)
+        elif self.observer is not None:
+            turns = _observed_by_turns(self.observer, number, pending.watched, turns)
+        turns = AbsentGradients(module, inputs).by_turns(by_turns, turns)
+        return pending.order.by_turns(by_turns, gradient_forms.fitting(turns, module, inputs))
+
+    def _backward_at_once(self, number: int, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         if self.meters is None:
             run = self._observed(BACKWARD, number, execute.boxed(module))
         else:
             run = _measured(self.meters.steps, BACKWARD, number, self._timed(module, BACKWARD, number))
-        return gradient_forms.fitting(absent.at_once(run), module, inputs)
+        return gradient_forms.fitting(AbsentGradients(module, inputs).at_once(run), module, inputs)
 
     def _with_room(self, graph: Graph, run: Run) -> Run:
         """``run``, which begins only where there is room for its step."""
@@ -266,6 +288,9 @@ class Backend:
 def or_as_it_is(backend: Backend, give_up: Callable[[str], None]) -> Callable[..., Any]:
     """``backend``, for graphs of a forward that has begun and cannot be repeated: what it cannot compile runs as it is.
 
+    A graph that has graphs in it (a checkpointed region) does not: they take buffers as inputs, which they change. So
+    the code that it was made of runs in Python, of which Dynamo makes graphs further in.
+
     Refusals (nothing fits the budget, a plan of another model) are raised.
     """
 
@@ -278,6 +303,8 @@ def or_as_it_is(backend: Backend, give_up: Callable[[str], None]) -> Callable[..
             _log.debug("a graph of %s runs as it is", backend.name, exc_info=error)
             what = str(error).partition("\n")[0]
             give_up(f"a part of {backend.name} runs without a plan: {type(error).__name__}: {what}")
+            if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in module.graph.nodes):
+                raise torch._dynamo.exc.SkipFrame(what) from None
             return module.forward
 
     return compiled

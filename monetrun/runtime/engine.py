@@ -39,6 +39,7 @@ from monetrun.runtime.scalars import StepScalars, planned_values
 from monetrun.runtime.second_step import SecondStep, followed
 from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
+from monetrun.runtime.terms import GradientTerms
 
 _log = logging.getLogger("monetrun")
 
@@ -85,6 +86,7 @@ class Engine(_CallsRecorded):
         known: measured costs, by the operators' signatures.
         breaks: modules that are not captured whole, by ``Break.module``.
         autocast: under which the script calls the backward.
+        terms: whether graphs give gradients in terms.
 
     Raises:
         PlanMismatch: the plan was made with another torch.
@@ -114,7 +116,7 @@ class Engine(_CallsRecorded):
         self.generation = 0
         self.breaks: dict[str, Break] = {}
         self.running: RunningPlan | None = None
-        self.autocast = BackwardAutocast(warn)
+        self.autocast, self.terms = BackwardAutocast(warn), GradientTerms()
         self._step_recorded = self._record_again = False
         self._looked = settings.mode == CHECK  # whose plan is the one to check
         self._traces = _Traces()
@@ -125,6 +127,7 @@ class Engine(_CallsRecorded):
         record = _planned_step(settings.step_file or settings.record_file)
         if record is not None:
             self.breaks, self.autocast.state = {b.module: b for b in record.breaks}, record.backward_autocast
+            self.terms.needed = record.gradients_in_terms
         self._run(plan, record)
 
     def close(self) -> None:
@@ -185,12 +188,13 @@ class Engine(_CallsRecorded):
     def backend(self, name: str) -> Backend:
         """The compiler backend for the model called ``name``."""
         if self.recorder is not None:
-            return Backend(self, name, observer=self, autocast=self.autocast.state)
-        return Backend(self, name, meters=self.meters, autocast=self.autocast.state)
+            return Backend(self, name, observer=self, autocast=self.autocast.state, terms=self.terms)
+        return Backend(self, name, meters=self.meters, autocast=self.autocast.state, terms=self.terms)
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number (-1: none), and its schedule: see ``Recorder.choose`` and ``RunningPlan.choose``."""
         self._traces.made = True
+        self.terms.graph_captured()
         chooser = self.recorder or self.running
         assert chooser is not None
         return chooser.choose(joint)
@@ -248,6 +252,9 @@ class Engine(_CallsRecorded):
 
     def backward_begins(self, roots: Iterable[Any]) -> None:
         """The script differentiates ``roots``. Under an autocast that changes a backward, it is traced for that."""
+        roots = list(roots)
+        if self.terms.changes(roots):  # a recorded graph gives terms if need be
+            self.generation += self.recorder is None
         if self.autocast.changes(roots, replace=self.settings.mode != PROBE):
             self._record_again = self.recorder is not None
             self.generation += self.recorder is None
@@ -273,7 +280,7 @@ def _end_trial(engine: Engine) -> None:
 
 def _recorded(engine: Engine, recorder: Recorder | SecondStep) -> StepRecord:
     record = recorder.record(recorder.measure(engine.store), engine.breaks.values())
-    return dataclasses.replace(record, backward_autocast=engine.autocast.state)
+    return dataclasses.replace(record, backward_autocast=engine.autocast.state, gradients_in_terms=engine.terms.needed)
 
 
 def _recorder(engine: Engine) -> Recorder:

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monetrun.capture import gradient_order
+from monetrun.capture import double_backward, gradient_order
 from monetrun.runtime import planned_calls
 from monetrun.runtime.backend import Backend
+from monetrun.runtime.terms import GradientTerms
 from support.captured import Chooser, Residual
 
 
@@ -147,3 +148,106 @@ def test_a_model_in_ddp_is_one_graph_and_its_gradients_are_eagers():
         assert all(torch.equal(g, p.grad) for g, p in zip(expected, module.parameters(), strict=True))
     finally:
         dist.destroy_process_group()
+
+
+class Uses(nn.Module):
+    """Uses its input and a weight several times each: by product, as a view, twice in one operator, and as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x):
+        y = torch.tanh(x @ self.weight) * x
+        y = y + F.gelu(x.transpose(0, 1) * 3).transpose(0, 1) @ self.weight
+        return (x * x + y) @ self.weight + x
+
+
+def with_uses_around(part):
+    """Losses of two calls of ``part`` on one tensor, which is used before, between and after them too."""
+    torch.manual_seed(1)
+    start = torch.randn(9, 8, requires_grad=True)
+    x = torch.sin(start)
+    before = x * 1.7
+    first = part(x)
+    between = torch.exp(x) * first
+    second = part(x)
+    return start, [before.sum() * 0.3, (between * second).sum(), (torch.cos(x) * second).square().mean(), x.sum() / 7]
+
+
+def gradients_with_uses_around(part, weight, **keywords):
+    start, losses = with_uses_around(part)
+    return torch.autograd.grad(sum(losses), [start, weight], **keywords)
+
+
+@pytest.fixture
+def uses():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return Uses()
+
+
+def compiled(module, terms=None):
+    return torch.compile(module, backend=Backend(Chooser(), "part", terms=terms))
+
+
+def needed():
+    terms = GradientTerms()
+    terms.needed = True
+    return terms
+
+
+@pytest.mark.parametrize("communicates", [False, True])
+def test_terms_of_a_tensor_that_is_used_around_a_graph_too_are_added_in_eagers_order(uses, communicates, monkeypatch):
+    monkeypatch.setattr(gradient_order, "communicates", lambda: communicates)
+    expected = gradients_with_uses_around(uses, uses.weight)
+    in_sums = gradients_with_uses_around(compiled(uses), uses.weight)
+    assert not any(map(torch.equal, expected, in_sums))  # so that this would show another order
+    torch._dynamo.reset()
+    in_terms = gradients_with_uses_around(compiled(uses, needed()), uses.weight)
+    assert all(map(torch.equal, expected, in_terms))
+
+
+def test_gradients_of_gradients_go_through_terms(uses):
+    expected = gradients_with_uses_around(uses, uses.weight, create_graph=True)
+    start, losses = with_uses_around(compiled(uses, needed()))
+    total = sum(losses)
+    double_backward.run_again([n for n in _nodes(total) if "CompiledFunctionBackward" in n.name()])
+    found = torch.autograd.grad(total, [start, uses.weight], create_graph=True)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        pair = [torch.autograd.grad(g.square().sum(), uses.weight, retain_graph=True)[0] for g in (one, other)]
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-2)
+
+
+def _nodes(root):
+    seen, waiting = [], [root.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.append(node)
+            waiting += [following for following, _ in node.next_functions]
+    return seen
+
+
+def test_terms_are_needed_only_where_something_else_uses_what_a_graph_uses_several_times(uses):
+    terms = GradientTerms()
+    run = compiled(uses, terms)
+    terms.graph_captured()
+    alone = torch.sin(torch.randn(9, 8, requires_grad=True))
+    assert not terms.changes([run(alone).sum()])
+    assert not terms.changes([run(alone).sum(), (alone.detach() * 2).sum()])
+    once = nn.Parameter(torch.randn(9, 8))
+    assert not terms.changes([(run(torch.sin(once)) * once).sum()])
+    assert terms.changes([(run(alone) * alone).sum()])
+    assert terms.needed
+
+
+@pytest.mark.parametrize("kind", ["two calls", "root"])
+def test_a_second_call_and_a_root_are_other_uses(uses, kind):
+    terms = GradientTerms()
+    run = compiled(uses, terms)
+    x = torch.sin(torch.randn(9, 8, requires_grad=True))
+    loss = run(x).sum()
+    terms.graph_captured()
+    assert terms.changes([loss, run(torch.randn(9, 8)).sum()] if kind == "two calls" else [loss, x])

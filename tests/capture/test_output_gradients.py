@@ -4,12 +4,15 @@ import gc
 
 import pytest
 import torch
+import torch._dynamo  # before what it imports itself
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
-from monetrun.capture import cpu_allocator
+from monetrun.capture import cpu_allocator, gradient_forms
+from monetrun.runtime.backend import Backend
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
+from support.captured import Chooser
 
 VOCABULARY = 2000
 
@@ -185,3 +188,40 @@ def test_a_parameter_without_a_gradient_in_eager_has_none():
         session.close()
         torch._dynamo.reset()
     assert [k for k in state if not torch.equal(state[k], plain[k])] == []
+
+
+class TransposedNorm(nn.Module):
+    """Gives the transposed result of a batch norm, and one that is made of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        y = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return y, torch.roll(y, 1, 1).contiguous() * 2
+
+
+def test_a_sum_with_an_outputs_gradient_has_the_strides_with_which_that_arrives():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = TransposedNorm(), torch.randn(8, 64, 16, requires_grad=True)
+
+    def gradients(run):  # of a transposed output's mean square they are not transposed
+        return torch.autograd.grad(sum(y.square().mean() for y in run(x)), [x, *module.parameters()])
+
+    expected = gradients(module)
+    assert all(map(torch.equal, expected, gradients(torch.compile(module, backend=Backend(Chooser(), "net")))))
+
+
+def test_a_gradient_is_copied_where_its_strides_have_no_view_that_the_backward_takes():
+    graph = fx.Graph()
+    negative = graph.call_function(torch.ops.aten.neg.default, (graph.placeholder("tangents_1"),))
+    graph.output((graph.call_function(torch.ops.aten.view.default, (negative, [512, 16])),))
+    given = []
+    module, traced = fx.GraphModule({}, graph), torch.empty(8, 64, 16)
+    run = gradient_forms.fitting(lambda arguments: given.extend(arguments), module, [traced])
+    gradient = torch.randn(8, 16, 64).transpose(1, 2)
+    run([gradient])
+    assert given[0].stride() == traced.stride()
+    assert torch.equal(given[0], gradient)

@@ -85,6 +85,14 @@ class CheckpointedNorm(Net):
         return self.blocks[2](x)
 
 
+class CheckpointedNormAfterABreak(CheckpointedNorm):
+    """The graph after the break cannot be captured, and not run as Dynamo's graph either: its region takes buffers."""
+
+    def through(self, x):
+        torch._dynamo.graph_break()
+        return super().through(x)
+
+
 class Recurrent(Net):
     def __init__(self):
         super().__init__(Block(), nn.GRU(WIDTH, WIDTH), Block())
@@ -203,6 +211,14 @@ def test_a_model_in_parts_trains_bitwise_as_eager_within_its_budget(capsys, kind
     assert where in said[0]
     assert f"{planned_share(record):.0%} of the step's peak is planned" in said[0]
     assert warned == set()
+
+
+def test_a_checkpointed_region_in_a_graph_that_cannot_be_captured_runs_in_python():
+    plain = trained(CheckpointedNormAfterABreak)
+    with session() as opened:
+        assert trained(CheckpointedNormAfterABreak) == plain
+        assert "Block" in {graph.name for graph in opened.engine.running.record.graphs}
+        assert opened.engine.peak_bytes <= opened.engine.plan.budget_bytes
 
 
 class OfOtherWidth(nn.Module):

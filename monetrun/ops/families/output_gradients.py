@@ -17,6 +17,9 @@ from monetrun.ops.definition import operator
 def _fake(gradient: Tensor, outer: Tensor | None, stride: Sequence[int] = ()) -> Tensor:
     if not stride:
         return torch.empty_like(gradient)
+    if outer is not None and outer.shape == gradient.shape and tuple(stride) != gradient.stride():
+        outer_stride = torch.empty_like(outer, device="meta").stride()
+        stride = outer_stride if outer_stride == outer.stride() else stride
     return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device)
 
 
@@ -24,7 +27,8 @@ def _fake(gradient: Tensor, outer: Tensor | None, stride: Sequence[int] = ()) ->
 def add_output_gradient(gradient: Tensor, outer: Tensor | None, stride: Sequence[int] = ()) -> Tensor:
     """``gradient + outer``; ``outer`` may have another shape of as many elements, and None is zero.
 
-    ``stride``: of the result; empty: those of ``gradient``.
+    ``stride``: of the result, as traced; empty: those of ``gradient``. Where they are not those of ``gradient``,
+    autograd would add ``gradient`` to ``outer``: the result has the strides with which that arrives, if it is dense.
     """
     result = _fake(gradient, outer, stride)
     if outer is None:

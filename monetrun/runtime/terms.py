@@ -1,0 +1,39 @@
+"""Whether the backwards of graphs have to give gradients in terms: known once the script calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from monetrun.capture import double_backward
+from monetrun.capture.gradient_order import brings_other_terms
+from monetrun.runtime.unplannable_use import compiled_calls
+
+# Of so many backwards since a graph was captured it is looked up what they go through, which takes the host's time.
+_LOOKED_AT = 16
+
+
+class GradientTerms:
+    """Whether something else uses a tensor, too, that a graph uses several times (see ``capture.gradient_terms``).
+
+    Attributes:
+        needed: the graphs give gradients in terms.
+    """
+
+    def __init__(self) -> None:
+        self.needed = False
+        self._left = 0
+
+    def graph_captured(self) -> None:
+        """There is another graph, of which no backward was seen."""
+        self._left = _LOOKED_AT
+
+    def changes(self, roots: Iterable[Any]) -> bool:
+        """The script is about to differentiate ``roots`` (tensors). Gives whether models have to be compiled anew."""
+        if self.needed or not self._left:
+            return False
+        self._left -= 1
+        roots = list(roots)
+        sums = [edge for call in compiled_calls(roots) for edge in double_backward.sums_of(call)]
+        self.needed = bool(sums) and brings_other_terms(roots, sums)
+        return self.needed
