@@ -113,8 +113,8 @@ class Moves {
     for (int32_t t : state_.reads_of(impl)) {
       const auto& e = state_.events(t);
       const size_t i = SearchState::find(e, s);
-      if (i == 0) return -1;
-      if (!SearchState::is_read(e, i)) held += state_.units(t);
+      if (!state_.written_before(t, s)) return -1;
+      if (i == 0 || !SearchState::is_read(e, i)) held += state_.units(t);
     }
     return held;
   }
@@ -148,8 +148,8 @@ class Moves {
         if (!state_.recomputable(t) || count == 8) continue;
         const auto& e = state_.events(t);
         const size_t i = SearchState::find(e, s);
-        if (SearchState::is_read(e, i)) continue;  // alive here anyway
-        if (i > 0 && s - SearchState::slot_of(e[i - 1]) > 8 && state_.units(t) >= least) held[count++] = t;
+        if (i > 0 && SearchState::is_read(e, i)) continue;  // alive here anyway
+        if ((i == 0 || s - SearchState::slot_of(e[i - 1]) > 8) && state_.units(t) >= least) held[count++] = t;
       }
     state_.insert(s, op, impl);
     for (int32_t t : state_.writes_of(op)) drop_useless_before(t, s);
@@ -274,6 +274,7 @@ class Moves {
   // tensor is computed again.
   bool move_avoid() {
     const int32_t t = draw_target();
+    if (state_.events(t).empty()) return false;
     const int32_t from = random_.below(static_cast<int32_t>(state_.events(t).size()));
     bool done = false;
     for (size_t i = from; i < state_.events(t).size();) {

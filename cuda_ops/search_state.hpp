@@ -55,6 +55,7 @@ class SearchState {
     top_.assign(blocks, -kHidden);
     recomputations_.clear();
     idle_.assign(g_.operators, 0);
+    idle_reads_.assign(g_.tensors, 0);
     for (auto& e : events_) e.clear();
     seconds_ = 0.0;
     excess_ = 0;
@@ -137,17 +138,19 @@ class SearchState {
 
   // Whether what the step at s writes is neither read nor written by any other step.
   bool alone(int32_t s) const {
+    const size_t own = idle_[op_at_[s]] && s == main_slot_[op_at_[s]] ? 0 : 1;
     for (int32_t t : writes_of(op_at_[s]))
-      if (events_[t].size() > 1) return false;
+      if (events_[t].size() > own || idle_reads_[t] > 0) return false;
     return true;
   }
 
   bool may_be_in_place(int32_t impl) const { return in_place_target_[impl] >= 0; }
 
-  // Whether something writes t before slot s.
+  // Whether something writes t before slot s, or would if t were read.
   bool written_before(int32_t t, int32_t s) const {
     const auto& e = events_[t];
-    return !e.empty() && slot_of(e[0]) < s;
+    if (!e.empty() && slot_of(e[0]) < s) return true;
+    return idle_[writer_[t]] && main_slot_[writer_[t]] < s;
   }
 
   // The tensor whose storage the step at s may take over now, or -1.
@@ -360,19 +363,34 @@ class SearchState {
       add(s, s, sign * units_[t]);
   }
 
-  // An optional operator that runs again before anything has read it need not have run in the forward part: that run
-  // costs nothing while it is so, and is left out of the schedule in the end.
+  // An optional operator that runs again before anything has read it need not have run in the forward part: while it is
+  // so, that run is idle: it costs nothing, reads and holds nothing, and is left out of the schedule in the end.
   void settle_first_run(int32_t op) {
     const int32_t s = may_idle_[op] ? main_slot_[op] : -1;
-    if (s < 0 || idle_[op] == useless(s)) return;
+    if (s < 0 || idle_[op] || !useless(s)) return;
     seconds_ -= cost_at(s);
-    idle_[op] = !idle_[op];
-    seconds_ += cost_at(s);
+    taken_[s] = 0;
+    idle_[op] = 1;
+    leave(s);
+    for (int32_t t : reads_of(impl_at_[s])) {
+      ++idle_reads_[t];
+      settle_first_run(writer_[t]);
+    }
   }
 
   void settle_first_runs(int32_t op, int32_t impl) {
     settle_first_run(op);
     for (int32_t t : reads_of(impl)) settle_first_run(writer_[t]);
+  }
+
+  // What the first run of an operator writes is about to be read.
+  void wake(int32_t op) {
+    if (!idle_[op]) return;
+    const int32_t s = main_slot_[op];
+    idle_[op] = 0;
+    for (int32_t t : reads_of(impl_at_[s])) --idle_reads_[t];
+    seconds_ += cost_at(s);
+    enter(s);
   }
 
   // Whether what reads t in event i takes over its storage depends on the event behind it, which has changed.
@@ -445,12 +463,50 @@ class SearchState {
     impl_at_[s] = impl;
     in_place_at_[s] = in_place_target_[impl];
     seconds_ += g_.seconds[impl];
-    const bool again = s >= g_.forward && is_recomputation(op);
-    if (!again) main_slot_[op] = s;
-    if (again) {
+    if (is_again(s)) {
       index_at_[s] = static_cast<int32_t>(recomputations_.size());
       recomputations_.push_back(s);
+    } else {
+      main_slot_[op] = s;
     }
+    enter(s);
+    settle_first_runs(op, impl);
+  }
+
+  void take(int32_t s) {
+    const int32_t op = op_at_[s], impl = impl_at_[s];
+    const bool again = is_again(s);
+    if (again)
+      for (int32_t t : writes_of(op))
+        if (find(events_[t], s) == 0 && is_read(events_[t], 1)) wake(op);
+    const bool idle = !again && idle_[op];
+    seconds_ -= cost_at(s);
+    taken_[s] = 0;
+    if (!again) idle_[op] = 0;
+    if (!idle) leave(s);
+    if (idle)
+      for (int32_t t : reads_of(impl)) --idle_reads_[t];
+    if (!again) main_slot_[op] = -1;
+    if (again) {
+      const int32_t moved = recomputations_.back();
+      recomputations_[index_at_[s]] = moved;
+      index_at_[moved] = index_at_[s];
+      recomputations_.pop_back();
+      index_at_[s] = -1;
+    }
+    op_at_[s] = impl_at_[s] = in_place_at_[s] = -1;
+    settle_first_runs(op, impl);
+  }
+
+  // Whether the step at s is a recomputation.
+  bool is_again(int32_t s) const { return s >= g_.forward && is_recomputation(op_at_[s]); }
+
+  // The step at s counts: its bytes, what it reads and what it writes.
+  void enter(int32_t s) {
+    const int32_t op = op_at_[s], impl = impl_at_[s];
+    const bool again = is_again(s);
+    for (int32_t t : reads_of(impl))
+      if (find(events_[t], s) == 0) wake(writer_[t]);
     add(s, s, kHidden + work_units(impl) + (again ? transient_[op] : 0));
     if (!again && transient_[op]) add(s, size_ - 1, transient_[op]);
     for (int32_t t : reads_of(impl)) {
@@ -468,14 +524,11 @@ class SearchState {
       e.insert(e.begin() + i, 2 * s);
       if (i > 0) settle_in_place(t, i - 1);
     }
-    settle_first_runs(op, impl);
   }
 
-  void take(int32_t s) {
+  void leave(int32_t s) {
     const int32_t op = op_at_[s], impl = impl_at_[s];
-    seconds_ -= cost_at(s);
-    taken_[s] = 0;
-    if (s == main_slot_[op]) idle_[op] = 0;
+    const bool again = is_again(s);
     for (int32_t t : writes_of(op)) {
       auto& e = events_[t];
       const size_t i = find(e, s);
@@ -490,19 +543,8 @@ class SearchState {
       count_read(t, s, i, -1);
       if (i > 0) settle_in_place(t, i - 1);
     }
-    const bool again = s >= g_.forward && is_recomputation(op);
     add(s, s, -kHidden - work_units(impl) - (again ? transient_[op] : 0));
     if (!again && transient_[op]) add(s, size_ - 1, -transient_[op]);
-    if (!again) main_slot_[op] = -1;
-    if (again) {
-      const int32_t moved = recomputations_.back();
-      recomputations_[index_at_[s]] = moved;
-      index_at_[moved] = index_at_[s];
-      recomputations_.pop_back();
-      index_at_[s] = -1;
-    }
-    op_at_[s] = impl_at_[s] = in_place_at_[s] = -1;
-    settle_first_runs(op, impl);
   }
 
   const FlatGraph& g_;
@@ -516,7 +558,8 @@ class SearchState {
       work_;
   std::vector<double> saving_;     // seconds, where an implementation may run in place
   std::vector<uint8_t> taken_;     // whether the step at a slot runs in place now
-  std::vector<uint8_t> recomputable_, may_idle_, idle_;  // idle_: of an operator whose first run nothing reads
+  std::vector<int32_t> idle_reads_;  // of a tensor: by first runs that are idle
+  std::vector<uint8_t> recomputable_, may_idle_, idle_;  // idle_: of an operator whose first run nothing reads and does not count
   std::vector<int32_t> op_at_, impl_at_, in_place_at_, index_at_, recomputations_, main_slot_;
   std::vector<int32_t> alive_, lazy_, top_;  // bytes at slot s: alive_[s] + lazy_[s / kBlock]; top_: a block's most
   std::vector<std::vector<int32_t>> events_;

@@ -76,8 +76,8 @@ def out_of_place(graph: Graph, schedule: Schedule) -> Schedule:
 def with_first_runs(graph: Graph, schedule: Schedule) -> Schedule:
     """``schedule`` in which each operator of the backward part also runs in the forward part.
 
-    The native search requires it. Such a run is dead: it costs no bytes that matter, and ``without_dead_runs`` removes
-    it from the result.
+    The native search requires it. Such a run is dead: the search counts neither its seconds nor its bytes, and
+    ``without_dead_runs`` removes it from the result.
     """
     first = {s.operator: s for s in schedule.forward}
     again = {s.operator for s in schedule.backward if s.operator < graph.forward_count}

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 
+from monetrun.capture.peaks import Peaks
 from monetrun.runtime import scalars
 from monetrun.runtime.scalars import StepScalars, planned_values
 from monetrun.runtime.settings import PROBE, Settings
@@ -118,17 +119,11 @@ def test_a_peak_between_two_points_is_in_the_second_one():
     class Meter:
         exact, peak = True, 0
 
-        def peak_bytes(self):
-            return self.peak
-
-        def reserved_peak_bytes(self):
-            return 2 * self.peak
+        def peaks(self):
+            return Peaks(self.peak, 2 * self.peak)
 
         def reset_peak(self):
             self.peak = 0
-
-        def retries(self):
-            return 0
 
     meter = Meter()
     steps = StepMeter(meter)
