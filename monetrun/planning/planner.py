@@ -36,13 +36,14 @@ class BudgetBelowSmallest(InfeasibleBudget):
         smallest_schedules: of the step that takes ``smallest_bytes``; kept, so that this budget is met from now on.
     """
 
-    def __init__(self, record: StepRecord, budget_bytes: int, base: Baseline) -> None:
+    def __init__(self, record: StepRecord, budget_bytes: int, base: Baseline, options: Options | None = None) -> None:
         smallest, plain = base.frugal.peak_bytes, base.plain.peak_bytes
         if record.memory is not None:
             smallest = reserved(record, base.frugal_schedules).peak_bytes
             plain = plain_reserved_bytes(record)
         super().__init__(
-            f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}\n"
+            f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}"
+            f"{_restriction(options)}\n"
             f"  floor: {base.frugal.peak_name}",
             f"fits: --budget {format_budget(smallest, plain)} (the plain step takes {format_bytes(plain)})",
             budget_bytes=budget_bytes,
@@ -86,7 +87,11 @@ def plan_step(
         return _found_within(record, target_bytes, algorithm, options, base, starts)
 
     if record.memory is None:
-        return _plan(record, budget_bytes, algorithm, base, within(budget_bytes, options, starts))
+        try:
+            return _plan(record, budget_bytes, algorithm, base, within(budget_bytes, options, starts))
+        except NoPlanInTime:
+            found, reserve = _most_frugal_allowed(record, budget_bytes, algorithm, options, base)
+        return _plan(record, budget_bytes, algorithm, base, found, reserve)
     try:
         lowest = base.frugal.peak_bytes
         found, reserve = device_budget.found_within(record, budget_bytes, options, within, lowest, starts)
@@ -101,7 +106,31 @@ def plan_step(
         if reserve.peak_bytes > budget_bytes or not _allowed(record, smallest, options):
             raise BudgetBelowSmallest(record, budget_bytes, base) from None
         found = Found(smallest, replay(record, base.fast_schedules).seconds, "feasible")
+    except NoPlanInTime:
+        found, reserve = _most_frugal_allowed(record, budget_bytes, algorithm, options, base)
     return _plan(record, budget_bytes, algorithm, base, found, reserve)
+
+
+def _most_frugal_allowed(
+    record: StepRecord, budget_bytes: int, algorithm: str, options: Options, base: Baseline
+) -> tuple[Found, Reserved | None]:
+    """After the default solver has found nothing: the most frugal schedules of those that ``options`` allow.
+
+    Raises:
+        BudgetBelowSmallest: they take more than the budget.
+        NoPlanInTime: the one that is being handled, where another solver was asked for, or no such schedules are known.
+    """
+    start = plain_in_place(record, options, each_once)
+    if algorithm != "hierarchical" or not _allowed(record, start, options):
+        raise
+    base = more_frugal(record, replace(base, frugal=replay(record, start), frugal_schedules=start), options)
+    if not _allowed(record, base.frugal_schedules, options):
+        raise
+    reserve = None if record.memory is None else reserved(record, base.frugal_schedules)
+    taken = base.frugal.peak_bytes if reserve is None else reserve.peak_bytes
+    if taken > budget_bytes:
+        raise BudgetBelowSmallest(record, budget_bytes, base, options) from None
+    return Found(base.frugal_schedules, replay(record, base.fast_schedules).seconds, "feasible"), reserve
 
 
 def plain_bytes(record: StepRecord, base: Baseline) -> int:
@@ -135,8 +164,7 @@ def _found_within(
     if replay(record, found.schedules).peak_bytes > budget_bytes or not _allowed(record, found.schedules, options):
         raise NoPlanInTime(
             f"{algorithm} has no plan within {format_bytes(budget_bytes)} after {options.seconds:g} s"
-            f"{'' if options.recompute else ', without recomputation'}"
-            f"{'' if options.implementations is None else ', with part of the implementations'}",
+            f"{_restriction(options)}",
             "give it more time (--solver-seconds)"
             + (" or more memory" if algorithm == "hierarchical" else ", more memory, or --algorithm hierarchical"),
         )
@@ -184,6 +212,14 @@ def ledger(record: StepRecord, peak_bytes: int) -> dict[str, int]:
     rows = {name: nbytes for name, nbytes in record.ledger.items() if nbytes > 0}
     rest = peak_bytes - sum(rows.values())
     return {**rows, "activations and workspace": max(0, rest)}
+
+
+def _restriction(options: Options | None) -> str:
+    """What ``options`` leave out, for messages."""
+    if options is None:
+        return ""
+    recompute = "" if options.recompute else ", without recomputation"
+    return recompute + ("" if options.implementations is None else ", with part of the implementations")
 
 
 def _offers_inexact(graph: Graph, options: Options) -> bool:

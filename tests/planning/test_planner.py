@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from monetrun.core.errors import NoPlanInTime, UsageError
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor, dominated, without
 from monetrun.core.options import Options, parse_kinds
-from monetrun.core.plan import GraphPlan, Schedule, Step, plain_schedule
+from monetrun.core.plan import GraphPlan, Schedule, Step, each_once, plain_schedule
 from monetrun.core.simulate import simulate
 from monetrun.planning import kept, planner
 from monetrun.solve import greedy
@@ -24,11 +24,24 @@ def budget_of(record, share):
     return base.frugal.peak_bytes + int(share * (base.plain.peak_bytes - base.frugal.peak_bytes))
 
 
-@pytest.mark.parametrize("algorithm", ["hierarchical", "greedy"])
-def test_without_recomputation_nothing_runs_again_or_there_is_no_plan(algorithm):
-    record = chain_record(400)
+def test_without_recomputation_nothing_runs_again_or_there_is_no_plan():
+    record, options = chain_record(400), Options(seconds=1.0, recompute=False)
     with pytest.raises(NoPlanInTime, match="without recomputation"):
-        planner.plan_step(record, budget_of(record, 0.2), algorithm, Options(seconds=1.0, recompute=False))
+        planner.plan_step(record, budget_of(record, 0.2), "greedy", options)
+    with pytest.raises(planner.BudgetBelowSmallest, match="smallest feasible .*, without recomputation") as refused:
+        planner.plan_step(record, budget_of(record, 0.2), options=options)
+    plan = planner.plan_step(record, refused.value.smallest_bytes, options=options)
+    assert plan.planned_peak_bytes <= refused.value.smallest_bytes
+    assert not any(s.operator < record.graphs[0].forward_count for s in plan.graphs[0].schedule.backward)
+
+
+def test_where_the_default_solver_finds_nothing_the_most_frugal_schedules_allowed_are_the_plan(monkeypatch):
+    record, options = chain_record(400), Options(seconds=1.0, implementations=())
+    budget_bytes = budget_of(record, 0.6)
+    nothing = planner.Found(tuple(each_once(g) for g in record.graphs), 0.0, "unknown")
+    monkeypatch.setattr(planner, "_solve_rounds", lambda *args: nothing)
+    plan = planner.plan_step(record, budget_bytes, options=options)
+    assert plan.planned_peak_bytes <= budget_bytes
 
 
 def test_without_implementations_every_step_runs_as_eager_does():
