@@ -28,7 +28,7 @@ def test_without_recomputation_nothing_runs_again_or_there_is_no_plan():
     record, options = chain_record(400), Options(seconds=1.0, recompute=False)
     with pytest.raises(NoPlanInTime, match="without recomputation"):
         planner.plan_step(record, budget_of(record, 0.2), "greedy", options)
-    with pytest.raises(planner.BudgetBelowSmallest, match="smallest feasible .*, without recomputation") as refused:
+    with pytest.raises(planner.BudgetBelowSmallest, match=r"smallest feasible .*, without recomputation") as refused:
         planner.plan_step(record, budget_of(record, 0.2), options=options)
     plan = planner.plan_step(record, refused.value.smallest_bytes, options=options)
     assert plan.planned_peak_bytes <= refused.value.smallest_bytes
