@@ -39,7 +39,7 @@ from monetrun.runtime.settings import PLAIN, RUN, Settings
 EAGER = "eager"
 AUTO = "auto"  # as a launch runs what fits with room: no plan, and a limit
 FULL = "full"  # a budget that the plain step fits, and a plan
-WARM_UP_STEPS = 8  # compilation, and the early calls that are timed one by one
+WARM_UP_STEPS = 20  # compilation, the early calls that are timed one by one, and the backwards that are looked at
 
 
 # ---- one of the two processes
@@ -149,7 +149,7 @@ def bench(name: str, budget: str, pairs: int, steps: int) -> dict[str, Any]:
 @click.option("--networks", default="resnet50,mobilenet_v2,unet,gpt", show_default=True)
 @click.option("--budgets", default=f"{AUTO},{FULL},0.6x", show_default=True)
 @click.option("--pairs", type=click.IntRange(1), default=20, show_default=True)
-@click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="steps of each in a pair")
+@click.option("--steps", type=click.IntRange(1), default=40, show_default=True, help="steps of each in a pair")
 @click.option("--out", type=click.Path(path_type=Path), help="write the figures there as JSON")
 def main(networks: str, budgets: str, pairs: int, steps: int, out: Path | None) -> None:
     found: dict[str, Any] = {
