@@ -20,6 +20,7 @@ from monetrun.planning.baseline import baseline as baseline
 from monetrun.planning.baseline import more_frugal as more_frugal
 from monetrun.planning.baseline import plain_in_place as plain_in_place
 from monetrun.planning.device_budget import Found, plain_allocated_bytes, plain_reserved_bytes
+from monetrun.planning.ledger import FRAGMENTATION, ledger
 from monetrun.planning.separate_graphs import SeparateRound
 
 Progress = Callable[[float, float, float], None]
@@ -161,7 +162,7 @@ def _plan(
             memory.other_streams_bytes,
             plain_is_estimated=not memory.plain_reserved_bytes,
         )
-        rows["fragmentation"] = pool.planned_bytes - timeline.peak_bytes
+        rows[FRAGMENTATION] = pool.planned_bytes - timeline.peak_bytes
     return Plan(
         graphs=tuple(GraphPlan.of(g, s) for g, s in zip(record.graphs, found.schedules, strict=True)),
         budget_bytes=budget_bytes,
@@ -176,13 +177,6 @@ def _plan(
         ledger=rows,
         pool=pool,
     )
-
-
-def ledger(record: StepRecord, peak_bytes: int) -> dict[str, int]:
-    """What the peak consists of, by name, adding up to it; the last row is the graphs' own."""
-    rows = {name: nbytes for name, nbytes in record.ledger.items() if nbytes > 0}
-    rest = peak_bytes - sum(rows.values())
-    return {**rows, "activations and workspace": max(0, rest)}
 
 
 def _offers_inexact(graph: Graph, options: Options) -> bool:

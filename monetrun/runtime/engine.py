@@ -24,6 +24,7 @@ from monetrun.core.step import Break, StepRecord
 from monetrun.machine.store import Store
 from monetrun.ops import kernels
 from monetrun.planning import planner
+from monetrun.planning.summary import summary_lines
 from monetrun.runtime import agreement
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.autocast import BackwardAutocast
@@ -155,6 +156,7 @@ class Engine(_CallsRecorded):
         self._run(plan, record)
         self.recorder = None
         self.generation += 1
+        self.reporter.tell("\n".join(summary_lines(plan, "the plan of the recorded step", record)))
 
     def plan_without(self, failed: FailedGuards) -> None:
         """Plan again without implementations whose guards failed, and have all models compiled anew.

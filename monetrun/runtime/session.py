@@ -112,8 +112,8 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     if reason := candidates.unplannable(model):
         raise CaptureFailed(f"{type(model).__name__} cannot be planned: {reason}")
     rank, world_size = agreement.place()
-    place = {"rank": rank, "world_size": world_size}
-    settings = Settings(mode=RUN, budget=budget, plan_given=plan is not None, **place, **given)
+    given |= {"rank": rank, "world_size": world_size, "plan_given": plan is not None}
+    settings = Settings(mode=RUN, budget=budget, **given)
     again: list[nn.Module] = []
     if _session is not None and (_session.settings, _session.plan) != (settings, plan):
         again = _session.models()

@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
 import traceback
@@ -411,3 +412,25 @@ def test_another_models_plan_is_refused_at_the_first_forward():
             other(zoo.images(4, 64)[0])
     finally:
         monetrun.close()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_plan_of_the_recorded_step_is_shown(quiet, capsys):
+    model = small()
+    optimizer = zoo.sgd(model)
+    monetrun.apply(model, "0.8x", solver_seconds=1.0, quiet=quiet)
+    try:
+        step(model, optimizer, 64)
+        assert "plain peak" not in capsys.readouterr().err
+        step(model, optimizer, 64)
+        said = capsys.readouterr().err
+    finally:
+        monetrun.close()
+    if quiet:
+        assert said == ""
+        return
+    title, peaks, parts, does = said[said.index("monetrun: the plan") :].splitlines()[:4]
+    assert title == "monetrun: the plan of the recorded step"
+    assert re.search(r"plain peak .* \| budget .* \| planned .* \| overhead ", peaks)
+    assert parts.startswith("  parameters ")
+    assert "forward operators run again" in does
