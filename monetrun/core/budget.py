@@ -201,3 +201,8 @@ def format_budget(nbytes: int, most_bytes: int | None = None) -> str:
     unit, name = (1 << 20, "MiB") if nbytes >= 16 << 20 else (1 << 10, "KiB")
     rounded = max(1, -(-nbytes // unit))
     return f"{rounded}{name}" if most_bytes is None or rounded * unit <= most_bytes else f"{nbytes}B"
+
+
+def format_share(nbytes: int, plain_bytes: int) -> str:
+    """The smallest share of ``plain_bytes`` in hundredths that holds ``nbytes``, as ``parse`` reads it."""
+    return f"{-(-100 * nbytes // plain_bytes) / 100:.2f}x"
