@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from monetrun.capture import cpu_allocator, double_backward, fake_tensors, roofline
 from monetrun.core.errors import BudgetExceeded, CaptureFailed
 from monetrun.core.imports import without_collection
+from monetrun.core.log_lines import print_warnings
 from monetrun.runtime import agreement, apply_arguments, candidates, hooks, planned_calls, sharding, unplannable_use
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.reporter import Reporter
@@ -49,6 +50,7 @@ def start(environ: Mapping[str, str], kind: Callable[[Settings], Session] | None
         children.watch(settings)  # a child of the worker, such as a DataLoader's process
         return
     _launched = True
+    print_warnings()
     from monetrun.runtime.traceback_file import install_excepthook
 
     install_excepthook(_out_of_memory)
@@ -121,6 +123,7 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     if _session is None:
         _session = Session(settings, plan)
         _session.watch_process()
+        print_warnings()
     try:
         for optimizer in hooks.optimizers_of(model):
             _session.optimizer_made(optimizer)
