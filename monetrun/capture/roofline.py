@@ -156,7 +156,7 @@ def parse(text: str) -> Device | None:
         return None
     device = DEVICES.get(text.removeprefix(PREFIX)) if text.startswith(PREFIX) else None
     if device is None:
-        raise UsageError(f"--cost-model {text!r} is none of the cost models", f"there are: {', '.join(names())}")
+        raise UsageError(f"{text!r} is none of the cost models", f"there are: {', '.join(names())}")
     return device
 
 

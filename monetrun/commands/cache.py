@@ -18,38 +18,45 @@ from monetrun.machine import archive
 from monetrun.machine.store import KINDS, Store, default_root
 
 
+def _store() -> Store:
+    root = default_root()
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"the cache {root} is not a folder", "set MONETRUN_CACHE to a folder")
+    return Store(root)
+
+
 @click.command("list", help="List what is kept, by kind, the newest first.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def _list(as_json: bool) -> None:
-    show(Store(default_root()), as_json=as_json)
+    show(_store(), as_json=as_json)
 
 
 @click.command("clear", help="Remove everything that is kept.")
 def _clear() -> None:
-    clear(Store(default_root()))
+    clear(_store())
 
 
 @click.command("verify", help="Check every entry; exit code 1 if one is unusable.")
 def _verify() -> int:
-    return 0 if verify(Store(default_root())) else 1
+    return 0 if verify(_store()) else 1
 
 
 @click.command("export", help="Write what is kept to FILE, for monetrun cache import on another machine.")
 @click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Only this kind; may be repeated.")
 @click.argument("file", type=click.Path(path_type=Path))
 def _export(file: Path, kinds: Sequence[str]) -> None:
-    count = archive.export(Store(default_root()), file, kinds or KINDS)
-    print(f"wrote {count} entries to {file}", file=sys.stderr)
+    count = archive.export(_store(), file, kinds or KINDS)
+    print(f"monetrun: wrote {count} entries to {file}", file=sys.stderr)
 
 
 @click.command("import", help="Add the entries of a FILE that monetrun cache export wrote.")
 @click.option("--replace", is_flag=True, help="Also replace entries that are here already.")
 @click.argument("file", type=click.Path(path_type=Path))
 def _import(file: Path, replace: bool) -> None:
-    store = Store(default_root())
+    store = _store()
     added, present = archive.import_(store, file, replace=replace)
     were = f"; {present} were there already" if present else ""
-    print(f"added {added} entries to {store.root}{were}", file=sys.stderr)
+    print(f"monetrun: added {added} entries to {store.root}{were}", file=sys.stderr)
 
 
 command = click.Group(
@@ -74,7 +81,7 @@ def show(store: Store, *, as_json: bool) -> None:
         problem = f"  unusable: {entry.problem}" if entry.problem else ""
         print(f"{entry.kind:8}  {entry.key}  {when}  {entry.size_bytes / 1024:9.1f} KiB{problem}")
     total_bytes = sum(entry.size_bytes for entry in entries)
-    print(f"{len(entries)} entries, {total_bytes / 1024:.1f} KiB in {store.root}", file=sys.stderr)
+    print(f"monetrun: {len(entries)} entries, {total_bytes / 1024:.1f} KiB in {store.root}", file=sys.stderr)
 
 
 def verify(store: Store) -> bool:
@@ -83,7 +90,10 @@ def verify(store: Store) -> bool:
     unusable = [entry for entry in entries if entry.problem or archive.usable(store, entry.kind, entry.key) is None]
     for entry in unusable:
         print(f"{entry.path}: {entry.problem or 'not JSON'}")
-    print(f"{len(entries) - len(unusable)} of {len(entries)} entries are usable in {store.root}", file=sys.stderr)
+    print(
+        f"monetrun: {len(entries) - len(unusable)} of {len(entries)} entries are usable in {store.root}",
+        file=sys.stderr,
+    )
     return not unusable
 
 
@@ -97,4 +107,4 @@ def clear(store: Store) -> None:
         count = store.clear()
     except OSError as error:
         raise UsageError(f"{store.root} cannot be cleared: {error}", "ls -la shows who owns it") from error
-    print(f"removed {count} entries from {store.root}", file=sys.stderr)
+    print(f"monetrun: removed {count} entries from {store.root}", file=sys.stderr)

@@ -5,6 +5,7 @@ A check returns what it found, or what is missing and how to fix it. No check ra
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -28,6 +29,9 @@ WITHOUT_KERNELS = (
     "on CUDA each mask, pooling and normalization is 7 to 23 calls of ATen's instead of 1 to 4, with 3 to 24 bytes of"
     " workspace an element, so that plans seldom use them"
 )
+
+_NVIDIA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # on Linux, and in Windows' subsystem for it
+_PCI, _NVIDIA = Path("/sys/bus/pci/devices"), "0x10de"
 
 # as in monetrun.capture.program
 WITHOUT_PROGRAMS = "Python calls the operators of planned steps on CUDA, 2 to 12 microseconds each"
@@ -161,15 +165,25 @@ def _allocator() -> Check:
     return Check(name, OK, where)
 
 
+def _has_nvidia_board() -> bool:
+    """Whether this machine has an NVIDIA GPU, with or without a driver."""
+    if any(Path(path).exists() for path in _NVIDIA_DRIVERS):
+        return True
+    with contextlib.suppress(OSError):
+        return any(path.read_text().strip() == _NVIDIA for path in _PCI.glob("*/vendor"))
+    return False
+
+
 def _nvml() -> Check:
+    without = None if _has_nvidia_board() else Check("nvml", OK, "not needed: there is no NVIDIA GPU")
     try:
         import pynvml
     except ImportError as error:
-        return Check("nvml", WARNING, str(error), "pip install nvidia-ml-py")
+        return without or Check("nvml", WARNING, str(error), "pip install nvidia-ml-py")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return Check("nvml", WARNING, f"{error}: CUDA devices cannot be found with NVML")
+        return without or Check("nvml", WARNING, f"{error}: CUDA devices cannot be found with NVML")
     try:
         version = pynvml.nvmlSystemGetDriverVersion()
         count = pynvml.nvmlDeviceGetCount()

@@ -120,9 +120,9 @@ def show(found: Explanation, title: str, console: Console) -> None:
     console.print(rows)
 
     again = sum(row.again for row in found.modules)
-    console.print(
-        f"\n[bold]Run again[/bold]: {again} operators, {_milliseconds(sum(r.seconds for r in found.modules))}"
-    )
+    runs = f" ({again} runs)" if again != found.operators_again else ""
+    added = _milliseconds(sum(r.seconds for r in found.modules))
+    console.print(f"\n[bold]Run again[/bold]: {found.operators_again} operators{runs}; the plan adds {added}")
     rows = report.table("<  module", "runs again", "adds", "of the step", "saves")
     of_note = [m for m in found.modules if m.again or abs(m.seconds) > 1e-3 * seconds or m.saved_bytes > 0]
     for cost in of_note[:_MOST_ROWS]:

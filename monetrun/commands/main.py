@@ -21,12 +21,14 @@ from monetrun import __version__
 from monetrun.commands import SUMMARIES
 from monetrun.core.errors import MonetrunError, UsageError
 from monetrun.core.imports import without_collection
+from monetrun.core.log_lines import print_warnings
 from monetrun.launcher.parser import help_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv[1:]`` by default) and return the exit code; print errors."""
     words = list(sys.argv[1:] if argv is None else argv)
+    print_warnings()
     with _Outcome() as outcome:
         outcome.exit_code = _dispatch(words)
     return outcome.exit_code

@@ -57,61 +57,66 @@ class Budget:
     at_most_bytes: int = 0
 
 
-def parse(text: str) -> Budget:
+def parse(text: str, name: str = "--budget") -> Budget:
     """Read a budget.
 
     Args:
         text: what follows ``--budget``; case and surrounding blanks do not matter.
+        name: of the option or argument, for messages.
 
     Raises:
         BudgetSyntaxError: it does not follow the grammar, or its value is out of range (zero, negative, over 100% of
             the free memory); the message quotes it with the reason, the hint is the grammar.
     """
+    try:
+        return _parsed(text)
+    except ValueError as refused:
+        raise BudgetSyntaxError(f"{name} {text!r} {refused}", f"A budget is {GRAMMAR}.") from None
+
+
+def _parsed(text: str) -> Budget:
+    """As ``parse``; what is wrong is a ``ValueError``."""
     stripped = text.strip()
     if stripped.lower() == AUTO:
         return Budget(AUTO, 0.0, stripped)
     match = _NUMBER.fullmatch(stripped)
     if match is None:
-        raise _refused(text, "is not a budget")
+        raise ValueError("is not a budget")
     number, unit = Decimal(match["number"]), match["unit"].lower()
     if unit and f"{unit}b" in _UNITS:
         letter = unit[0].upper()
-        raise _refused(text, f"does not say which unit is meant: {letter}iB (binary) or {letter}B (decimal)")
+        raise ValueError(f"does not say which unit is meant: {letter}iB (binary) or {letter}B (decimal)")
     if unit not in ("", "%", "x") and unit not in _UNITS:
-        raise _refused(text, f"has no unit that is known ({match['unit']!r})")
+        raise ValueError(f"has no unit that is known ({match['unit']!r})")
     if number <= 0:
-        raise _refused(text, "is not positive")
+        raise ValueError("is not positive")
     if unit == "%":
         if number > 100:
-            raise _refused(text, "is over 100% of what is free")
-        return Budget(SHARE_OF_FREE, _positive(float(number / 100), text), stripped)
+            raise ValueError("is over 100% of what is free")
+        return Budget(SHARE_OF_FREE, _positive(float(number / 100)), stripped)
     if unit == "x":
-        return Budget(SHARE_OF_PLAIN, _positive(float(number), text), stripped)
-    return Budget(BYTES, float(_whole_bytes(number, unit, text)), stripped)
+        return Budget(SHARE_OF_PLAIN, _positive(float(number)), stripped)
+    return Budget(BYTES, float(_whole_bytes(number, unit, stripped)), stripped)
 
 
 def _whole_bytes(number: Decimal, unit: str, text: str) -> int:
     if not unit:
         if number != number.to_integral_value():
-            raise _refused(text, "is not a whole number of bytes and has no unit")
+            raise ValueError("is not a whole number of bytes and has no unit")
         if number < _LEAST_PLAIN_BYTES:
-            raise _refused(text, f"is {number} bytes: write its unit ({text.strip()}GiB, {text.strip()}%, ...)")
+            raise ValueError(f"is {number} bytes: write its unit ({text}GiB, {text}%, ...)")
     nbytes = number * _UNITS[unit or "b"]
     if nbytes > _MOST_BYTES:
-        raise _refused(text, "is over 8 PiB")
+        raise ValueError("is over 8 PiB")
     if nbytes < 1:
-        raise _refused(text, "is less than one byte")
+        raise ValueError("is less than one byte")
     return int(nbytes)
 
 
-def _positive(share: float, text: str) -> float:
+def _positive(share: float) -> float:
     if share <= 0.0 or share == float("inf"):
-        raise _refused(text, "is out of range")
+        raise ValueError("is out of range")
     return share
-
-
-def _refused(text: str, reason: str) -> BudgetSyntaxError:
-    return BudgetSyntaxError(f"--budget {text!r} {reason}", f"A budget is {GRAMMAR}.")
 
 
 def resolve(
@@ -138,20 +143,20 @@ def resolve(
     if budget.kind == SHARE_OF_PLAIN:
         if plain_peak_bytes is None:
             raise UsageError(
-                f"--budget {budget.text} is a share of the plain step's peak, which is not known yet",
+                f"the budget {budget.text} is a share of the plain step's peak, which is not known yet",
                 "Give the budget in bytes (12GiB), or let the model be captured first.",
             )
         nbytes = max(1, _share(budget.value, plain_peak_bytes))
         return min(nbytes, budget.at_most_bytes) if budget.at_most_bytes else nbytes
     if free_bytes is None:
         raise DeviceQueryFailed(
-            f"--budget {budget.text} needs the device's free memory, which could not be read",
+            f"the budget {budget.text} needs the device's free memory, which could not be read",
             "Give the budget in bytes (12GiB) or as a share of the plain peak (0.6x).",
         )
     usable_bytes = free_bytes - reserve_bytes
     if usable_bytes <= 0:
         raise UsageError(
-            f"--budget {budget.text}: {format_bytes(free_bytes)} are free on the device,"
+            f"the budget {budget.text}: {format_bytes(free_bytes)} are free on the device,"
             f" and {format_bytes(reserve_bytes)} of them are kept for what is not torch's",
             "End what else runs on the device, or give the budget in bytes.",
         )
@@ -196,3 +201,8 @@ def format_budget(nbytes: int, most_bytes: int | None = None) -> str:
     unit, name = (1 << 20, "MiB") if nbytes >= 16 << 20 else (1 << 10, "KiB")
     rounded = max(1, -(-nbytes // unit))
     return f"{rounded}{name}" if most_bytes is None or rounded * unit <= most_bytes else f"{nbytes}B"
+
+
+def format_share(nbytes: int, plain_bytes: int) -> str:
+    """The smallest share of ``plain_bytes`` in hundredths that holds ``nbytes``, as ``parse`` reads it."""
+    return f"{-(-100 * nbytes // plain_bytes) / 100:.2f}x"

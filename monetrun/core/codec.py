@@ -55,12 +55,13 @@ def from_plain(kind: Any, value: Any, path: str = "$") -> Any:
         path: to ``value`` in the whole, for messages.
 
     Raises:
-        ValueError: the value does not match the type; the message has the path.
+        ValueError: the value does not match the type; the message has the path to what does not, if that is a part.
     """
     try:
         return _reader(kind)(value)
     except _Mismatch as mismatch:
-        raise ValueError(f"{path}{''.join(reversed(mismatch.places))}: {mismatch}") from mismatch.__cause__
+        where = f"{path}{''.join(reversed(mismatch.places))}: " if mismatch.places else ""
+        raise ValueError(f"{where}{mismatch}") from mismatch.__cause__
 
 
 @functools.cache

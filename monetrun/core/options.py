@@ -34,8 +34,12 @@ class Options:
     on_progress: Callable[[float, float, float], None] | None = field(default=None, compare=False, repr=False)
 
 
-def parse_kinds(text: str) -> tuple[str, ...] | None:
+def parse_kinds(text: str, name: str = "--implementations ") -> tuple[str, ...] | None:
     """Read ``--implementations``: ``all`` (None), ``none`` (``()``), or kinds and ``exact``, separated by commas.
+
+    Args:
+        text: the value.
+        name: what stands before it, for messages.
 
     Raises:
         UsageError: a word is neither one of ``graph.KINDS`` nor ``graph.EXACT``.
@@ -46,7 +50,7 @@ def parse_kinds(text: str) -> tuple[str, ...] | None:
     unknown = [word for word in words if word not in (*KINDS, EXACT)]
     if unknown or (text != "none" and not words):
         raise UsageError(
-            f"--implementations {text}: {', '.join(unknown) or 'nothing'} is not one of {', '.join((*KINDS, EXACT))}",
+            f"{name}{text}: {', '.join(unknown) or 'nothing'} is not one of {', '.join((*KINDS, EXACT))}",
             "give all, none, or some of them separated by commas",
         )
     return words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,6 +65,11 @@ class Schedule:
         if any(not 0 <= hold.step < count or hold.nbytes <= 0 for hold in self.holds):
             raise ValueError("something is held during a step that is not there, or has no bytes")
         check_bytes(held=max((hold.nbytes for hold in self.holds), default=0))
+
+    def runs_again(self) -> dict[int, int]:
+        """How often the backward pass runs each operator that the forward pass has run."""
+        forward = {step.operator for step in self.forward}
+        return dict(Counter(step.operator for step in self.backward if step.operator in forward))
 
     def holds_by_step(self) -> dict[int, tuple[int, ...]]:
         """The bytes that are held during each step that has holds."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from monetrun.runtime import apply_arguments
 from monetrun.runtime.session import apply, close
 
 
@@ -18,11 +19,15 @@ class AppliedBudget:
 
     Attributes:
         measured: of the last training, as ``monetrun.close`` gives it; empty before, and where nothing was planned.
+
+    Raises:
+        TypeError, UsageError: as ``monetrun.apply`` does.
     """
 
     def __init__(self, budget_or_plan: Any, **options: Any) -> None:
+        apply_arguments.checked_budget(budget_or_plan)
         self.budget_or_plan = budget_or_plan
-        self.options = options
+        self.options = apply_arguments.checked_options(options)
         self.measured: dict[str, Any] = {}
         self._applied = False
 
@@ -30,7 +35,7 @@ class AppliedBudget:
         """Apply the budget.
 
         Raises:
-            BudgetSyntaxError, CaptureFailed: as ``monetrun.apply`` does.
+            CaptureFailed: as ``monetrun.apply`` does.
         """
         apply(model, self.budget_or_plan, **self.options)
         self._applied = True

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from monetrun import __version__
+from monetrun.core.budget import GRAMMAR
 from monetrun.core.graph import KINDS
 from monetrun.core.options import Options, parse_kinds
 from monetrun.solve import ALGORITHMS, descriptions, solver
@@ -22,7 +23,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> frozenset[str]:
     add(
         "--budget",
         default="auto",
-        help="auto | 12GiB | 12GB | 80%% | 0.6x: what a training step may allocate on a device",
+        help=f"{GRAMMAR.replace('%', '%%')}: what a training step may take on a device (default: auto)",
     )
     add(
         "--strict",
@@ -84,7 +85,10 @@ def launch_option_names() -> frozenset[str]:
 
 
 def _positive_seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
     return value

@@ -16,7 +16,8 @@ def read_plan(path: str) -> Plan:
     """Read a plan.
 
     Raises:
-        PlanMismatch: there is no such file, or it is not a plan that this version reads.
+        UsageError: there is no such file, or it cannot be read.
+        PlanMismatch: it is not a plan that this version reads.
     """
     try:
         with open(path, "rb") as file:  # a FIFO too, as the shell's <(...) gives
@@ -25,7 +26,7 @@ def read_plan(path: str) -> Plan:
             raise ValueError(f"it has over {_MOST_BYTES >> 20} MiB")
         return parse_plan(content.decode())
     except OSError as error:
-        raise PlanMismatch(f"the plan {path}: {error.strerror}", "monetrun plan SCRIPT writes one") from error
+        raise UsageError(f"the plan {path}: {error.strerror}", "monetrun plan SCRIPT writes one") from error
     except ValueError as error:
         message = f"{path} is not a plan that this monetrun reads: {error}"
         raise PlanMismatch(message, "monetrun plan SCRIPT writes one") from error

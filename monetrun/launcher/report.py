@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +19,9 @@ from monetrun.core.errors import BudgetExceeded
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Pool
 from monetrun.core.step import StepRecord
-from monetrun.planning.coverage import coverage
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
+from monetrun.planning.summary import planned_bytes, summary_lines
+from monetrun.planning.summary import share as share
 
 _PIPE_WIDTH = 200
 
@@ -48,47 +48,13 @@ def table(*columns: str) -> Table:
     return made
 
 
-def share(nbytes: int, whole: int) -> str:
-    """``"0.50x"``."""
-    return f"{nbytes / whole:.2f}x" if whole else ""
-
-
 # ---- before training
 
 
 def plan_lines(plan: Plan, title: str, record: StepRecord | None = None) -> list[str]:
-    """A plan's peak, its ledger (the parts add up to the planned peak), and what the plan does.
-
-    Args:
-        plan: the plan.
-        title: the first line.
-        record: of the planned step; with it, other implementations are counted by kind.
-    """
-    graphs = () if record is None else record.graphs
-    lines = [
-        f"[bold]{escape(title)}[/bold]",
-        f"  plain peak {format_bytes(_plain(plan))} | budget {format_bytes(plan.budget_bytes)} | "
-        f"planned {format_bytes(_planned(plan))} ({share(_planned(plan), _plain(plan))}) | "
-        f"overhead {plan.overhead:+.1%} (bound {plan.bound:.1%}, gap {plan.gap:.1%})",
-        *_allocated_lines(plan),
-        "  " + " + ".join(f"{escape(name)} {format_bytes(nbytes)}" for name, nbytes in plan.ledger.items()),
-    ]
-    total = sum(len(g.schedule.forward) for g in plan.graphs)
-    others = sum(s.implementation > 0 for g in plan.graphs for s in (*g.schedule.forward, *g.schedule.backward))
-    chosen = [
-        graph.operators[s.operator].implementations[s.implementation]
-        for g, graph in zip(plan.graphs, graphs, strict=False)
-        for s in (*g.schedule.forward, *g.schedule.backward)
-        if s.implementation
-    ]
-    kinds = Counter(implementation.kind for implementation in chosen)
-    counts = ", ".join(f"{escape(kind)} {count}" for kind, count in kinds.most_common()) or str(others)
-    lines.append(f"  {_recomputations(plan)} of {total} forward operators run again; other implementations: {counts}")
-    if inexact := sum(not implementation.exact for implementation in chosen):
-        lines.append(f"  {inexact} of these differ from eager by rounding; --implementations exact leaves them out")
-    if record is not None and (parts := coverage(record)):
-        lines.append(f"  {escape(parts)}")
-    return lines
+    """``summary_lines`` for the console."""
+    first, *others = map(escape, summary_lines(plan, title, record))
+    return [f"[bold]{first}[/bold]", *others]
 
 
 def plain_lines(plain: PlainPeaks, budget_bytes: int, script: str) -> list[str]:
@@ -98,33 +64,6 @@ def plain_lines(plain: PlainPeaks, budget_bytes: int, script: str) -> list[str]:
         f"  plain peak {format_bytes(plain.reserved_bytes)} reserved, {format_bytes(plain.allocated_bytes)} allocated |"
         f" budget {format_bytes(budget_bytes)} | fits: nothing to plan, the script runs as it is",
     ]
-
-
-def _plain(plan: Plan) -> int:
-    """The plain step's peak, in the bytes that the budget bounds."""
-    return plan.plain_peak_bytes if plan.pool is None else plan.pool.plain_bytes
-
-
-def _planned(plan: Plan) -> int:
-    """The planned step's peak, in the bytes that the budget bounds."""
-    return plan.planned_peak_bytes if plan.pool is None else plan.pool.planned_bytes
-
-
-def _allocated_lines(plan: Plan) -> list[str]:
-    """On CUDA, where the peaks above are of reserved bytes: those of allocated ones."""
-    if plan.pool is None:
-        return []
-    plain, planned = format_bytes(plan.plain_peak_bytes), format_bytes(plan.planned_peak_bytes)
-    return [f"  reserved on the device; of it allocated: plain {plain}, planned {planned}"]
-
-
-def _recomputations(plan: Plan) -> int:
-    """Runs of forward operators in the backward pass."""
-    count = 0
-    for graph in plan.graphs:
-        forward = {s.operator for s in graph.schedule.forward}
-        count += sum(s.operator in forward for s in graph.schedule.backward)
-    return count
 
 
 def clock_lines(plain: StepClocks, planned: StepClocks, ranks: int, link: str) -> list[str]:
@@ -246,7 +185,7 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     return [
         f"[bold]monetrun[/bold]  {outcome.steps} training steps",
         f"  plain peak     {format_bytes(plan.plain_peak_bytes)}",
-        f"  budget         {format_bytes(plan.budget_bytes)} ({share(plan.budget_bytes, plan.plain_peak_bytes)})",
+        f"  budget         {format_bytes(plan.budget_bytes)}{_budget_share(plan.budget_bytes, plan.plain_peak_bytes)}",
         f"  planned peak   {format_bytes(plan.planned_peak_bytes)} "
         f"({share(plan.planned_peak_bytes, plan.plain_peak_bytes)})",
         f"  measured peak  {peak}",
@@ -255,9 +194,14 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     ]
 
 
+def _budget_share(budget_bytes: int, plain: int) -> str:
+    """The budget's share of the plain peak; nothing where it is more than that, such as all of the device."""
+    return f" ({share(budget_bytes, plain)})" if budget_bytes <= plain else ""
+
+
 def _out_of_memory_lines(outcome: Outcome, plan: Plan) -> list[str]:
     """How much was needed, planned and held, and what to do."""
-    planned, budget = format_bytes(_planned(plan)), format_bytes(plan.budget_bytes)
+    planned, budget = format_bytes(planned_bytes(plan)), format_bytes(plan.budget_bytes)
     line = f"monetrun: out of memory: planned {planned}, budget {budget}"
     if not outcome.needed_bytes:
         return [f"{line}; memory outside the plan grew"]
@@ -291,7 +235,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
     return [
         f"[bold]monetrun[/bold]  {outcome.steps} training steps",
         row("plain peak", plain, plan.plain_peak_bytes) + (", estimated" if pool.plain_is_estimated else ""),
-        f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved ({share(plan.budget_bytes, plain)})",
+        f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved{_budget_share(plan.budget_bytes, plain)}",
         row("planned peak", pool.planned_bytes, plan.planned_peak_bytes),
         row("measured peak", outcome.measured_reserved_bytes, outcome.measured_peak_bytes) + retries,
         f"  {'overhead':<15}{plan.overhead:+.1%} planned; extra work "

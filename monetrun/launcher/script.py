@@ -10,11 +10,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from monetrun.core.errors import ScriptNotFound, UsageError
 from monetrun.launcher.options import LaunchOptions
+
+_SHOWN = 5  # names of what is there
 
 # Exits with 99 if python -m would not find the module. Any other error is the module's own.
 _FIND_MODULE = """
@@ -86,10 +89,17 @@ def _near_files(name: str) -> str:
     if not os.path.isdir(folder or "."):
         return f"there is no folder {folder!r} either"
     names = [entry.name for entry in os.scandir(folder or ".") if not entry.name.startswith(".")]
-    near = difflib.get_close_matches(base, names, 3) or sorted(n for n in names if n.endswith(".py"))[:3]
-    if near:
+    if near := difflib.get_close_matches(base, names, 3):
         return f"did you mean {', '.join(os.path.join(folder, n) for n in near)}?"
+    if scripts := sorted(n for n in names if n.endswith(".py")):
+        return f"scripts here: {_first(os.path.join(folder, n) for n in scripts)}"
     return f"{os.path.abspath(folder)} has no Python script"
+
+
+def _first(names: Iterable[str]) -> str:
+    """The first few names, and whether there are more."""
+    names = list(names)
+    return ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
 
 
 def _check_module(name: str) -> None:
@@ -143,7 +153,8 @@ def _near_modules(name: str) -> str:
             stem, extension = os.path.splitext(entry.name)
             if stem.isidentifier() and (extension == ".py" or (entry.is_dir() and not stem.startswith("__"))):
                 names.append(stem)
-    near = difflib.get_close_matches(last, names, 3) or sorted(names)[:3]
-    if near:
+    if near := difflib.get_close_matches(last, names, 3):
         return f"did you mean {', '.join('.'.join([*parents, n]) for n in near)}?"
+    if names:
+        return f"modules here: {_first('.'.join([*parents, n]) for n in sorted(names))}"
     return f"looked in {os.getcwd()} and on Python's path"

@@ -34,7 +34,7 @@ class ModuleCost:
 
     Attributes:
         module: its path in the model.
-        again: runs of its forward operators in the backward pass, less those of the plain step.
+        again: runs of its forward operators in the backward pass, after one in the forward pass.
         seconds: of these runs, plus what its other implementations cost more than the defaults.
         saved_bytes: saved for the backward by the plain step and not by the plan (negative: by the plan only).
     """
@@ -88,6 +88,7 @@ class Explanation:
         at_peak: bytes allocated there, by kind.
         alive: activations, and gradients of them, alive there, by module, the largest first.
         largest: the largest single tensors of the graphs alive there.
+        operators_again: forward operators that run again in the backward pass.
         modules: all that the plan changes, the most expensive first.
         implementations: all that are not the default, the most frequent first.
         plain_profile: the most bytes during each step of the plain schedules and each stretch of the script, in order.
@@ -105,6 +106,7 @@ class Explanation:
     at_peak: dict[str, int]
     alive: tuple[Held, ...]
     largest: tuple[Large, ...]
+    operators_again: int
     modules: tuple[ModuleCost, ...]
     implementations: tuple[Used, ...]
     plain_profile: tuple[int, ...]
@@ -135,6 +137,7 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
         at_peak={kind: nbytes for kind, nbytes in contents.by_kind.items() if nbytes},
         alive=contents.alive(),
         largest=contents.largest(),
+        operators_again=sum(len(schedule.runs_again()) for schedule in planned),
         modules=_modules(record, fast, planned),
         implementations=_implementations(record, planned),
         plain_profile=_profile(*plain_step(record)),
@@ -200,14 +203,13 @@ def _modules(record: StepRecord, plain: Sequence[Schedule], planned: Sequence[Sc
     saved: Counter[str] = Counter()
     calls = Counter(e.graph for e in record.events if e.kind == FORWARD)
     for k, graph in enumerate(record.graphs):
+        for operator, runs in planned[k].runs_again().items():
+            again[module_of(graph.operators[operator].name)] += runs * calls[k]
         for sign, schedule in ((1, planned[k]), (-1, plain[k])):
             for part in (schedule.forward, schedule.backward):
                 for step in part:
                     module = module_of(graph.operators[step.operator].name)
                     seconds[module] += sign * calls[k] * record.costs[k].seconds[step.operator][step.implementation]
-            for step in schedule.backward:
-                if graph.operators[step.operator].phase == FORWARD:
-                    again[module_of(graph.operators[step.operator].name)] += sign * calls[k]
             for t in alive_before(graph, schedule, len(schedule.forward)):
                 saved[module_of(graph.operators[graph.writer[t]].name)] -= sign * graph.tensors[t].nbytes
     rows = [ModuleCost(m, again[m], seconds[m], saved[m]) for m in seconds if again[m] or saved[m] or seconds[m]]

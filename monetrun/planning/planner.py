@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from monetrun import solve
-from monetrun.core.budget import format_budget, format_bytes
+from monetrun.core.budget import format_budget, format_bytes, format_share
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.graph import EXACT, FORWARD, KINDS, Graph
 from monetrun.core.options import Options
@@ -21,6 +21,7 @@ from monetrun.planning.baseline import lowered
 from monetrun.planning.baseline import more_frugal as more_frugal
 from monetrun.planning.baseline import plain_in_place as plain_in_place
 from monetrun.planning.device_budget import Found, plain_allocated_bytes, plain_reserved_bytes
+from monetrun.planning.ledger import FRAGMENTATION, WEIGHTS, ledger, ledger_line
 from monetrun.planning.separate_graphs import SeparateRound
 
 Progress = Callable[[float, float, float], None]
@@ -41,11 +42,14 @@ class BudgetBelowSmallest(InfeasibleBudget):
         if record.memory is not None:
             smallest = reserved(record, base.frugal_schedules).peak_bytes
             plain = plain_reserved_bytes(record)
+        parts = ledger(record, base.frugal.peak_bytes)
+        mostly_weights = 2 * sum(parts.get(name, 0) for name in WEIGHTS) > base.frugal.peak_bytes
+        part = f" or {format_share(smallest, plain)}" if smallest <= plain else ""
         super().__init__(
             f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}"
             f"{_restriction(options)}\n"
-            f"  floor: {base.frugal.peak_name}",
-            f"fits: --budget {format_budget(smallest, plain)} (the plain step takes {format_bytes(plain)})",
+            f"  floor: {base.frugal.peak_name}" + f"\n  of it: {ledger_line(parts)}" * mostly_weights,
+            f"fits: --budget {format_budget(smallest, plain)}{part} (the plain step takes {format_bytes(plain)})",
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
             plain_bytes=plain,
@@ -190,7 +194,7 @@ def _plan(
             memory.other_streams_bytes,
             plain_is_estimated=not memory.plain_reserved_bytes,
         )
-        rows["fragmentation"] = pool.planned_bytes - timeline.peak_bytes
+        rows[FRAGMENTATION] = pool.planned_bytes - timeline.peak_bytes
     return Plan(
         graphs=tuple(GraphPlan.of(g, s) for g, s in zip(record.graphs, found.schedules, strict=True)),
         budget_bytes=budget_bytes,
@@ -205,13 +209,6 @@ def _plan(
         ledger=rows,
         pool=pool,
     )
-
-
-def ledger(record: StepRecord, peak_bytes: int) -> dict[str, int]:
-    """What the peak consists of, by name, adding up to it; the last row is the graphs' own."""
-    rows = {name: nbytes for name, nbytes in record.ledger.items() if nbytes > 0}
-    rest = peak_bytes - sum(rows.values())
-    return {**rows, "activations and workspace": max(0, rest)}
 
 
 def _restriction(options: Options | None) -> str:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from monetrun.runtime import sharding
-from monetrun.runtime.planned_calls import PlannedCall, Trigger
+from monetrun.runtime.planned_calls import PlannedCall
+from monetrun.runtime.trigger import Trigger
 
 
 def owners(trained: set[int]) -> list[nn.Module]:

@@ -26,6 +26,7 @@ from monetrun.machine.store import Store
 from monetrun.ops import kernels
 from monetrun.planning import planner
 from monetrun.planning.known import known_schedules
+from monetrun.planning.summary import summary_lines
 from monetrun.runtime import agreement
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.autocast import BackwardAutocast
@@ -33,6 +34,7 @@ from monetrun.runtime.backend import Backend, PlannedCallMeters
 from monetrun.runtime.budget_here import budget_here
 from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.recorder import Recorder
+from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.running_plan import RunningPlan
 from monetrun.runtime.scalars import StepScalars, planned_values
@@ -74,9 +76,8 @@ class Engine(_CallsRecorded):
         settings: of the process.
         device: of the models.
         trained_parameters: gives the parameters of all optimizers.
-        warn: called with what the user should know.
+        reporter: of this rank.
         plan: to run; None: that of ``settings``, if any.
-        note: called with what happens to the plan.
 
     Attributes:
         generation: goes up when models have to be compiled anew.
@@ -97,14 +98,13 @@ class Engine(_CallsRecorded):
         settings: Settings,
         device: torch.device,
         trained_parameters: Callable[[], list[torch.Tensor]],
-        warn: Callable[[str], None],
+        reporter: Reporter,
         plan: Plan | None = None,
-        note: Callable[[str], None] = _log.info,
     ) -> None:
         self.settings = settings
         self.device = device
         self.trained_parameters = trained_parameters
-        self.warn, self.note = warn, note
+        self.reporter = reporter
         self.meter = meter_for(device)
         if not kernels.load(device.type):
             _log.info("torch.ops.monet runs its references: %s", kernels.unavailable_reason(device.type))
@@ -112,11 +112,11 @@ class Engine(_CallsRecorded):
         self.known = cost_store.load(self.store, device)
         timing = OperatorTiming if settings.mode == CHECK else CallTiming
         self.meters = PlannedCallMeters(timing(self.meter, self.known), StepMeter(self.meter))
-        self.scalars = StepScalars(settings, warn, partial(_scalars, self))
+        self.scalars = StepScalars(settings, reporter.warn, partial(_scalars, self))
         self.generation = 0
         self.breaks: dict[str, Break] = {}
         self.running: RunningPlan | None = None
-        self.autocast, self.terms = BackwardAutocast(warn), GradientTerms()
+        self.autocast, self.terms = BackwardAutocast(reporter.warn), GradientTerms()
         self._step_recorded = self._record_again = False
         self._looked = settings.mode == CHECK  # whose plan is the one to check
         self._traces = _Traces()
@@ -149,7 +149,8 @@ class Engine(_CallsRecorded):
     # ---- the plan
 
     def _run(self, plan: Plan, record: StepRecord | None) -> None:
-        self.running = RunningPlan(self.settings, self.device, self.meters.steps, self.known, plan, record, self.note)
+        steps, note = self.meters.steps, self.reporter.note
+        self.running = RunningPlan(self.settings, self.device, steps, self.known, plan, record, note)
 
     def _plan_recorded_step(self) -> None:
         """Plan the recorded step, in rank 0 for all, and have all models compiled anew."""
@@ -164,6 +165,7 @@ class Engine(_CallsRecorded):
         self._run(plan, record)
         self.recorder = None
         self.generation += 1
+        self.reporter.tell("\n".join(summary_lines(plan, "the plan of the recorded step", record)))
 
     def plan_without(self, failed: FailedGuards) -> None:
         """Plan again without implementations whose guards failed, and have all models compiled anew.
@@ -175,7 +177,9 @@ class Engine(_CallsRecorded):
         """
         assert self.running is not None
         rest = f" and {len(failed.guards) - 1} more" if len(failed.guards) > 1 else ""
-        self.warn(f"{failed.guards[0].name}{rest} cannot be used with the present weights: planning again without")
+        self.reporter.warn(
+            f"{failed.guards[0].name}{rest} cannot be used with the present weights: planning again without"
+        )
         self.running.replan_without(failed)
         self.generation += 1
 
@@ -242,7 +246,7 @@ class Engine(_CallsRecorded):
             self._traces.drop()
             if self.meters.steps.settled and not self._looked:
                 self._looked = True
-                self.generation += self.running.correct(self.warn)
+                self.generation += self.running.correct(self.reporter.warn)
             return
         assert self.recorder is not None
         self.recorder.optimizer_ended(name, self.trained_parameters())

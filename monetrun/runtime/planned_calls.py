@@ -1,7 +1,7 @@
-"""What is called in place of a module's forward: a trigger until its first training forward, then the planned call.
+"""What is called in place of a module's forward from its first training forward on (see ``trigger``): its planned call.
 
-Both stand in the attribute that ``nn.Module.compile`` uses, which is no part of a module's state: a deep copy or a
-saved model comes out plain.
+It stands in the attribute that ``nn.Module.compile`` uses, which is no part of a module's state: a deep copy or a saved
+model comes out plain.
 
 A model that cannot be captured whole runs in parts: its forward runs in Python, or as TorchDynamo splits it, and every
 module in it that Python calls becomes a planned call of its own, down to where that is possible.
@@ -13,10 +13,9 @@ import contextlib
 import gc
 import itertools
 import logging
-import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,7 @@ from monetrun.core.errors import GuardFailed, MemoryShort
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
 from monetrun.runtime import sharding
+from monetrun.runtime.trigger import Nesting, Trigger, is_training
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
     from monetrun.runtime.backend import Backend
@@ -47,65 +47,6 @@ _ASKS = (
 _log = logging.getLogger("monetrun")
 
 _torch_compile = torch.compile  # what stands there later notices what the script compiles
-
-
-class Nesting:
-    """Tells outermost calls of modules from calls within a planned model, in each thread."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    @property
-    def outermost(self) -> bool:
-        """Whether no planned model runs."""
-        return not getattr(self._local, "depth", 0)
-
-    def is_outermost_training(self, module: nn.Module) -> bool:
-        """Whether this call of ``module`` is an outermost training forward."""
-        return self.outermost and is_training(module)
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """A planned model runs: calls in this context are not outermost."""
-        self._local.depth = getattr(self._local, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self._local.depth -= 1
-
-
-def is_training(module: nn.Module) -> bool:
-    """Whether this call of ``module`` is a training forward, and not one that something else traces."""
-    return (
-        torch.is_grad_enabled()
-        and module.training
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-
-
-class Trigger:
-    """Waits for a module's first outermost training forward.
-
-    Args:
-        module: to wait for.
-        nesting: of the process.
-        plan: gives what runs ``module`` in its place; called once.
-    """
-
-    def __init__(self, module: nn.Module, nesting: Nesting, plan: Callable[[nn.Module], Callable[..., Any]]) -> None:
-        self.module = weakref.ref(module)
-        self.nesting = nesting
-        self.plan = plan
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; its first outermost training forward makes it a planned one."""
-        module = self.module()
-        assert module is not None
-        if not self.nesting.is_outermost_training(module):
-            return module._call_impl(*args, **kwargs)
-        return self.plan(module)(*args, **kwargs)
 
 
 class PlannedCall:

@@ -19,10 +19,12 @@ from torch.optim.optimizer import Optimizer
 from monetrun.capture import cpu_allocator, double_backward, fake_tensors, roofline
 from monetrun.core.errors import BudgetExceeded, CaptureFailed
 from monetrun.core.imports import without_collection
-from monetrun.runtime import agreement, candidates, hooks, planned_calls, sharding, unplannable_use
-from monetrun.runtime.planned_calls import Nesting, PlannedCall, Trigger
+from monetrun.core.log_lines import print_warnings
+from monetrun.runtime import agreement, apply_arguments, candidates, hooks, planned_calls, sharding, unplannable_use
+from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, TRIALS, Settings
+from monetrun.runtime.trigger import Nesting, Trigger
 from monetrun.solve import timing
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
@@ -48,6 +50,7 @@ def start(environ: Mapping[str, str], kind: Callable[[Settings], Session] | None
         children.watch(settings)  # a child of the worker, such as a DataLoader's process
         return
     _launched = True
+    print_warnings()
     from monetrun.runtime.traceback_file import install_excepthook
 
     install_excepthook(_out_of_memory)
@@ -95,34 +98,39 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     Args:
         model: already on its device. What wraps it (DistributedDataParallel) may be put around it before or after.
         budget_or_plan: ``"12GiB"``, ``"0.6x"``, ... (``--budget``'s grammar), bytes as an int, or a ``Plan``.
-        options: fields of ``Settings`` (``algorithm``, ``solver_seconds``, ``strict``, ...).
+        options: ``apply_arguments.OPTIONS`` (``algorithm``, ``solver_seconds``, ``strict``, ...).
 
     Raises:
+        TypeError: an argument is not what belongs there, or there is no such option.
+        UsageError: an option's value cannot be used.
         BudgetSyntaxError: the budget is malformed.
         CaptureFailed: ``model`` is of a kind that cannot be planned.
     """
-    from monetrun.core import budget
-    from monetrun.core.plan import Plan
-
     global _session
-    plan = budget_or_plan if isinstance(budget_or_plan, Plan) else None
-    text = "" if plan is not None else str(budget_or_plan)
-    if text:
-        budget.parse(text)
+    budget, plan = apply_arguments.budget_and_plan(budget_or_plan, model)
+    given = apply_arguments.checked_options(options)
     if _launched:
         return model
     if reason := candidates.unplannable(model):
         raise CaptureFailed(f"{type(model).__name__} cannot be planned: {reason}")
-    budget_text, (rank, world_size) = text or str(plan.budget_bytes if plan else ""), agreement.place()
-    settings = Settings(mode=RUN, budget=budget_text, rank=rank, world_size=world_size, **options)
+    rank, world_size = agreement.place()
+    given |= {"rank": rank, "world_size": world_size, "plan_given": plan is not None}
+    settings = Settings(mode=RUN, budget=budget, **given)
+    again: list[nn.Module] = []
     if _session is not None and (_session.settings, _session.plan) != (settings, plan):
+        again = _session.models()
         _session.close()
     if _session is None:
         _session = Session(settings, plan)
         _session.watch_process()
-    for optimizer in hooks.optimizers_of(model):
-        _session.optimizer_made(optimizer)
-    _session.put_triggers([model])
+        print_warnings()
+    try:
+        for optimizer in hooks.optimizers_of(model):
+            _session.optimizer_made(optimizer)
+        _session.put_triggers([model, *again])
+    except CaptureFailed:
+        _session.close()
+        raise
     return model
 
 
@@ -131,12 +139,15 @@ def close() -> dict[str, Any]:
 
     Returns:
         What was planned and measured, by names of ``--json``: ``budget_bytes``, ``plain_peak_bytes``,
-        ``planned_peak_bytes``, ``planned_overhead``, ``measured_peak_bytes`` and ``steps``. Empty: there was no plan.
+        ``planned_peak_bytes``, ``planned_overhead``, ``measured_peak_bytes`` and ``steps``. Empty: there was no plan;
+        a warning says why.
     """
     if _session is None or _launched:
         return {}
     engine = _session.engine
     plan, findings = (None, {}) if engine is None else (engine.plan, engine.findings())
+    if plan is None:
+        _session.reporter.warn(f"nothing was planned: {_why_unplanned(_session)}")
     _session.close()
     if plan is None:
         return {}
@@ -148,6 +159,19 @@ def close() -> dict[str, Any]:
         "measured_peak_bytes": findings["measured_peak_bytes"] if findings["exact"] else None,
         "steps": findings["steps"],
     }
+
+
+def _why_unplanned(session: Session) -> str:
+    """Why a session that ends has no plan."""
+    waiting = [type(optimizer).__name__ for optimizer in session.optimizers if optimizer not in session.stepped]
+    if session.engine is None and session.reporter.warned:
+        return "the warnings above say why"
+    if session.engine is None:
+        models = candidates.outermost_name(session.models())
+        return f"no training forward of {models} has run since apply (in training mode, with gradients enabled)"
+    if waiting or not session.stepped:
+        return f"no step of {', '.join(waiting) or 'an optimizer'} has ended since the model's first training forward"
+    return "one training step has run, and the plan is made when the second begins"
 
 
 class Session:
@@ -170,6 +194,7 @@ class Session:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.planned: list[PlannedCall] = []
+        self._triggers: weakref.WeakSet[Trigger] = weakref.WeakSet()
         self.engine: Engine | None = None
         self.reporter = Reporter(settings)
         self._as_is = unplannable_use.found_before(settings)
@@ -199,8 +224,8 @@ class Session:
         global _session
         self._undo.close()
         atexit.unregister(self.report)
-        for planned in self.planned:
-            planned.close()
+        for call in _calls(self):
+            call.close()
         if self.engine is not None:
             self.engine.close()
         if _session is self:
@@ -251,11 +276,8 @@ class Session:
             names = [planned.name for planned in self.planned]
             self._as_is = unplannable_use.double_backward(names, self.settings, has_stepped=bool(self.stepped))
             self.reporter.warn(self._as_is)
-            for planned in self.planned:
-                planned.close()
-            for module in candidates.owners({id(p) for p in self.trained_parameters()}):
-                if isinstance(module._compiled_call_impl, Trigger):
-                    module._compiled_call_impl = None
+            for call in _calls(self):
+                call.close()
             self.engine.close()
             self._findings, self.engine = self.engine.findings(), None
         double_backward.run_again(calls)
@@ -303,6 +325,11 @@ class Session:
 
     # ---- models
 
+    def models(self) -> list[nn.Module]:
+        """The modules that are planned, or wait for their first training forward."""
+        modules = [call.module() for call in _calls(self)]
+        return [module for module in modules if module is not None]
+
     def put_triggers(self, modules: Iterable[nn.Module]) -> None:
         """Wait for the first training forward of each of ``modules``; warn of those that cannot be planned."""
         if self._as_is:
@@ -315,7 +342,7 @@ class Session:
                 continue
             reason = candidates.unplannable(module)
             if reason is None and not isinstance(module, nn.parallel.DistributedDataParallel):
-                module._compiled_call_impl = Trigger(module, self._nesting, self._plan_module)  # type: ignore[assignment]
+                self._triggers.add(Trigger(module, self._nesting, self._plan_module))
             elif reason:
                 self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
 
@@ -339,15 +366,19 @@ class Session:
             planned_calls.prepare_dynamo()
             breaks.quiet_fake_tensors()
             device = candidates.device_of(module)
-            reporter = self.reporter
-            self.engine = Engine(
-                self.settings, device, self.trained_parameters, reporter.warn, self.plan, reporter.note
-            )
+            self.engine = Engine(self.settings, device, self.trained_parameters, self.reporter, self.plan)
+        if not _launched:  # applied under another budget, and only now known to be trained under this one
+            self.optimizers.update(hooks.optimizers_of(module))
         path = f"{len(self.planned)}:{type(module).__name__}"
         planned = PlannedCall(module, self._nesting, self.engine, self.reporter, path)
         self.planned.append(planned)
         module._compiled_call_impl = planned  # type: ignore[assignment]
         return planned
+
+
+def _calls(session: Session) -> list[PlannedCall | Trigger]:
+    """What stands on modules."""
+    return [*session.planned, *session._triggers]
 
 
 def _end_unplanned_trial(settings: Settings) -> None:

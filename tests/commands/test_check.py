@@ -147,7 +147,7 @@ def test_runs_that_begin_differently_cannot_be_compared():
         (("--report", ".", "train.py"), "trains nothing to report", 2),
         (("--tensorboard", ".", "train.py"), "trains nothing to report", 2),
         (("nothere.py",), "there is no script 'nothere.py'", 2),
-        (("--plan", "nothere.json", "train.py"), "the plan nothere.json: No such file", 83),
+        (("--plan", "nothere.json", "train.py"), "the plan nothere.json: No such file", 2),
         (("--no-float", "train.py"), "did you mean --no-float64?", 2),
         (("--budget", "much", "train.py"), "much", 2),
     ],

@@ -316,7 +316,7 @@ def test_the_cache_is_listed_and_cleared(monkeypatch, capsys, tmp_path):
     assert cli.main(["cache", "list"]) == 0
     assert capsys.readouterr().out.split()[:2] == ["plan", "abc"]
     assert cli.main(["cache", "clear"]) == 0
-    assert capsys.readouterr().err == f"removed 1 entries from {tmp_path / 'kept'}\n"
+    assert capsys.readouterr().err == f"monetrun: removed 1 entries from {tmp_path / 'kept'}\n"
     assert cli.main(["cache", "list"]) == 0
     assert capsys.readouterr().out == ""
 
@@ -424,3 +424,85 @@ def test_doctor_lists_what_is_there_and_what_is_missing(monkeypatch, capsys, tmp
     assert "no-such-compiler" in checks["compiler"]["found"]
     assert checks["cache"]["state"] == "warning"
     assert code == int(any(check["state"] == "missing" for check in checks.values()))
+
+
+@pytest.mark.parametrize("words", [["list"], ["list", "--json"], ["verify"], ["clear"]])
+def test_a_cache_that_is_a_file_is_refused(words, monkeypatch, capsys, tmp_path):
+    file = tmp_path / "kept"
+    file.write_text("")
+    monkeypatch.setenv("MONETRUN_CACHE", str(file))
+    assert cli.main(["cache", *words]) == 2
+    said = capsys.readouterr()
+    assert said.err == f"monetrun: error: the cache {file} is not a folder\n  set MONETRUN_CACHE to a folder\n"
+    assert said.out == ""
+
+
+def test_lines_about_the_cache_begin_as_all_others(monkeypatch, capsys, tmp_path):
+    from monetrun.core.plan import Step
+    from monetrun.machine.store import Store
+
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path))
+    Store(tmp_path).put("plan", "abc", Step(3))
+    (tmp_path / "plan" / "abc.json").write_text("{")
+    assert cli.main(["cache", "verify"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{tmp_path}/plan/abc.json: ")
+    assert said.err.endswith(f"monetrun: 0 of 1 entries are usable in {tmp_path}\n")
+
+
+def test_a_damaged_entry_is_told_in_a_line_of_monetruns(tmp_path):
+    code = (
+        "from monetrun.core.log_lines import print_warnings\nfrom monetrun.core.plan import Step\n"
+        "from monetrun.machine.store import Store\nimport logging, pathlib, sys\nprint_warnings()\nprint_warnings()\n"
+        "if sys.argv[2:]: logging.basicConfig(format='own %(message)s')\n"
+        "Store(pathlib.Path(sys.argv[1])).get('plan', 'abc', Step)\n"
+    )
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "abc.json").write_text("{")
+
+    def said(*words):
+        words = [sys.executable, "-c", code, str(tmp_path), *words]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stderr
+
+    assert said().startswith(f"monetrun: warning: {tmp_path}/plan/abc.json is not used: ")
+    assert said("configured").startswith(f"own {tmp_path}/plan/abc.json is not used: ")
+    assert said().count("is not used") == said("configured").count("is not used") == 1
+
+
+@pytest.mark.parametrize("words", [["--plan", "nope.json", "train.py"], ["explain", "nope.json"]])
+def test_a_plan_that_is_not_there_is_a_wrong_option(words, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == (
+        "monetrun: error: the plan nope.json: No such file or directory\n  monetrun plan SCRIPT writes one\n"
+    )
+
+
+def test_a_file_that_is_no_plan_is_refused_without_a_path_into_it(monkeypatch, capsys, tmp_path):
+    (tmp_path / "bad.json").write_text('{"a": 1}')
+    assert cli.main(["explain", str(tmp_path / "bad.json")]) == 83
+    said = capsys.readouterr().err
+    assert said.startswith(f"monetrun: error: {tmp_path}/bad.json is not a plan that this monetrun reads: Plan has no")
+
+
+def test_seconds_that_are_no_number_are_refused_by_their_rule(capsys):
+    assert cli.main(["--solver-seconds", "abc", BEHAVE]) == 2
+    assert "expected a positive number of seconds, got 'abc'" in capsys.readouterr().err
+
+
+def test_where_no_name_is_near_those_that_are_there_are_listed(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in "abcdef":
+        (tmp_path / f"{name}{name}.py").write_text("")
+    assert cli.main(["training.py"]) == 2
+    assert capsys.readouterr().err.endswith("\n  scripts here: aa.py, bb.py, cc.py, dd.py, ee.py, ...\n")
+    assert cli.main(["-m", "training"]) == 2
+    assert capsys.readouterr().err.endswith("\n  modules here: aa, bb, cc, dd, ee, ...\n")
+
+
+def test_help_has_the_whole_grammar_of_a_budget(capsys):
+    from monetrun.core.budget import GRAMMAR
+
+    assert cli.main(["--help"]) == 0
+    assert GRAMMAR in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""What ``monetrun doctor`` says of the kernels for CUDA."""
+"""What ``monetrun doctor`` says of GPUs and of the kernels for them."""
 
 from __future__ import annotations
 
@@ -50,3 +50,22 @@ def test_doctor_says_what_calls_the_operators_of_a_planned_step_on_cuda(monkeypa
     check = doctor_checks._programs()
     assert (check.state, check.mend) == ("warning", "unset CXX or name a C++ compiler")
     assert check.found.endswith(doctor_checks.WITHOUT_PROGRAMS)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "state", "said"), [("0x8086", "ok", "no NVIDIA GPU"), ("0x10de", "warning", "cannot be found")]
+)
+def test_without_an_nvidia_board_a_missing_driver_is_no_warning(vendor, state, said, monkeypatch, tmp_path):
+    import pynvml
+
+    def refuse():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    (tmp_path / "0000:00:02.0").mkdir()
+    (tmp_path / "0000:00:02.0" / "vendor").write_text(f"{vendor}\n")
+    monkeypatch.setattr(doctor_checks, "_PCI", tmp_path)
+    monkeypatch.setattr(doctor_checks, "_NVIDIA_DRIVERS", ())
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    check = doctor_checks._nvml()
+    assert check.state == state
+    assert said in check.found

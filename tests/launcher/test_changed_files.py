@@ -39,6 +39,7 @@ from monetrun.machine.store import Store
 from monetrun.planning import planner
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 from monetrun.runtime.engine import Engine
+from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.settings import Settings
 from monetrun.solve import timing
 from support.captured import captured, computed
@@ -145,7 +146,7 @@ def chosen(near: Surroundings, plan: Plan, given: bool) -> Schedule | None:
     """The schedule that a worker runs for the captured graph; None where it refuses a given plan, or nothing fits."""
     settings = Settings(plan_given=given, solver_seconds=0.05, quiet=True)
     try:
-        engine = Engine(settings, torch.device(DEVICE), list, lambda message: None, plan)
+        engine = Engine(settings, torch.device(DEVICE), list, Reporter(settings), plan)
     except PlanMismatch:
         return None
     engine.known.update(near.known)
@@ -261,7 +262,7 @@ def engine_with(near: Surroundings, schedule: Schedule, given: bool, **changes: 
     budget_bytes = near.plan.budget_bytes if given else 4 << 30
     plan = dataclasses.replace(near.plan, graphs=(graph_plan,), budget_bytes=budget_bytes)
     settings = Settings(plan_given=given, solver_seconds=0.05)
-    engine = Engine(settings, torch.device(DEVICE), list, lambda message: None, plan)
+    engine = Engine(settings, torch.device(DEVICE), list, Reporter(settings), plan)
     engine.known.update(near.known)
     return engine
 

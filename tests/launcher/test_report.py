@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from monetrun.core import codec
-from monetrun.core.plan import GraphPlan, Plan, Schedule, parse_plan
+from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, parse_plan
 from monetrun.launcher import keys
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import launch_parser
-from monetrun.launcher.report import read_outcome
+from monetrun.launcher.report import outcome_lines, read_outcome
 from monetrun.machine.store import Store, default_root
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 
@@ -57,3 +58,13 @@ def test_what_was_measured_under_a_plan_is_kept_unless_the_cache_is_not_used(wor
         read_from_a_file = parse_plan(codec.dumps(PLAN))
         found = store.get("measured", keys.measured_key(read_from_a_file), MeasuredStep)
         assert found == MeasuredStep((RankIntervals(0, (interval(101),)),))
+
+
+@pytest.mark.parametrize("pool", [None, Pool(9 << 20, 1 << 20, 3 << 20)])
+@pytest.mark.parametrize(("budget", "said"), [(6 << 20, "(0.67x)"), (9 << 20, "(1.00x)"), (900 << 20, "")])
+def test_a_budgets_share_is_left_out_where_it_is_more_than_the_plain_peak(pool, budget, said, tmp_path):
+    plan = replace(PLAN, budget_bytes=budget, plain_peak_bytes=9 << 20, planned_peak_bytes=4 << 20, pool=pool)
+    write_report(tmp_path, 0, plan=plan)
+    (line,) = [line for line in outcome_lines(read_outcome(tmp_path), 0) if line.startswith("  budget ")]
+    assert ("x)" in line) == bool(said)
+    assert line.endswith(said)

@@ -1,11 +1,13 @@
 """A plan keeps to what the options allow."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from monetrun.core.budget import format_bytes, parse, resolve
 from monetrun.core.errors import NoPlanInTime, UsageError
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor, dominated, without
 from monetrun.core.options import Options, parse_kinds
@@ -175,3 +177,18 @@ def test_a_search_for_the_lowest_peak_ends_far_below_the_budget(monkeypatch):
     assert tight.frugal.peak_bytes <= full.frugal.peak_bytes
     plan = planner.plan_step(record, loose.plain.peak_bytes, "greedy", Options(seconds=0.5), loose)
     assert plan.planned_peak_bytes <= loose.plain.peak_bytes
+
+
+@pytest.mark.parametrize(("weights", "listed"), [(100, False), (100_000, True)])
+def test_a_refusal_names_the_share_that_fits_and_what_weights_leave(weights, listed):
+    record = chain_record(64)
+    grown = {**record.ledger, "parameters": weights}
+    record = dataclasses.replace(record, base_bytes=weights + 7000, ledger=grown)
+    with pytest.raises(planner.BudgetBelowSmallest) as refused:
+        planner.plan_step(record, 5000, "greedy", Options(seconds=1.0))
+    assert (f"of it: parameters {format_bytes(weights)} + " in refused.value.message) == listed
+    share = re.search(r"or (\d\.\d\dx) \(the plain step", refused.value.hint)[1]
+    budget_bytes = resolve(parse(share), None, refused.value.plain_bytes)
+    smallest, plain = refused.value.smallest_bytes, refused.value.plain_bytes
+    assert smallest <= budget_bytes < smallest + 0.01 * plain
+    assert planner.plan_step(record, budget_bytes, "greedy", Options(seconds=1.0)).planned_peak_bytes <= budget_bytes

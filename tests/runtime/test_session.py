@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
 import traceback
@@ -15,7 +16,7 @@ from torch import nn
 
 import monetrun
 from monetrun.capture import allocator_history, cpu_allocator
-from monetrun.core.errors import BudgetSyntaxError, CaptureFailed
+from monetrun.core.errors import BudgetSyntaxError, CaptureFailed, InfeasibleBudget, PlanMismatch
 from monetrun.core.graph import BACKWARD
 from monetrun.runtime import session as process
 from monetrun.runtime.session import Session
@@ -310,3 +311,126 @@ def test_a_warm_up_of_cublas_is_no_backward_of_the_scripts(session):
     weight = torch.ones(2, requires_grad=True)
     torch.autograd.grad(weight.sum(), weight)
     assert session._backwards == 1
+
+
+@pytest.mark.parametrize("between", ["nothing", "close"])
+def test_a_second_apply_before_the_first_step_holds(between):
+    model = small()
+    monetrun.apply(model, "0.9x", solver_seconds=1.0)
+    if between == "close":
+        monetrun.close()
+        assert all(m._compiled_call_impl is None for m in model.modules())
+    try:
+        monetrun.apply(model, "0.8x", solver_seconds=1.0)
+        optimizer = zoo.sgd(model)
+        for _ in range(3):
+            step(model, optimizer, 64)
+    finally:
+        measured = monetrun.close()
+    assert measured["budget_bytes"] == pytest.approx(0.8 * measured["plain_peak_bytes"], abs=1)
+    assert measured["measured_peak_bytes"] <= measured["budget_bytes"]
+
+
+def test_an_impossible_second_budget_is_refused():
+    model = small()
+    optimizer = zoo.sgd(model)
+    monetrun.apply(model, "0.9x", solver_seconds=1.0)
+    monetrun.apply(model, "0.05x", solver_seconds=1.0)
+    try:
+        step(model, optimizer, 64)
+        with pytest.raises(InfeasibleBudget):
+            step(model, optimizer, 64)
+    finally:
+        monetrun.close()
+
+
+def test_another_budget_plans_the_other_models_anew_too():
+    models = [small(), small()]
+    optimizers = [zoo.sgd(model) for model in models]
+    try:
+        for model in models:
+            monetrun.apply(model, "0.9x", solver_seconds=1.0)
+        monetrun.apply(models[0], "0.8x", solver_seconds=1.0)
+        for _ in range(2):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                step(model, optimizer, 64)
+        assert [call.module() for call in process._session.planned] == models
+        assert set(process._session.optimizers) == set(optimizers)
+    finally:
+        measured = monetrun.close()
+    assert 0 < measured["measured_peak_bytes"] <= measured["budget_bytes"]
+
+
+def test_close_says_why_nothing_was_planned(capsys):
+    model = small()
+    optimizer = zoo.sgd(model)
+
+    def said_after(train):
+        monetrun.apply(model, "0.9x")
+        train()
+        assert monetrun.close() == {}
+        return capsys.readouterr().err
+
+    begins = "monetrun: warning: nothing was planned: "
+    assert said_after(lambda: None).startswith(f"{begins}no training forward of SmallResNet has run since apply")
+    x, _ = zoo.images(4, 32)
+    assert f"{begins}no step of SGD has ended" in said_after(lambda: model(x))
+    assert f"{begins}one training step has run" in said_after(lambda: step(model, optimizer))
+    assert monetrun.close() == {}
+    assert capsys.readouterr().err == ""  # nothing was applied
+
+
+def test_with_strict_an_apply_that_fails_leaves_nothing_behind():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small()
+
+    outer = Outer()
+    outer.inner.compile(backend="eager")
+    optimizer = zoo.sgd(outer)
+    with pytest.raises(CaptureFailed, match="compiled already"):
+        monetrun.apply(outer, "0.9x", strict=True)
+    assert process._session is None
+    assert outer._compiled_call_impl is None
+    assert not optimizer.state
+
+
+def test_another_models_plan_is_refused_at_the_first_forward():
+    model = small()
+    optimizer = zoo.sgd(model)
+    monetrun.apply(model, "0.9x", solver_seconds=1.0)
+    for _ in range(2):
+        step(model, optimizer, 64)
+    plan = process._session.engine.plan
+    monetrun.close()
+    other = nn.Sequential(small(), nn.Linear(10, 10))
+    zoo.sgd(other)
+    monetrun.apply(other, plan)
+    try:
+        with pytest.raises(PlanMismatch, match="another model"):
+            other(zoo.images(4, 64)[0])
+    finally:
+        monetrun.close()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_plan_of_the_recorded_step_is_shown(quiet, capsys):
+    model = small()
+    optimizer = zoo.sgd(model)
+    monetrun.apply(model, "0.8x", solver_seconds=1.0, quiet=quiet)
+    try:
+        step(model, optimizer, 64)
+        assert "plain peak" not in capsys.readouterr().err
+        step(model, optimizer, 64)
+        said = capsys.readouterr().err
+    finally:
+        monetrun.close()
+    if quiet:
+        assert said == ""
+        return
+    title, peaks, parts, does = said[said.index("monetrun: the plan") :].splitlines()[:4]
+    assert title == "monetrun: the plan of the recorded step"
+    assert re.search(r"plain peak .* \| budget .* \| planned .* \| overhead ", peaks)
+    assert parts.startswith("  parameters ")
+    assert "forward operators run again" in does

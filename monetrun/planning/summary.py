@@ -1,0 +1,88 @@
+"""A plan in a few lines: its peak, what that consists of, its overhead, and what the plan does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from monetrun.core.budget import format_bytes
+from monetrun.core.graph import FORWARD
+from monetrun.core.plan import Plan, Schedule
+from monetrun.core.step import StepRecord
+from monetrun.planning.coverage import coverage
+from monetrun.planning.ledger import ledger_line
+
+
+def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> list[str]:
+    """A plan's peak, its ledger (the parts add up to the planned peak), and what the plan does.
+
+    Args:
+        plan: the plan.
+        title: the first line.
+        record: of the planned step; with it, other implementations are counted by kind, and runs over the whole step.
+    """
+    plain, planned = plain_bytes(plan), planned_bytes(plan)
+    lines = [
+        title,
+        f"  plain peak {format_bytes(plain)} | budget {format_bytes(plan.budget_bytes)} | "
+        f"planned {format_bytes(planned)} ({share(planned, plain)}) | "
+        f"overhead {plan.overhead:+.1%} (bound {plan.bound:.1%}, gap {plan.gap:.1%})",
+        *_allocated_lines(plan),
+        f"  {ledger_line(plan.ledger)}",
+    ]
+    schedules = [graph.schedule for graph in plan.graphs]
+    steps = [[*schedule.forward, *schedule.backward] for schedule in schedules]
+    chosen = [
+        graph.operators[s.operator].implementations[s.implementation]
+        for graph, own in zip(() if record is None else record.graphs, steps, strict=False)
+        for s in own
+        if s.implementation
+    ]
+    kinds = Counter(implementation.kind for implementation in chosen)
+    others = sum(s.implementation > 0 for own in steps for s in own)
+    counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()) or str(others)
+    total = sum(len(schedule.forward) for schedule in schedules)
+    operators, runs = again(schedules, record)
+    more = f" ({runs} runs)" if runs != operators else ""
+    lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}")
+    if inexact := sum(not implementation.exact for implementation in chosen):
+        lines.append(f"  {inexact} of these differ from eager by rounding; --implementations exact leaves them out")
+    if record is not None and (parts := coverage(record)):
+        lines.append(f"  {parts}")
+    return lines
+
+
+def again(schedules: Sequence[Schedule], record: StepRecord | None) -> tuple[int, int]:
+    """How many forward operators run again in the backward pass, and how many runs that are.
+
+    Args:
+        schedules: of a plan's graphs.
+        record: of the planned step; without it, each graph is taken to be called once.
+    """
+    calls = Counter(e.graph for e in record.events if e.kind == FORWARD) if record is not None else None
+    counts = [schedule.runs_again() for schedule in schedules]
+    times = [1 if calls is None else calls[k] for k in range(len(counts))]
+    return sum(map(len, counts)), sum(n * sum(own.values()) for n, own in zip(times, counts, strict=True))
+
+
+def share(nbytes: int, whole: int) -> str:
+    """``"0.50x"``."""
+    return f"{nbytes / whole:.2f}x" if whole else ""
+
+
+def plain_bytes(plan: Plan) -> int:
+    """The plain step's peak, in the bytes that the budget bounds."""
+    return plan.plain_peak_bytes if plan.pool is None else plan.pool.plain_bytes
+
+
+def planned_bytes(plan: Plan) -> int:
+    """The planned step's peak, in the bytes that the budget bounds."""
+    return plan.planned_peak_bytes if plan.pool is None else plan.pool.planned_bytes
+
+
+def _allocated_lines(plan: Plan) -> list[str]:
+    """On CUDA, where the peaks above are of reserved bytes: those of allocated ones."""
+    if plan.pool is None:
+        return []
+    plain, planned = format_bytes(plan.plain_peak_bytes), format_bytes(plan.planned_peak_bytes)
+    return [f"  reserved on the device; of it allocated: plain {plain}, planned {planned}"]

@@ -1,0 +1,78 @@
+"""What waits for a module's first training forward, and what a training forward is."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Nesting:
+    """Tells outermost calls of modules from calls within a planned model, in each thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    @property
+    def outermost(self) -> bool:
+        """Whether no planned model runs."""
+        return not getattr(self._local, "depth", 0)
+
+    def is_outermost_training(self, module: nn.Module) -> bool:
+        """Whether this call of ``module`` is an outermost training forward."""
+        return self.outermost and is_training(module)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """A planned model runs: calls in this context are not outermost."""
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._local.depth -= 1
+
+
+def is_training(module: nn.Module) -> bool:
+    """Whether this call of ``module`` is a training forward, and not one that something else traces."""
+    return (
+        torch.is_grad_enabled()
+        and module.training
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+class Trigger:
+    """Waits for a module's first outermost training forward.
+
+    Args:
+        module: to wait for; the trigger is put on it.
+        nesting: of the process.
+        plan: gives what runs ``module`` in its place; called once.
+    """
+
+    def __init__(self, module: nn.Module, nesting: Nesting, plan: Callable[[nn.Module], Callable[..., Any]]) -> None:
+        self.module = weakref.ref(module)
+        self.nesting = nesting
+        self.plan = plan
+        module._compiled_call_impl = self  # type: ignore[assignment]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; its first outermost training forward makes it a planned one."""
+        module = self.module()
+        assert module is not None
+        if not self.nesting.is_outermost_training(module):
+            return module._call_impl(*args, **kwargs)
+        return self.plan(module)(*args, **kwargs)
+
+    def close(self) -> None:
+        """Wait no more."""
+        module = self.module()
+        if module is not None and module._compiled_call_impl is self:  # type: ignore[comparison-overlap]
+            module._compiled_call_impl = None

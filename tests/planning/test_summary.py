@@ -1,0 +1,77 @@
+"""What is said of a plan in a few lines, and that `explain` counts the same."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from monetrun.commands.explain import show
+from monetrun.core.options import Options
+from monetrun.core.plan import GraphPlan, Step
+from monetrun.launcher.report import plan_lines
+from monetrun.planning import planner
+from monetrun.planning.explain import explain
+from monetrun.planning.ledger import ledger_line
+from monetrun.planning.summary import summary_lines
+from support.step_records import chain_record
+
+RECORD = chain_record(64)
+
+
+def plan_at(share, algorithm="greedy"):
+    base = planner.baseline(RECORD)
+    budget = int(base.frugal.peak_bytes + share * (base.plain.peak_bytes - base.frugal.peak_bytes))
+    return planner.plan_step(RECORD, budget, algorithm, Options(seconds=1.0), base)
+
+
+def running_again_twice(plan):
+    """The plan with a second run of what it recomputes first."""
+    (graph,) = plan.graphs
+    again = next(s for s in graph.schedule.backward if s.operator in graph.schedule.runs_again())
+    schedule = replace(graph.schedule, backward=(Step(again.operator), *graph.schedule.backward))
+    return replace(plan, graphs=(GraphPlan.of(RECORD.graphs[0], schedule),))
+
+
+def test_operators_that_run_again_are_counted_once_and_their_runs_beside_them():
+    plan = plan_at(0.3)
+    (graph,) = plan.graphs
+    runs = graph.schedule.runs_again()
+    operators = len(runs)
+    assert operators == sum(runs.values()) > 0
+    total = len(graph.schedule.forward)
+    (line,) = [line for line in summary_lines(plan, "t", RECORD) if "run again" in line]
+    assert line.startswith(f"  {operators} of {total} forward operators run again; other implementations: ")
+    (line,) = [line for line in summary_lines(running_again_twice(plan), "t", RECORD) if "run again" in line]
+    assert f"{operators} of {total} forward operators run again ({operators + 1} runs); " in line
+
+
+def test_explain_counts_the_same():
+    plan = running_again_twice(plan_at(0.3))
+    plan = replace(plan, planned_peak_bytes=explain_peak(plan))
+    out = io.StringIO()
+    show(explain(plan, RECORD), "p.json", Console(file=out, width=160, highlight=False))
+    operators = len(plan.graphs[0].schedule.runs_again())
+    assert f"Run again: {operators} operators ({operators + 1} runs); the plan adds " in out.getvalue()
+
+
+def explain_peak(plan):
+    from monetrun.core.step import replay
+
+    return replay(RECORD, [g.schedule for g in plan.graphs]).peak_bytes
+
+
+def test_a_ledger_is_printed_in_one_order():
+    rows = {"script (batch, buffers, ...)": 3 << 20, "optimizer state": 2 << 20, "parameters": 1 << 20}
+    rows |= {"fragmentation": 5 << 20, "activations and workspace": 4 << 20}
+    expected = (
+        "parameters 1.0 MiB + optimizer state 2.0 MiB + script (batch, buffers, ...) 3.0 MiB"
+        " + activations and workspace 4.0 MiB + fragmentation 5.0 MiB"
+    )
+    assert ledger_line(rows) == ledger_line(dict(reversed(rows.items()))) == expected
+
+
+def test_the_console_shows_brackets_as_they_are():
+    lines = plan_lines(plan_at(1.0), "monetrun  [red]train.py", RECORD)
+    assert lines[0] == r"[bold]monetrun  \[red]train.py[/bold]"
