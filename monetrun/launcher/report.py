@@ -19,6 +19,7 @@ from monetrun.core.errors import BudgetExceeded
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Pool
 from monetrun.core.step import StepRecord
+from monetrun.planning.coverage import coverage
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 from monetrun.planning.summary import planned_bytes, summary_lines
 from monetrun.planning.summary import share as share
@@ -52,8 +53,9 @@ def table(*columns: str) -> Table:
 
 
 def plan_lines(plan: Plan, title: str, record: StepRecord | None = None) -> list[str]:
-    """``summary_lines`` for the console."""
-    first, *others = map(escape, summary_lines(plan, title, record))
+    """``summary_lines`` for the console, with what is planned of a model in parts; workers tell that themselves."""
+    parts = coverage(record) if record is not None else ""
+    first, *others = map(escape, [*summary_lines(plan, title, record), *([f"  {parts}"] if parts else [])])
     return [f"[bold]{first}[/bold]", *others]
 
 

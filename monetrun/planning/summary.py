@@ -9,7 +9,6 @@ from monetrun.core.budget import format_bytes
 from monetrun.core.graph import FORWARD
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
-from monetrun.planning.coverage import coverage
 from monetrun.planning.ledger import ledger_line
 
 
@@ -47,8 +46,6 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
     lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}")
     if inexact := sum(not implementation.exact for implementation in chosen):
         lines.append(f"  {inexact} of these differ from eager by rounding; --implementations exact leaves them out")
-    if record is not None and (parts := coverage(record)):
-        lines.append(f"  {parts}")
     return lines
 
 

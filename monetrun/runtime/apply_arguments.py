@@ -110,11 +110,9 @@ OPTIONS: Mapping[str, Callable[[str, Any], None]] = {
     "solver_seconds": _seconds,
     "mip_solver": _mip_solver,
     "cost_model": _cost_model,
-    "recompute": _switch,
     "implementations": _kinds,
     "cache_folder": _text,
-    "strict": _switch,
-    "quiet": _switch,
+    **dict(recompute=_switch, strict=_switch, quiet=_switch),
 }
 """What ``apply`` takes, and what checks each value: fields of ``Settings``."""
 

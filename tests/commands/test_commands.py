@@ -99,7 +99,7 @@ def test_a_plan_is_explained_with_its_record_from_the_cache_and_refused_without_
     assert found["overhead"] == plan["overhead"]
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "empty"))
     assert "monetrun plan --out p.json SCRIPT" in run(capsys, "explain", "p.json", expect=83).err
-    assert "nothing.json" in run(capsys, "explain", "nothing.json", expect=83).err
+    assert "nothing.json" in run(capsys, "explain", "nothing.json", expect=2).err
     assert "train.py is not a plan" in run(capsys, "explain", "train.py", expect=83).err
 
 
