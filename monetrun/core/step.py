@@ -97,9 +97,8 @@ class DeviceMemory:
         batch: part of ``base``: inputs, and what else each step replaces.
         excess_bytes: what planned steps were seen to reserve beyond what ``core.requests`` derives.
         other_streams_bytes: reserved for requests on other streams, on which no graph runs.
-        between: what the script requests and frees from a step's end to the next one's first forward, with numbers that
-            go on from those of the step's requests; None where that was not seen: then a new batch is there before the
-            old one is freed.
+        between: what the script requests and frees from a step's end to the next forward; numbers go on from the
+            step's. None: not seen, a new batch is taken to be there before the old one is freed.
     """
 
     settings: AllocatorSettings

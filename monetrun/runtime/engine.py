@@ -123,12 +123,8 @@ class Engine(_CallsRecorded):
         plan = _given_plan(plan, settings)
         if plan is None:
             self.recorder = _recorder(self)
-            return
-        record = _planned_step(settings.step_file or settings.record_file)
-        if record is not None:
-            self.breaks, self.autocast.state = {b.module: b for b in record.breaks}, record.backward_autocast
-            self.terms.needed = record.gradients_in_terms
-        self._run(plan, record)
+        else:
+            self._run(plan, _known_step(self))
 
     def close(self) -> None:
         """Lift the allocation limit, and drop what refers to parameters: torch keeps its last backend, and so this."""
@@ -156,8 +152,6 @@ class Engine(_CallsRecorded):
         """Plan the recorded step, in rank 0 for all, and have all models compiled anew."""
         assert self.recorder is not None
         self._traces.drop()
-        if isinstance(self.recorder, Recorder) and self.recorder.memory is not None:
-            self.recorder.memory.seen_between_steps()
         record = _recorded(self, self.recorder)
         self.known.update(self.recorder.known)
         budget = budget_here(self.settings, self.device, self.meter)
@@ -177,9 +171,8 @@ class Engine(_CallsRecorded):
         """
         assert self.running is not None
         rest = f" and {len(failed.guards) - 1} more" if len(failed.guards) > 1 else ""
-        self.reporter.warn(
-            f"{failed.guards[0].name}{rest} cannot be used with the present weights: planning again without"
-        )
+        name = f"{failed.guards[0].name}{rest}"
+        self.reporter.warn(f"{name} cannot be used with the present weights: planning again without")
         self.running.replan_without(failed)
         self.generation += 1
 
@@ -283,6 +276,8 @@ def _end_trial(engine: Engine) -> None:
 
 
 def _recorded(engine: Engine, recorder: Recorder | SecondStep) -> StepRecord:
+    if engine.settings.mode != PROBE and isinstance(recorder, Recorder) and recorder.memory is not None:
+        recorder.memory.seen_between_steps()  # the next step begins
     record = recorder.record(recorder.measure(engine.store), engine.breaks.values())
     return dataclasses.replace(record, backward_autocast=engine.autocast.state, gradients_in_terms=engine.terms.needed)
 
@@ -313,8 +308,14 @@ def _given_plan(plan: Plan | None, settings: Settings) -> Plan | None:
     return codec.loads(Plan, Path(settings.plan_file).read_text()) if settings.plan_file else None
 
 
-def _planned_step(path: str) -> StepRecord | None:
-    return codec.loads(StepRecord, Path(path).read_text()) if path else None
+def _known_step(engine: Engine) -> StepRecord | None:
+    """The record of the planned step, if there is one; the engine follows what it says of models."""
+    path = engine.settings.step_file or engine.settings.record_file
+    record = codec.loads(StepRecord, Path(path).read_text()) if path else None
+    if record is not None:
+        engine.breaks, engine.autocast.state = {b.module: b for b in record.breaks}, record.backward_autocast
+        engine.terms.needed = record.gradients_in_terms
+    return record
 
 
 def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan:
