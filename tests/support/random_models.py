@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from monetrun.capture import cpu_allocator
-from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 
@@ -427,7 +427,7 @@ def check(seed: int, *, small: bool = False) -> str:
         try:
             found, session = train_within(budget, model, how)
             break
-        except NoPlanInTime:  # found at that moment or not: the clock decides
+        except (NoPlanInTime, BudgetExceeded):  # the clock decides; or a part without a plan holds more than was known
             smallest, plain_bytes = 1, 1
         except InfeasibleBudget as error:
             smallest, plain_bytes = error.smallest_bytes, error.plain_bytes
