@@ -22,6 +22,7 @@ from monetrun.core.errors import BudgetExceeded, MonetrunError
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _GENERATED = "<eval_with_key>"  # the file of code that fx generates
+_NO_ENGINE = "unable to find an engine to execute this computation"
 _MARK = "__monetrun_traceback_file__"
 
 
@@ -136,4 +137,6 @@ def _is_refusal(value: BaseException) -> bool:
 
 
 def _is_out_of_memory(value: BaseException) -> bool:
-    return type(value).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+    """Whether memory ran out; also in cuDNN, of whose engines none may be left where none gets its workspace."""
+    without_engine = type(value) is RuntimeError and _NO_ENGINE in str(value)
+    return without_engine or type(value).__name__ == "OutOfMemoryError"  # torch's, which is not imported here

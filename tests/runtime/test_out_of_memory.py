@@ -12,8 +12,9 @@ from monetrun.core.errors import BudgetExceeded
 from monetrun.core.step import replay
 from monetrun.launcher import report, restart
 from monetrun.planning import planner
-from monetrun.runtime import out_of_memory
+from monetrun.runtime import out_of_memory, traceback_file
 from monetrun.runtime.settings import Settings
+from monetrun.runtime.traceback_file import ERROR_FILE
 from support.step_records import chain_record
 
 
@@ -75,3 +76,12 @@ def test_a_restart_leaves_free_what_was_lacking_and_a_second_one_much_more(tmp_p
     assert peaks[0] <= plan.budget_bytes - lacking - plan.budget_bytes // 100 + 1
     assert peaks[0] >= plan.budget_bytes * 0.85  # 8% of the budget and more were given up without need
     assert peaks[1] <= peaks[0] - plan.budget_bytes * 0.1
+
+
+def test_a_convolution_that_no_engine_computes_within_the_limit_is_out_of_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    codes = []
+    for text in ("GET was unable to find an engine to execute this computation", "sizes do not match"):
+        traceback_file.write(RuntimeError(text), None)
+        codes.append(json.loads((tmp_path / "error.json").read_text())["message"].get("errorCode"))
+    assert codes == [84, None]
