@@ -99,7 +99,7 @@ def operators(step: Callable[[], object]) -> int:
 def worker(name: str, budget: str) -> Iterator[Connection]:
     """Such a process; it ends with the context."""
     ours, theirs = multiprocessing.Pipe()
-    environment = {} if budget == EAGER else allocator_variables("cuda")
+    environment = {} if budget in (EAGER, AUTO) else allocator_variables("cuda")
     with contextlib.ExitStack() as undo:
         for key, value in environment.items():
             undo.callback(os.environ.pop, key)
