@@ -372,10 +372,12 @@ class SearchState {
     taken_[s] = 0;
     idle_[op] = 1;
     leave(s);
-    for (int32_t t : reads_of(impl_at_[s])) {
-      ++idle_reads_[t];
-      settle_first_run(writer_[t]);
-    }
+    count_idle_reads(s, 1);
+    for (int32_t t : reads_of(impl_at_[s])) settle_first_run(writer_[t]);
+  }
+
+  void count_idle_reads(int32_t s, int32_t sign) {
+    for (int32_t t : reads_of(impl_at_[s])) idle_reads_[t] += sign;
   }
 
   void settle_first_runs(int32_t op, int32_t impl) {
@@ -388,7 +390,7 @@ class SearchState {
     if (!idle_[op]) return;
     const int32_t s = main_slot_[op];
     idle_[op] = 0;
-    for (int32_t t : reads_of(impl_at_[s])) --idle_reads_[t];
+    count_idle_reads(s, -1);
     seconds_ += cost_at(s);
     enter(s);
   }
@@ -479,20 +481,21 @@ class SearchState {
     if (again)
       for (int32_t t : writes_of(op))
         if (find(events_[t], s) == 0 && is_read(events_[t], 1)) wake(op);
-    const bool idle = !again && idle_[op];
     seconds_ -= cost_at(s);
     taken_[s] = 0;
-    if (!again) idle_[op] = 0;
-    if (!idle) leave(s);
-    if (idle)
-      for (int32_t t : reads_of(impl)) --idle_reads_[t];
-    if (!again) main_slot_[op] = -1;
+    if (!again && idle_[op])
+      count_idle_reads(s, -1);
+    else
+      leave(s);
     if (again) {
       const int32_t moved = recomputations_.back();
       recomputations_[index_at_[s]] = moved;
       index_at_[moved] = index_at_[s];
       recomputations_.pop_back();
       index_at_[s] = -1;
+    } else {
+      idle_[op] = 0;
+      main_slot_[op] = -1;
     }
     op_at_[s] = impl_at_[s] = in_place_at_[s] = -1;
     settle_first_runs(op, impl);
@@ -558,8 +561,8 @@ class SearchState {
       work_;
   std::vector<double> saving_;     // seconds, where an implementation may run in place
   std::vector<uint8_t> taken_;     // whether the step at a slot runs in place now
-  std::vector<int32_t> idle_reads_;  // of a tensor: by first runs that are idle
-  std::vector<uint8_t> recomputable_, may_idle_, idle_;  // idle_: of an operator whose first run nothing reads and does not count
+  std::vector<uint8_t> recomputable_, may_idle_, idle_;  // idle_: of an operator whose first run does not count
+  std::vector<int32_t> idle_reads_;                      // of a tensor: by such runs
   std::vector<int32_t> op_at_, impl_at_, in_place_at_, index_at_, recomputations_, main_slot_;
   std::vector<int32_t> alive_, lazy_, top_;  // bytes at slot s: alive_[s] + lazy_[s / kBlock]; top_: a block's most
   std::vector<std::vector<int32_t>> events_;

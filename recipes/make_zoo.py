@@ -24,8 +24,9 @@ import torch
 import torchvision
 from torch import nn
 
+import gpu_training
 from lib import offline
-from lib.paper_networks import Transformer, UNet
+from lib.paper_networks import Transformer
 from monetrun.capture.joint import JointGraph
 from monetrun.core.errors import NoPlanInTime
 from monetrun.core.graph import BACKWARD, FORWARD, Costs
@@ -52,9 +53,9 @@ def network(function: Network) -> Network:
     return function
 
 
-def _images(name: str, batch: int, **options: Any) -> None:
+def _images(name: str, batch: int) -> None:
     def build(device: str) -> tuple[nn.Module, tuple[Any, ...]]:
-        return torchvision.models.get_model(name, **options), (torch.empty(batch, 3, 224, 224, device=device),)
+        return torchvision.models.get_model(name), (torch.empty(batch, 3, 224, 224, device=device),)
 
     NETWORKS[name] = build
 
@@ -62,15 +63,16 @@ def _images(name: str, batch: int, **options: Any) -> None:
 # ---- the paper's five, at its batch sizes
 
 
-_images("resnet50", 184)
-_images("googlenet", 320, aux_logits=False, init_weights=False)
-_images("mobilenet_v2", 272)
-_images("vgg16", 176, init_weights=False)
+def _of_the_paper(name: str) -> None:
+    def build(device: str) -> tuple[nn.Module, tuple[Any, ...]]:
+        known = gpu_training.NETWORKS[name]
+        return known.make(known.paper), (torch.empty(known.paper.batch, 3, *known.paper.example, device=device),)
+
+    NETWORKS[name] = build
 
 
-@network
-def unet(device: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    return UNet(), (torch.empty(11, 3, 416, 608, device=device),)
+for _name in ("resnet50", "googlenet", "mobilenet_v2", "vgg16", "unet"):
+    _of_the_paper(_name)
 
 
 # ---- transformers

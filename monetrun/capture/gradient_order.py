@@ -132,8 +132,8 @@ class GradientOrder:
         for positions, given in zip(backward.turns, gradients, strict=True):
             for position, gradient in zip(positions, given, strict=True):
                 k = own[self._input_of[position]]
-                both = results[k] is not None and gradient is not None
-                results[k] = results[k] + gradient if both else gradient if results[k] is None else results[k]
+                if gradient is not None:
+                    results[k] = gradient if results[k] is None else results[k] + gradient
         return tuple(results)
 
     def at_once(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -125,8 +125,8 @@ class ReplayedBatch:
 
     def is_last_of(self, script: dict[int, Block]) -> None:
         """The step ends: of the inputs that took a part's place the latest, taken from ``script``, is that part now."""
+        rounded = self.allocator.settings.rounded
         for i, nbytes in enumerate(self.sizes):
-            rounded = self.allocator.settings.rounded
             last = next((k for k in reversed(script) if rounded(script[k].nbytes) == nbytes), None)
             if self._blocks[i] is None and last is not None:
                 self._blocks[i] = script.pop(last)

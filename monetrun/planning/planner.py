@@ -90,15 +90,13 @@ def plan_step(
     def within(target_bytes: int, options: Options, starts: Sequence[Sequence[Schedule]]) -> Found:
         return _found_within(record, target_bytes, algorithm, options, base, starts)
 
-    if record.memory is None:
-        try:
-            return _plan(record, budget_bytes, algorithm, base, within(budget_bytes, options, starts))
-        except NoPlanInTime:
-            found, reserve = _most_frugal_allowed(record, budget_bytes, algorithm, options, base)
-        return _plan(record, budget_bytes, algorithm, base, found, reserve)
+    reserve: Reserved | None = None
     try:
-        lowest = base.frugal.peak_bytes
-        found, reserve = device_budget.found_within(record, budget_bytes, options, within, lowest, starts)
+        if record.memory is None:
+            found = within(budget_bytes, options, starts)
+        else:
+            lowest = base.frugal.peak_bytes
+            found, reserve = device_budget.found_within(record, budget_bytes, options, within, lowest, starts)
     except device_budget.OverBudget as over:
         candidates = [base.frugal_schedules, more_frugal(record, base, options).frugal_schedules]
         candidates += [tuple(over.least)] if over.least is not None else []
@@ -111,25 +109,27 @@ def plan_step(
             raise BudgetBelowSmallest(record, budget_bytes, base) from None
         found = Found(smallest, replay(record, base.fast_schedules).seconds, "feasible")
     except NoPlanInTime:
-        found, reserve = _most_frugal_allowed(record, budget_bytes, algorithm, options, base)
+        allowed = _most_frugal_allowed(record, budget_bytes, options, base) if algorithm == "hierarchical" else None
+        if allowed is None:
+            raise
+        found, reserve = allowed
     return _plan(record, budget_bytes, algorithm, base, found, reserve)
 
 
 def _most_frugal_allowed(
-    record: StepRecord, budget_bytes: int, algorithm: str, options: Options, base: Baseline
-) -> tuple[Found, Reserved | None]:
-    """After the default solver has found nothing: the most frugal schedules of those that ``options`` allow.
+    record: StepRecord, budget_bytes: int, options: Options, base: Baseline
+) -> tuple[Found, Reserved | None] | None:
+    """After the default solver has found nothing: the most frugal schedules of those that ``options`` allow, if known.
 
     Raises:
         BudgetBelowSmallest: they take more than the budget.
-        NoPlanInTime: the one that is being handled, where another solver was asked for, or no such schedules are known.
     """
     start = plain_in_place(record, options, each_once)
-    if algorithm != "hierarchical" or not _allowed(record, start, options):
-        raise
+    if not _allowed(record, start, options):
+        return None
     base = more_frugal(record, replace(base, frugal=replay(record, start), frugal_schedules=start), options)
     if not _allowed(record, base.frugal_schedules, options):
-        raise
+        return None
     reserve = None if record.memory is None else reserved(record, base.frugal_schedules)
     taken = base.frugal.peak_bytes if reserve is None else reserve.peak_bytes
     if taken > budget_bytes:

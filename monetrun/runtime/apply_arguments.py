@@ -112,7 +112,9 @@ OPTIONS: Mapping[str, Callable[[str, Any], None]] = {
     "cost_model": _cost_model,
     "implementations": _kinds,
     "cache_folder": _text,
-    **dict(recompute=_switch, strict=_switch, quiet=_switch),
+    "recompute": _switch,
+    "strict": _switch,
+    "quiet": _switch,
 }
 """What ``apply`` takes, and what checks each value: fields of ``Settings``."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from monetrun.capture import double_backward
@@ -28,12 +28,11 @@ class GradientTerms:
         """There is another graph, of which no backward was seen."""
         self._left = _LOOKED_AT
 
-    def changes(self, roots: Iterable[Any]) -> bool:
+    def changes(self, roots: Sequence[Any]) -> bool:
         """The script is about to differentiate ``roots`` (tensors). Gives whether models have to be compiled anew."""
         if self.needed or not self._left:
             return False
         self._left -= 1
-        roots = list(roots)
         sums = [edge for call in compiled_calls(roots) for edge in double_backward.sums_of(call)]
         self.needed = bool(sums) and brings_other_terms(roots, sums)
         return self.needed

@@ -188,12 +188,18 @@ def test_apply_plans_a_model_whose_optimizer_is_in_another_one_and_leaves_former
     assert former._compiled_call_impl is None
 
 
-def test_close_gives_what_was_measured_and_restores_torch():
+def trained(steps):
+    """A model that has made so many steps under a budget."""
     model = small()
     optimizer = zoo.sgd(model)
     monetrun.apply(model, "0.9x", solver_seconds=1.0)
-    for _ in range(3):
+    for _ in range(steps):
         step(model, optimizer, 64)
+    return model
+
+
+def test_close_gives_what_was_measured_and_restores_torch():
+    model = trained(3)
     measured = monetrun.close()
     assert measured["steps"] == 2
     assert 0 < measured["measured_peak_bytes"] <= measured["budget_bytes"] < measured["plain_peak_bytes"]
@@ -397,11 +403,7 @@ def test_with_strict_an_apply_that_fails_leaves_nothing_behind():
 
 
 def test_another_models_plan_is_refused_at_the_first_forward():
-    model = small()
-    optimizer = zoo.sgd(model)
-    monetrun.apply(model, "0.9x", solver_seconds=1.0)
-    for _ in range(2):
-        step(model, optimizer, 64)
+    trained(2)
     plan = process._session.engine.plan
     monetrun.close()
     other = nn.Sequential(small(), nn.Linear(10, 10))
