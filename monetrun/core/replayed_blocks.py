@@ -89,7 +89,7 @@ class ReplayedBatch:
     def __init__(self, sizes: tuple[int, ...], allocator: CachingAllocator) -> None:
         self.sizes = sizes
         self.allocator = allocator
-        self._blocks: list[Block | None] = [None] * len(sizes)  # None: not known, or freed
+        self._blocks: list[list[Block]] = [[] for _ in sizes]  # of each part; none: not known, or freed
 
     def find(self, loaded: Mapping[int, int]) -> None:
         """Find the first step's batch among the blocks that are there before it: the latest of the same sizes."""
@@ -98,35 +98,44 @@ class ReplayedBatch:
             found = next((b for b in reversed(base) if b.nbytes == nbytes), None)
             if found is not None:
                 base.remove(found)
-                self._blocks[i] = found
+                self._blocks[i] = [found]
 
     def replace(self) -> None:
         """The next step's batch is made, then this one is freed."""
-        last, self._blocks = self._blocks, [Block(self.allocator.allocate(n), n) for n in self.sizes]
-        for block in reversed(last):
-            if block is not None:
-                self.allocator.free(block.address)
+        last, self._blocks = self._blocks, [[Block(self.allocator.allocate(n), n)] for n in self.sizes]
+        for blocks in reversed(last):
+            free_all(self.allocator, blocks)
 
     def free(self, parts: Iterable[int]) -> int:
         """Free parts that other inputs replace within the step; gives their bytes, also of those that are not known."""
         freed = 0
         for i in parts:
-            block, self._blocks[i] = self._blocks[i], None
-            if block is not None:
-                self.allocator.free(block.address)
+            free_all(self.allocator, self._blocks[i])
             freed += self.sizes[i]
         return freed
 
     def free_one(self, nbytes: int) -> None:
         """Free a part of this size, if there is one: nothing but the backward pass held it."""
-        i = next((i for i, b in enumerate(self._blocks) if b is not None and b.nbytes == nbytes), None)
+        i = next((i for i, bs in enumerate(self._blocks) if sum(b.nbytes for b in bs) == nbytes), None)
         if i is not None:
             self.free([i])
 
-    def is_last_of(self, script: dict[int, Block]) -> None:
-        """The step ends: of the inputs that took a part's place the latest, taken from ``script``, is that part now."""
+    def is_last_of(self, script: dict[int, Block], since: int) -> None:
+        """The step ends: of the inputs that took a part's place the latest, taken from ``script``, is that part now.
+
+        What else was requested between the steps, and is still there, takes the place of the largest part that was
+        freed and has none: another batch may have other sizes, and DistributedDataParallel replaces its buckets once.
+
+        Args:
+            script: what the script has requested and not freed, by the number of the request.
+            since: later requests are between the steps.
+        """
         rounded = self.allocator.settings.rounded
         for i, nbytes in enumerate(self.sizes):
             last = next((k for k in reversed(script) if rounded(script[k].nbytes) == nbytes), None)
-            if self._blocks[i] is None and last is not None:
-                self._blocks[i] = script.pop(last)
+            if not self._blocks[i] and last is not None:
+                self._blocks[i] = [script.pop(last)]
+        freed = [i for i, blocks in enumerate(self._blocks) if not blocks]
+        if freed:
+            place = max(freed, key=self.sizes.__getitem__)
+            self._blocks[place] = [script.pop(k) for k in list(script) if k > since]

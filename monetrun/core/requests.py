@@ -56,7 +56,7 @@ def reserved(record: StepRecord, schedules: Sequence[Schedule]) -> Reserved:
     """
     if record.memory is None:
         raise ValueError("the record does not have the device's memory")
-    needed = reserved_under(record, schedules, record.memory.settings)
+    needed = reserved_under(record, schedules, record.memory.settings, record.memory.begun_under)
     small_bytes = needed.small_bytes + SMALL_SEGMENT
     spare_bytes = spare_beside_holds(record.memory.settings) if any(s.holds for s in schedules) else 0
     return replace(
@@ -69,8 +69,19 @@ def spare_beside_holds(settings: AllocatorSettings) -> int:
     return _SPARE_PAGES * settings.large_segment_bytes
 
 
-def reserved_under(record: StepRecord, schedules: Sequence[Schedule], settings: AllocatorSettings) -> Reserved:
+def reserved_under(
+    record: StepRecord,
+    schedules: Sequence[Schedule],
+    settings: AllocatorSettings,
+    begun_under: Sequence[Schedule] = (),
+) -> Reserved:
     """What is reserved for steps under ``schedules`` with other settings of the allocator.
+
+    Args:
+        record: of the step.
+        schedules: of each graph.
+        settings: of the allocator.
+        begun_under: schedules of the step before, in the same process; empty: there was none.
 
     Raises:
         ValueError: the record has no ``memory``.
@@ -79,12 +90,16 @@ def reserved_under(record: StepRecord, schedules: Sequence[Schedule], settings: 
     if record.memory is None:
         raise ValueError("the record does not have the device's memory")
     allocator = CachingAllocator(settings, record.memory.device_bytes)
-    replay = StepReplay(record, schedules, allocator)
+    replay = StepReplay(record, begun_under or schedules, allocator)
     replay.batch.find(load_base(record.memory, allocator))
+    if begun_under:
+        allocator.empty_cache()
+        replay.step(first=True)
+        replay.follow(schedules)
     allocator.empty_cache()
     allocator.reset_peaks()
     for number in range(STEPS):
-        replay.step(first=number == 0)
+        replay.step(first=number == 0 and not begun_under)
     large_bytes = allocator.large_bytes + record.memory.other_streams_bytes
     return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, large_bytes)
 
@@ -122,18 +137,22 @@ class StepReplay:
 
     def __init__(self, record: StepRecord, schedules: Sequence[Schedule], allocator: CachingAllocator) -> None:
         self.record = record
-        self.schedules = schedules
         self.allocator = allocator
         self.gradients: list[Block] = []
         self.outputs: list[Block] = []
         self._calls: dict[int, list[_Call]] = {}
         self.batch = ReplayedBatch(() if record.memory is None else record.memory.batch, allocator)
         self._script: dict[int, Block] = {}  # by the number of the request
-        self._events = events_under(record, schedules)
+        self.follow(schedules)
+
+    def follow(self, schedules: Sequence[Schedule]) -> None:
+        """Steps run under these schedules from now on."""
+        self.schedules = schedules
+        self._events = events_under(self.record, schedules)
         self._without_backward = Counter(e.graph for e in self._events if e.kind == FORWARD)
         self._without_backward.subtract(e.graph for e in self._events if e.kind == BACKWARD)
         self._holds = [schedule.holds_by_step() for schedule in schedules]
-        self._last = [last_reads(g, s.forward + s.backward) for g, s in zip(record.graphs, schedules, strict=True)]
+        self._last = [last_reads(g, s.forward + s.backward) for g, s in zip(self.record.graphs, schedules, strict=True)]
 
     def step(self, *, first: bool) -> None:
         """One step; in the first one nothing of an earlier step is held, and the optimizer allocates its state."""
@@ -163,7 +182,7 @@ class StepReplay:
         self._end_calls_without_backward()
         if between is not None:
             self._outside(between, requests, first=False)
-        self.batch.is_last_of(self._script)
+        self.batch.is_last_of(self._script, requests)
         self.outputs += self._script.values()
         self._script.clear()
         for name, blocks in ((LAST_GRADIENTS, self.gradients), (LAST_OUTPUTS, self.outputs)):

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.errors import ScheduleError
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, check_bytes
 from monetrun.core.graph import check as check_graph
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
 from monetrun.core.rounds import rounds_of
-from monetrun.core.simulate import simulate
+from monetrun.core.simulate import judge, simulate
 
 OUTSIDE = "outside"
 LAST_GRADIENTS = "last step's gradients"
@@ -99,6 +100,8 @@ class DeviceMemory:
         other_streams_bytes: reserved for requests on other streams, on which no graph runs.
         between: what the script requests and frees from a step's end to the next forward; numbers go on from the
             step's. None: not seen, a new batch is taken to be there before the old one is freed.
+        begun_under: schedules of the recorded step, by graph, where the planned steps follow it in the same process: what
+            it leaves lies where they put it. Empty: planned steps begin in a new one.
     """
 
     settings: AllocatorSettings
@@ -112,6 +115,7 @@ class DeviceMemory:
     excess_bytes: int = 0
     other_streams_bytes: int = 0
     between: Event | None = None
+    begun_under: tuple[Schedule, ...] = ()
 
     def check(self) -> None:
         """Check what was read.
@@ -207,12 +211,22 @@ class StepRecord:
         for device_type, dtype in self.backward_autocast:
             if device_type not in ("cpu", "cuda") or dtype not in ("bfloat16", "float16", "float32"):
                 raise ValueError(f"autocast of {device_type!r} to {dtype!r}")
+        self._check_begun_under(() if self.memory is None else self.memory.begun_under)
         between = None if self.memory is None else self.memory.between
         for i, event in enumerate((*self.events, *([between] if between else ()))):
             try:
                 self._check_event(event)
             except ValueError as error:
                 raise ValueError(f"event {i}: {error}") from error
+
+    def _check_begun_under(self, schedules: tuple[Schedule, ...]) -> None:
+        if schedules and len(schedules) != len(self.graphs):
+            raise ValueError(f"begun under {len(schedules)} schedules, and {len(self.graphs)} graphs")
+        for k, (graph, schedule) in enumerate(zip(self.graphs, schedules, strict=False)):
+            try:
+                judge(graph, schedule)
+            except ScheduleError as error:
+                raise ValueError(f"begun under a schedule of graph {k} that cannot run: {error}") from error
 
     def _check_event(self, event: Event) -> None:
         check_bytes(

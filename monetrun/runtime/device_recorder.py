@@ -13,6 +13,7 @@ from monetrun.capture.allocator_history import AllocatorHistory
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.storages import block_bytes
 from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.plan import Schedule
 from monetrun.core.step import BETWEEN_STEPS, OUTSIDE, DeviceMemory, Event, Segment
 
 # What a script has at once, at most, while it makes the next batch: so many times the inputs.
@@ -40,6 +41,7 @@ class DeviceRecorder:
         self._other_frees: list[list[tuple[int, int]]] = []  # of each stretch
         self._other_streams_bytes = 0
         self._between: Event | None = None
+        self._begun_under: tuple[Schedule, ...] = ()
 
     def begin(self, joints: Sequence[JointGraph], joint: JointGraph, arguments: Sequence[Any]) -> None:
         """The step begins with the forward of ``joint``: from now on only the step itself allocates."""
@@ -58,6 +60,11 @@ class DeviceRecorder:
         blocks = _blocks_of(batch)
         self._batch = tuple(blocks.values())
         self._history.start(blocks, allocator_history.blocks(self.device))
+
+    def warm_up_again(self) -> None:
+        """Another step begins after ``end``: libraries take what they keep before it, as before the recorded one."""
+        if self._library_bytes:
+            allocator_history.warm_up_libraries(self.device)
 
     def stretch_ended(self, kind: str) -> None:
         """A stretch of the step has ended."""
@@ -94,11 +101,15 @@ class DeviceRecorder:
         """What the script does after the recorded step is seen from now on."""
         self._history.resume()
 
-    def seen_between_steps(self) -> None:
+    def seen_between_steps(self, begun_under: Iterable[Schedule] = ()) -> None:
         """The next step begins: what was seen since the recorded one is what the script does between steps.
 
         It is not where that is more than the next batch takes (an evaluation, a checkpoint).
+
+        Args:
+            begun_under: schedules of the recorded step, where planned steps follow in this process.
         """
+        self._begun_under = tuple(begun_under)
         before, requests = self._history.count, self._history.piece()
         settings = allocator_history.settings_from_environment()
         if _highest_bytes(requests, before) > max(_MOST_OF_BATCH * sum(self._batch), settings.large_segment_bytes):
@@ -137,6 +148,7 @@ class DeviceRecorder:
             batch=self._batch,
             other_streams_bytes=self._other_streams_bytes,
             between=self._between,
+            begun_under=self._begun_under,
         )
 
 

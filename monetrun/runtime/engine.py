@@ -38,7 +38,7 @@ from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.running_plan import RunningPlan
 from monetrun.runtime.scalars import StepScalars, planned_values
-from monetrun.runtime.second_step import SecondStep, followed
+from monetrun.runtime.second_step import SecondStep, followed, outputs_are_held
 from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.runtime.terms import GradientTerms
@@ -70,7 +70,7 @@ class _CallsRecorded:
 class Engine(_CallsRecorded):
     """Chooses the schedules of all captured graphs, and measures what running them takes.
 
-    Without a plan the first step is recorded; when it has ended it is planned.
+    Without a plan the first step is recorded; when it has ended, or the one after it, it is planned.
 
     Args:
         settings: of the process.
@@ -149,11 +149,17 @@ class Engine(_CallsRecorded):
         self.running = RunningPlan(self.settings, self.device, steps, self.known, plan, record, note)
 
     def _plan_recorded_step(self) -> None:
-        """Plan the recorded step, in rank 0 for all, and have all models compiled anew."""
+        """Plan the recorded step, in rank 0 for all, and have all models compiled anew.
+
+        Where the script holds the step's outputs, one more step shows first how long.
+        """
         assert self.recorder is not None
         self._traces.drop()
         record = _recorded(self, self.recorder)
         self.known.update(self.recorder.known)
+        if isinstance(self.recorder, Recorder) and agreement.largest(int(outputs_are_held(record))):
+            self.recorder, self._step_recorded = SecondStep(self.recorder, record), False
+            return
         budget = budget_here(self.settings, self.device, self.meter)
         plan = agreement.plan_in_rank_0(lambda budgets: _planned(self, record, budgets), budget)
         self._run(plan, record)
@@ -277,7 +283,7 @@ def _end_trial(engine: Engine) -> None:
 
 def _recorded(engine: Engine, recorder: Recorder | SecondStep) -> StepRecord:
     if engine.settings.mode != PROBE and isinstance(recorder, Recorder) and recorder.memory is not None:
-        recorder.memory.seen_between_steps()  # the next step begins
+        recorder.memory.seen_between_steps(recorder.schedules)  # the next step begins
     record = recorder.record(recorder.measure(engine.store), engine.breaks.values())
     return dataclasses.replace(record, backward_autocast=engine.autocast.state, gradients_in_terms=engine.terms.needed)
 

@@ -1,6 +1,7 @@
-"""The end of a trial run: what only the next step shows.
+"""What only the step after the recorded one shows: how long the script holds the last step's outputs.
 
-That is where the script holds its model's outputs, and on CUDA what it requests between two steps, in which order.
+A trial ends in that step; without one it runs on the recorded schedules, and the plan is made after it. On CUDA a trial
+also sees what the script requests between two steps, in which order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from monetrun.core.last_outputs import last_outputs_bytes, with_outputs_dropped
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
 from monetrun.core.step import OUTSIDE, Break, StepRecord, replay
-from monetrun.planning.intervals import Stretch
+from monetrun.planning.intervals import Stretch, optimizer_steps
 from monetrun.runtime import probe
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.stretches import StretchMeter
@@ -26,6 +27,12 @@ from monetrun.runtime.stretches import StretchMeter
 _WORTHWHILE_SHIFT = 10
 # What a script does between steps (evaluation, a checkpoint) is not waited for longer than this.
 _PATIENCE_SECONDS = 10.0
+
+
+def outputs_are_held(record: StepRecord) -> bool:
+    """Whether the script holds so much of the last step's outputs that it matters when it drops them."""
+    held = last_outputs_bytes(record)
+    return held > 0 and held >= replay(*plain_step(record)).peak_bytes >> _WORTHWHILE_SHIFT
 
 
 def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> SecondStep:
@@ -37,36 +44,39 @@ def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> 
         probe.leave(record, path)
     if recorder.memory is not None:
         recorder.memory.resume()
-        return SecondStep(recorder, record, path)
-    held = last_outputs_bytes(record)
-    if not held or held < replay(*plain_step(record)).peak_bytes >> _WORTHWHILE_SHIFT:
+    elif not outputs_are_held(record):
         probe.leave(record, path)
-    return SecondStep(recorder, record, path)
+    return TrialsSecondStep(recorder, record, path)
 
 
 class SecondStep:
-    """Sees the step after the recorded one, in the recorder's place; the process ends when its backward begins.
+    """Sees the step after the recorded one, in the recorder's place and on its schedules, until its backward begins.
 
-    On CUDA, where the plain run's own peaks are measured, it ends when the forward begins. It ends before that where
-    there is no such step, or where it takes long to begin.
+    Args:
+        recorder: of the step before.
+        record: that it made.
     """
 
-    def __init__(self, recorder: Recorder, record: StepRecord, path: str) -> None:
+    def __init__(self, recorder: Recorder, record: StepRecord) -> None:
         self.known = recorder.known
         self._recorder = recorder
         self._record = record
-        self._path = path
         self._meter = StretchMeter(recorder.meter)
-        self._begun = False
-        self._ending = threading.Lock()
-        atexit.register(self._end)
-        timer = threading.Timer(_PATIENCE_SECONDS, self._end)
-        timer.daemon = True
-        timer.start()
+        self._begun = self._seen = False
+        self._optimizers_ended = 0
 
-    def _end(self) -> NoReturn:
-        with self._ending:  # once: the process ends here
-            probe.leave(self._record, self._path)
+    def _step_begins(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        memory = self._recorder.memory
+        if memory is not None:
+            memory.warm_up_again()
+        self._meter.begin()
+
+    def _end(self) -> None:
+        """Nothing more is looked at."""
+        self._seen = True
 
     # ---- as the recorder
 
@@ -79,30 +89,22 @@ class SecondStep:
         return list(self._record.costs)
 
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
-        """The record, with what was seen so far."""
+        """The record, with what was seen so far. On CUDA what libraries keep is freed, as by the recorder."""
+        if self._recorder.memory is not None:
+            self._recorder.memory.end()
         return self._record
 
     def forward_begins(self, arguments: Iterable[Any]) -> None:
         """The next step begins with what hooks allocate, as the recorded one did."""
-        self._step_begins()
         if not self._begun:
-            self._meter.begin()
-            self._begun = True
+            self._step_begins()
             self._meter.end(OUTSIDE)
 
-    def _step_begins(self) -> None:
-        memory = self._recorder.memory
-        if memory is not None:
-            memory.seen_between_steps()
-            self._record = replace(self._record, memory=memory.memory())
-            self._end()
-
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
-        """A graph's call begins; the first backward ends the process."""
+        """A graph's call begins; the first backward ends what is looked at."""
+        if self._seen:
+            return
         self._step_begins()
-        if not self._begun:
-            self._meter.begin()
-            self._begun = True
         self._meter.end(OUTSIDE)
         if phase == BACKWARD:
             freed = freed_outputs(self._recorder.stretches, self._meter.stretches, last_outputs_bytes(self._record))
@@ -111,13 +113,64 @@ class SecondStep:
 
     def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """It has ended."""
-        self._meter.end(phase, graph)
+        if not self._seen:
+            self._meter.end(phase, graph)
 
     def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """The first backward has ended the process."""
+        """The record has it already."""
 
     def zeroing_gradients(self, parameters: Iterable[Any], set_to_none: bool) -> None:
         """The record has it already."""
+
+    def optimizer_begins(self) -> None:
+        """The record has it already."""
+
+    def optimizer_ended(self, name: str, parameters: Iterable[Any]) -> None:
+        """One of the step's optimizers has ended."""
+        self._optimizers_ended += 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether as many optimizers have ended as in the recorded step."""
+        return self._optimizers_ended >= optimizer_steps(self._record)
+
+
+class TrialsSecondStep(SecondStep):
+    """That of a trial: the process ends with it.
+
+    On CUDA, where the plain run's own peaks are measured, it ends when the forward begins. It ends before that where
+    there is no such step, or where it takes long to begin.
+
+    Args:
+        recorder: of the step before.
+        record: that it made.
+        path: of the record's file.
+    """
+
+    def __init__(self, recorder: Recorder, record: StepRecord, path: str) -> None:
+        super().__init__(recorder, record)
+        self._path = path
+        self._ending = threading.Lock()
+        atexit.register(self._end)
+        timer = threading.Timer(_PATIENCE_SECONDS, self._end)
+        timer.daemon = True
+        timer.start()
+
+    def _step_begins(self) -> None:
+        memory = self._recorder.memory
+        if memory is not None:
+            memory.seen_between_steps()
+            self._record = replace(self._record, memory=memory.memory())
+            self._end()
+        super()._step_begins()
+
+    def _end(self) -> NoReturn:
+        with self._ending:  # once: the process ends here
+            probe.leave(self._record, self._path)
+
+    def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
+        """The record, with what was seen so far."""
+        return self._record
 
     def optimizer_begins(self) -> None:
         """A step without a backward of a graph."""

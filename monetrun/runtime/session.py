@@ -88,8 +88,8 @@ def _out_of_memory(error: BaseException) -> None:
 def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     """Train ``model`` under a budget from its next training forward on, in this process; gives ``model`` back.
 
-    The first step runs on the schedules with the least peak, and is measured; from the second on the cheapest
-    schedules within the budget run. Its ``state_dict``, type, deep copies and pickles are as before.
+    The first step runs on the schedules with the least peak, and is measured (the second too, where the script holds the
+    first one's outputs); from then on the cheapest schedules within the budget run. Its ``state_dict``, type, deep copies and pickles are as before.
 
     Models applied with the same budget and options share the budget. With others the former planning ends, and all
     models that are trained are planned anew. In a process that the launcher started its budget holds: ``model`` is
@@ -171,7 +171,7 @@ def _why_unplanned(session: Session) -> str:
         return f"no training forward of {models} has run since apply (in training mode, with gradients enabled)"
     if waiting or not session.stepped:
         return f"no step of {', '.join(waiting) or 'an optimizer'} has ended since the model's first training forward"
-    return "one training step has run, and the plan is made when the second begins"
+    return "training ended before the plan is made: when the second step begins, or the third where outputs are held"
 
 
 class Session:

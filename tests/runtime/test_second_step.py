@@ -17,7 +17,7 @@ from monetrun.planning.intervals import Stretch
 from monetrun.runtime import probe, second_step
 from monetrun.runtime.second_step import freed_outputs
 from monetrun.runtime.session import Session
-from monetrun.runtime.settings import PROBE, Settings
+from monetrun.runtime.settings import PROBE, RUN, Settings
 from support.step_records import chain_record
 
 WORDS = 3000
@@ -93,6 +93,26 @@ def test_the_plain_peak_has_outputs_that_a_variable_holds_as_long_as_it_does(lat
     plain = replay(record, [plain_schedule(g) for g in record.graphs]).peak_bytes - before
     assert last_outputs_bytes(record) >= 256 * WORDS * 4
     assert plain == pytest.approx(true, rel=0.005)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_without_a_trial_the_second_step_shows_it_and_the_third_is_planned(late, tmp_path):
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+    gc.collect()
+    before = cpu_allocator.allocated_bytes()
+    true = train(4, late=late) - before
+    session = Session(Settings(mode=RUN, budget="1x", solver_seconds=1.0, report_folder=str(tmp_path)))
+    session.watch_process()
+    try:
+        gc.collect()
+        before = cpu_allocator.allocated_bytes()
+        train(4, late=late)
+        assert session.engine.plan.plain_peak_bytes - before == pytest.approx(true, rel=0.005)
+        assert session.engine.findings()["steps"] == 2
+        assert session.engine.peak_bytes == pytest.approx(session.engine.plan.planned_peak_bytes, rel=0.005)
+    finally:
+        session.close()
+        torch._dynamo.reset()
 
 
 def train_adversaries(steps, batch=4096):
