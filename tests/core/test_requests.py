@@ -121,7 +121,7 @@ def test_a_part_of_the_batch_that_is_freed_within_the_step_is_no_gradient(record
     assert replayed.gradients == held
     assert allocator.allocated_bytes == before
     replayed.gradients.clear()
-    replayed.batch.is_last_of(replayed._script)
+    replayed.batch.is_last_of(replayed._script, 1)
     assert not replayed._script
     allocator.reset_peaks()
     replayed.batch.replace()
@@ -159,6 +159,42 @@ def test_between_steps_the_script_does_what_was_seen(record):
     assert steps.count(size) == steps.count(-size) == 3
     unseen = _noted(replace(one, memory=replace(one.memory, between=None)))
     assert unseen.count(size) == unseen.count(-size) == 2
+
+
+def test_what_replaces_a_part_between_steps_may_have_other_sizes(record):
+    """As DistributedDataParallel's buckets, which it makes anew once: they stay, and what they replaced is gone."""
+    base = (*record.memory.base, Segment(False, (30 * MIB,)))
+    between = Event(OUTSIDE, name=BETWEEN_STEPS, requests=(13 * MIB, 17 * MIB), batch_freed=((0, 0),), freed=())
+    memory = replace(record.memory, base=base, batch=(30 * MIB,), between=between)
+    one = replace(record, base_bytes=record.base_bytes + 30 * MIB, memory=memory)
+    one.check()
+    held = replace(record, base_bytes=one.base_bytes, memory=replace(record.memory, base=base))
+    steps = _noted(one)
+    assert steps.count(13 * MIB) == steps.count(17 * MIB) == 3
+    assert steps.count(-13 * MIB) == steps.count(-17 * MIB) == 2
+    peaks = [reserved_under(r, plain(r), SETTINGS).allocated_peak_bytes for r in (one, held)]
+    assert peaks[0] == peaks[1]
+
+
+def test_steps_that_follow_the_recorded_one_in_its_process_begin_where_its_schedules_left_things(record):
+    (kept,) = plain(record)
+    again = kept.forward[:8]  # run again as the backward begins
+    frugal = (replace(kept, backward=(*again, *kept.backward)),)
+    one = replace(record, memory=replace(record.memory, begun_under=frugal))
+    one.check()
+    state = 40 * MIB  # of an optimizer, which the first step allocates once its activations are gone
+    optimizer = Event(OUTSIDE, -1, state, state, "Adam.step", requests=(state,))
+    with_state = replace(record, events=(*record.events, optimizer))
+    assert reserved(one, plain(one)).allocated_peak_bytes == reserved(record, plain(record)).allocated_peak_bytes
+    begun = replace(with_state, memory=one.memory)
+    apart = [reserved(r, plain(r)) for r in (with_state, begun)]
+    assert apart[0].allocated_peak_bytes == apart[1].allocated_peak_bytes
+    assert apart[0].large_bytes != apart[1].large_bytes
+    with pytest.raises(ValueError, match="begun under 2 schedules"):
+        replace(one, memory=replace(one.memory, begun_under=frugal * 2)).check()
+    broken = replace(frugal[0], forward=frugal[0].forward[1:])
+    with pytest.raises(ValueError, match="cannot run"):
+        replace(one, memory=replace(one.memory, begun_under=(broken,))).check()
 
 
 def _noted(record):
