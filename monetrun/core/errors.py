@@ -12,6 +12,7 @@
     +-- NeverTrained               85   no training step was seen in the trial run (where a plan is needed, or --strict)
     +-- CheckFailed                86   monetrun check: the planned step is not the plain one, or not within the budget
     +-- ScriptFailed                    the user's script failed in its trial run; its own exit code
+    +-- PlanningFault              70   planning failed by a fault of monetrun itself; models run as they are
     +-- ScheduleError              70   a schedule breaks the replay rules, and is not run
     +-- GuardFailed                70   weights violate what a schedule assumes (the worker catches it and plans again)
     +-- MemoryShort                70   too much is held for a forward (the worker catches it and plans again)
@@ -23,6 +24,8 @@ Only the command line prints them; all other packages raise.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -138,6 +141,28 @@ class ScriptFailed(MonetrunError):
     def __init__(self, message: str, hint: str = "", *, exit_code: int = 1) -> None:
         super().__init__(message, hint)
         self.exit_code = exit_code if exit_code >= 0 else 128 - exit_code
+
+
+class PlanningFault(MonetrunError):
+    """Planning failed by a fault of monetrun itself."""
+
+
+@contextlib.contextmanager
+def own_faults() -> Iterator[None]:
+    """Within it, or in a function that it decorates, what is no error raised on purpose becomes a ``PlanningFault``."""
+    try:
+        yield
+    except ScheduleError as error:
+        raise PlanningFault(*_of_own(error)) from error
+    except (MonetrunError, OSError):
+        raise
+    except Exception as error:
+        raise PlanningFault(*_of_own(error)) from error
+
+
+def _of_own(error: Exception) -> tuple[str, str]:
+    what = str(error).partition("\n")[0]
+    return f"planning failed by a fault of monetrun itself ({type(error).__name__}: {what})", "please report it"
 
 
 class ScheduleError(MonetrunError):

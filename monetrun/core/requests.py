@@ -149,8 +149,7 @@ class StepReplay:
         """Steps run under these schedules from now on."""
         self.schedules = schedules
         self._events = events_under(self.record, schedules)
-        self._without_backward = Counter(e.graph for e in self._events if e.kind == FORWARD)
-        self._without_backward.subtract(e.graph for e in self._events if e.kind == BACKWARD)
+        self._without_backward = _without_backward(self._events)
         self._holds = [schedule.holds_by_step() for schedule in schedules]
         self._last = [last_reads(g, s.forward + s.backward) for g, s in zip(self.record.graphs, schedules, strict=True)]
 
@@ -159,8 +158,7 @@ class StepReplay:
         between = None if self.record.memory is None else self.record.memory.between
         last_gradients, self.gradients = self.gradients, []
         last_outputs = LastOutputs(self.outputs, dropped_later(self._events), self.allocator)
-        self.outputs = []
-        requests, backward = 0, False
+        requests, backward, self.outputs = 0, False, []
         if not first and between is None:
             self.batch.replace()
         held_over = {event.name for event in self._events if event.delta_bytes > 0}
@@ -328,6 +326,13 @@ class StepReplay:
             if call.until.get(t) == i:
                 del call.until[t]
                 self.allocator.free(call.addresses.pop(t))
+
+
+def _without_backward(events: Sequence[Event]) -> Counter[int]:
+    """How many forwards of each graph have no backward."""
+    counts = Counter(e.graph for e in events if e.kind == FORWARD)
+    counts.subtract(e.graph for e in events if e.kind == BACKWARD)
+    return counts
 
 
 def _leaving(event: Event, graph: Graph, schedule: Schedule) -> dict[int, list[int]]:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.call_footprint import CallFootprint, call_footprint
 from monetrun.core.errors import ScheduleError
-from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, check_bytes
 from monetrun.core.graph import check as check_graph
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
 from monetrun.core.rounds import rounds_of
-from monetrun.core.simulate import judge, simulate
+from monetrun.core.simulate import judge
 
 OUTSIDE = "outside"
 LAST_GRADIENTS = "last step's gradients"
@@ -100,7 +100,7 @@ class DeviceMemory:
         other_streams_bytes: reserved for requests on other streams, on which no graph runs.
         between: what the script requests and frees from a step's end to the next forward; numbers go on from the
             step's. None: not seen, a new batch is taken to be there before the old one is freed.
-        begun_under: schedules of the recorded step, by graph, where the planned steps follow it in the same process: what
+        begun_under: schedules of the recorded step, by graph, where planned steps follow it in the same process: what
             it leaves lies where they put it. Empty: planned steps begin in a new one.
     """
 
@@ -350,51 +350,6 @@ def replay(record: StepRecord, schedules: Sequence[Schedule]) -> StepTimeline:
                 name = _step_name(record.graphs[event.graph], schedules[event.graph], step, event.kind)
         now = after
     return StepTimeline(peak, at, name, tuple(starts), seconds, tuple(highs))
-
-
-@dataclass(frozen=True, slots=True)
-class CallFootprint:
-    """What a graph's forward and backward do to the bytes allocated, under one schedule.
-
-    Attributes:
-        forward_peak_bytes: the most during the forward, less at its start.
-        saved_bytes: allocated at the forward's end (saved values and outputs), less at its start.
-        backward_peak_bytes: the most during the backward, less at its start.
-        backward_delta_bytes: allocated at the backward's end, less at its start (negative: it frees).
-        peak_steps: where the two peaks are, as indices of the whole schedule.
-        seconds: of both.
-    """
-
-    forward_peak_bytes: int
-    saved_bytes: int
-    backward_peak_bytes: int
-    backward_delta_bytes: int
-    peak_steps: tuple[int, int]
-    seconds: float
-
-
-def call_footprint(graph: Graph, costs: Costs, schedule: Schedule, released: Sequence[int] = ()) -> CallFootprint:
-    """Simulate ``schedule``; tensors ``released`` in the backward are freed there (see ``freed_after``).
-
-    Raises:
-        ScheduleError: the schedule is not valid for the graph.
-    """
-    timeline = simulate(graph, costs, schedule)
-    cut = len(schedule.forward)
-    saved = timeline.after_bytes[cut - 1] if cut else 0
-    forward, backward = timeline.during_bytes[:cut], list(timeline.during_bytes[cut:])
-    freed = 0
-    for t, last in freed_after(graph, schedule, released).items():
-        freed += graph.tensors[t].nbytes
-        for i in range(last + 1, len(backward)):
-            backward[i] -= graph.tensors[t].nbytes
-    high = (max(forward, default=0), max(backward, default=0))
-    steps = (
-        forward.index(high[0]) if forward else -1,
-        cut + backward.index(high[1]) if backward else -1,
-    )
-    end = timeline.after_bytes[-1] if timeline.after_bytes else 0
-    return CallFootprint(high[0], saved, high[1] - saved, end - saved - freed, steps, timeline.seconds)
 
 
 def _outside_name(record: StepRecord, i: int) -> str:

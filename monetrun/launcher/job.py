@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from monetrun.core.budget import Budget, parse, resolve
-from monetrun.core.errors import MonetrunError, NeverTrained, ScheduleError, UsageError
+from monetrun.core.errors import NeverTrained, PlanningFault, UsageError, own_faults
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
@@ -283,16 +283,12 @@ def _why_no_plan(job: Job, record: StepRecord) -> str:
     What torchrun would train is not ended for such a fault, unless ``--strict`` is given.
     """
     try:
-        job._find_plan(record)
-    except Exception as error:
-        refused = isinstance(error, (MonetrunError, OSError)) and not isinstance(error, ScheduleError)
-        if job.options.strict or refused:
+        with own_faults():
+            job._find_plan(record)
+    except PlanningFault as fault:
+        if job.options.strict:
             raise
-        what = str(error).partition("\n")[0]
-        return (
-            f"models run without a plan, their budget is not enforced: planning failed by a fault of monetrun itself,"
-            f" please report it ({type(error).__name__}: {what}; --strict shows more)"
-        )
+        return f"models run without a plan, their budget is not enforced: {fault.message}, please report it"
     return job.settings.as_is
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from monetrun.core.call_footprint import call_footprint
 from monetrun.core.freed import gradients_among
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Operator, Tensor
 from monetrun.core.options import Options
@@ -26,7 +27,7 @@ from monetrun.core.round_graph import (
     without_unreplayable_reruns,
 )
 from monetrun.core.simulate import simulate
-from monetrun.core.step import OUTSIDE, StepRecord, call_footprint, replay
+from monetrun.core.step import OUTSIDE, StepRecord, replay
 from monetrun.solve import greedy
 
 _SHARES = 16  # shares tried between the least and the most that can be saved

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from monetrun.capture.joint import JointGraph
+from monetrun.core.call_footprint import call_footprint
 from monetrun.core.errors import PlanMismatch
 from monetrun.core.graph import BACKWARD, EXACT, FORWARD, KINDS, Costs, Graph
 from monetrun.core.options import Options
 from monetrun.core.plan import Plan, Schedule
-from monetrun.core.step import OUTSIDE, Event, StepRecord, call_footprint, replay
+from monetrun.core.step import OUTSIDE, Event, StepRecord, replay
 from monetrun.planning import kept, planner
 from monetrun.solve import greedy
 

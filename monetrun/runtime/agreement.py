@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from monetrun.core import codec
-from monetrun.core.errors import MonetrunError, PlanMismatch
+from monetrun.core.errors import MonetrunError, PlanMismatch, own_faults
 from monetrun.core.plan import Plan
 from monetrun.runtime import exchange
 from monetrun.runtime.exchange import Refusal
@@ -53,7 +53,8 @@ def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "") -> P
         MonetrunError: in all ranks, what ``make`` raised in rank 0.
     """
     if not several_ranks():
-        return make([budget])
+        with own_faults():
+            return make([budget])
     distributed = torch.distributed
     store, rank, size = (
         distributed.distributed_c10d._get_default_store(),
@@ -69,7 +70,9 @@ def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "") -> P
         return _rank_0s(store, prefix, size)
     exchange.wait_until(lambda: all(exchange.is_posted(store, key) for key in keys), _PATIENCE_SECONDS)
     try:
-        plan = make([exchange.read(store, key) for key in keys if exchange.is_posted(store, key)])
+        budgets = [exchange.read(store, key) for key in keys if exchange.is_posted(store, key)]
+        with own_faults():
+            plan = make(budgets)
     except MonetrunError as error:
         exchange.post(store, f"{prefix}/made", json.dumps({"refusal": codec.to_plain(Refusal.of(error))}))
         exchange.leave_together(store, f"{prefix}/left", size)

@@ -46,10 +46,11 @@ from monetrun.runtime.terms import GradientTerms
 _log = logging.getLogger("monetrun")
 
 
-class _CallsRecorded:
-    """Passes what it sees of graphs' calls on to the recorder, while a step is recorded."""
+class _Recording:
+    """Passes what it sees of a step on to the recorder, while one is recorded."""
 
     recorder: Recorder | SecondStep | None = None
+    _step_recorded = _record_again = False
 
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph is about to run, while a step is recorded."""
@@ -66,8 +67,13 @@ class _CallsRecorded:
         if self.recorder is not None:
             self.recorder.gradients_given(graph, nodes, gradients)
 
+    def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
+        """The script calls ``zero_grad``."""
+        if self.recorder is not None and not self._step_recorded:
+            self.recorder.zeroing_gradients(parameters, set_to_none)
 
-class Engine(_CallsRecorded):
+
+class Engine(_Recording):
     """Chooses the schedules of all captured graphs, and measures what running them takes.
 
     Without a plan the first step is recorded; when it has ended, or the one after it, it is planned.
@@ -117,7 +123,6 @@ class Engine(_CallsRecorded):
         self.breaks: dict[str, Break] = {}
         self.running: RunningPlan | None = None
         self.autocast, self.terms = BackwardAutocast(reporter.warn), GradientTerms()
-        self._step_recorded = self._record_again = False
         self._looked = settings.mode == CHECK  # whose plan is the one to check
         self._traces = _Traces()
         plan = _given_plan(plan, settings)
@@ -148,12 +153,13 @@ class Engine(_CallsRecorded):
         steps, note = self.meters.steps, self.reporter.note
         self.running = RunningPlan(self.settings, self.device, steps, self.known, plan, record, note)
 
-    def _plan_recorded_step(self) -> None:
-        """Plan the recorded step, in rank 0 for all, and have all models compiled anew.
+    def plan_recorded_step(self) -> None:
+        """Before a model's call: plan the recorded step, if there is one, in rank 0 for all; models are compiled anew.
 
         Where the script holds the step's outputs, one more step shows first how long.
         """
-        assert self.recorder is not None
+        if self.recorder is None or not self._step_recorded or self.settings.mode == PROBE:
+            return
         self._traces.drop()
         record = _recorded(self, self.recorder)
         self.known.update(self.recorder.known)
@@ -212,8 +218,6 @@ class Engine(_CallsRecorded):
     @contextlib.contextmanager
     def forward(self, hooked: Iterable[Any] | None = None) -> Iterator[None]:
         """A planned model is called in training; ``hooked``: the call's values, if hooks allocate before its graphs."""
-        if self.recorder is not None and self._step_recorded and self.settings.mode != PROBE:
-            self._plan_recorded_step()
         if self.recorder is not None and hooked is not None:
             self.recorder.forward_begins(hooked)
         if self.running is not None:
@@ -221,11 +225,6 @@ class Engine(_CallsRecorded):
             self.meters.steps.forward_begins()
         yield
         self._traces.drop()
-
-    def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
-        """The script calls ``zero_grad``."""
-        if self.recorder is not None and not self._step_recorded:
-            self.recorder.zeroing_gradients(parameters, set_to_none)
 
     def optimizer_begins(self, again: bool) -> None:
         """An optimizer's step begins (``again``: its second, where a trial run ends), or goes on after its closure."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monetrun.core import codec
-from monetrun.core.errors import MonetrunError
+from monetrun.core.errors import MonetrunError, PlanningFault
 
 # TCPStore ends the connection of a client that sends 8 MiB at once.
 _PIECE_BYTES = 1 << 20
@@ -42,7 +42,8 @@ class Refusal:
 
     def error(self) -> MonetrunError:
         """The same error, to be raised here."""
-        error = MonetrunError(self.message, self.hint)
+        kind = PlanningFault if self.exit_code == PlanningFault.exit_code else MonetrunError
+        error = kind(self.message, self.hint)
         error.exit_code = self.exit_code
         return error
 

@@ -8,7 +8,7 @@ import torch
 
 from monetrun.capture.joint import JointGraph
 from monetrun.core.budget import SHARE_OF_PLAIN, format_budget, format_bytes, parse, resolve
-from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime
+from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime, own_faults
 from monetrun.core.options import Options
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan, Schedule
@@ -81,6 +81,7 @@ def plan_at_plain_peak(plan: Plan, budget: str, plain_allocated_bytes: int) -> P
     return replace(grown, budget_bytes=budget_bytes) if budget_bytes > plan.budget_bytes else None
 
 
+@own_faults()
 def plan_with_more_held(
     record: StepRecord,
     plan: Plan,

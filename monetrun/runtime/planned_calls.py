@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from monetrun.capture.eager_answers import eager_answers, was_asked
-from monetrun.core.errors import GuardFailed, MemoryShort
+from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
 from monetrun.runtime import sharding
@@ -59,6 +59,7 @@ class PlannedCall:
         reporter: says what keeps the model from being captured whole.
         path: which module it is (see ``Break.module``).
         model: of which ``module`` is a part; None: it is a model itself.
+        abandon: has all models run as they are, for the reason that it is given.
 
     Attributes:
         backend: compiles the module's graphs; None before the first call.
@@ -75,6 +76,7 @@ class PlannedCall:
         reporter: Reporter,
         path: str,
         model: PlannedCall | None = None,
+        abandon: Callable[[str], None] | None = None,
     ) -> None:
         self.module = weakref.ref(module)
         self.name = type(module).__name__
@@ -83,6 +85,7 @@ class PlannedCall:
         self.reporter = reporter
         self.path = path
         self.model = model
+        self.abandon: Callable[[str], None] | None = model.abandon if model is not None else abandon
         self.backend: Backend | None = None
         self.parts: list[PlannedCall] = []
         self.broken: Break | None = None
@@ -127,6 +130,10 @@ class PlannedCall:
 
     def _run_outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         hooked = _leaves(args, kwargs) if self._sharded else None
+        try:
+            self.engine.plan_recorded_step()
+        except PlanningFault as fault:
+            return _as_it_is(self, fault, module, args, kwargs)
         with self.engine.forward(hooked), self.nesting.entered():
             return self._run_planned(module, args, kwargs)
 
@@ -144,9 +151,14 @@ class PlannedCall:
         return any(p.requires_grad for p in given if isinstance(p, torch.Tensor))
 
     def _run_planned(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._without_hooks:
-            return sharding.around_forward(module, self._run_captured, args, kwargs)
-        return self._run_captured(module, args, kwargs)
+        try:
+            if self._without_hooks:
+                return sharding.around_forward(module, self._run_captured, args, kwargs)
+            return self._run_captured(module, args, kwargs)
+        except PlanningFault as fault:
+            if self.broken is not None:
+                raise  # a part of the forward may have run
+            return _as_it_is(self, fault, module, args, kwargs)
 
     def _run_captured(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         engine, run_as_it_is = self.engine, module.forward if self._without_hooks else module._call_impl
@@ -227,19 +239,7 @@ class PlannedCall:
         self._said = False  # a model that was captured whole so far may break later
         self._generation, self.backend = -1, None
         if self.model is None and not self.parts:
-            self._make_parts()
-
-    def _make_parts(self) -> None:
-        """Put a planned call on each module in this one that may be worth a plan of its own."""
-        module = self.module()
-        assert module is not None
-        for name, child in module.named_modules():
-            free = child._compiled_call_impl is None or isinstance(child._compiled_call_impl, Trigger)
-            if child is module or not free or isinstance(child, torch.jit.ScriptModule) or _is_one_call(child):
-                continue
-            part = PlannedCall(child, self.nesting, self.engine, self.reporter, f"{self.path}.{name}", self)
-            self.parts.append(part)
-            child._compiled_call_impl = part  # type: ignore[assignment]
+            _make_parts(self)
 
     def close(self) -> None:
         """Have the module run as it is."""
@@ -247,6 +247,33 @@ class PlannedCall:
             module = call.module()
             if module is not None and module._compiled_call_impl is call:  # type: ignore[comparison-overlap]
                 module._compiled_call_impl = None
+
+
+def _make_parts(call: PlannedCall) -> None:
+    """Put a planned call on each module in the model's that may be worth a plan of its own."""
+    module = call.module()
+    assert module is not None
+    for name, child in module.named_modules():
+        free = child._compiled_call_impl is None or isinstance(child._compiled_call_impl, Trigger)
+        if child is module or not free or isinstance(child, torch.jit.ScriptModule) or _is_one_call(child):
+            continue
+        part = PlannedCall(child, call.nesting, call.engine, call.reporter, f"{call.path}.{name}", call)
+        call.parts.append(part)
+        child._compiled_call_impl = part  # type: ignore[assignment]
+
+
+def _as_it_is(call: PlannedCall, fault: PlanningFault, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run the module, of which nothing has run, as it is, and all models from now on.
+
+    Raises:
+        PlanningFault: with ``strict``.
+    """
+    if call.engine.settings.strict or call.abandon is None:
+        raise fault
+    call.abandon(
+        f"models run without a plan from now on, their budget is not enforced: {fault.message}, please report it"
+    )
+    return module._call_impl(*args, **kwargs)
 
 
 def _reported(call: PlannedCall) -> bool:

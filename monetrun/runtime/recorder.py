@@ -16,20 +16,13 @@ from monetrun.capture.lifetimes import Lifetimes
 from monetrun.capture.meter import CudaMeter, Meter
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget
+from monetrun.core.call_footprint import call_footprint
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, without
 from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
-from monetrun.core.step import (
-    LAST_GRADIENTS,
-    LIBRARIES,
-    OUTSIDE,
-    Break,
-    Event,
-    StepRecord,
-    call_footprint,
-)
+from monetrun.core.step import LAST_GRADIENTS, LIBRARIES, OUTSIDE, Break, Event, StepRecord
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import sharding

@@ -88,8 +88,9 @@ def _out_of_memory(error: BaseException) -> None:
 def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     """Train ``model`` under a budget from its next training forward on, in this process; gives ``model`` back.
 
-    The first step runs on the schedules with the least peak, and is measured (the second too, where the script holds the
-    first one's outputs); from then on the cheapest schedules within the budget run. Its ``state_dict``, type, deep copies and pickles are as before.
+    The first step runs on the schedules with the least peak, and is measured (the second too, where the script holds
+    outputs of the first); from then on the cheapest schedules within the budget run. Its ``state_dict``, type, deep
+    copies and pickles are as before.
 
     Models applied with the same budget and options share the budget. With others the former planning ends, and all
     models that are trained are planned anew. In a process that the launcher started its budget holds: ``model`` is
@@ -185,6 +186,7 @@ class Session:
         planned: the planned call of each model, in the order of their first calls.
         engine: from the first training forward on.
         reporter: of this rank.
+        compilations: what the script has compiled itself.
         short: where memory has run out: how much was needed and held (``out_of_memory.findings``).
     """
 
@@ -198,7 +200,7 @@ class Session:
         self.engine: Engine | None = None
         self.reporter = Reporter(settings)
         self._as_is = unplannable_use.found_before(settings)
-        self._compilations = unplannable_use.Compilations()
+        self.compilations = unplannable_use.Compilations()
         self._backwards = 0
         self._findings: dict[str, Any] = {}  # of an engine that is in use no more
         self.short: dict[str, Any] = {}
@@ -274,22 +276,27 @@ class Session:
         """The script wants gradients of gradients: these compiled calls run again for them, further ones do not."""
         if self.engine is not None:
             names = [planned.name for planned in self.planned]
-            self._as_is = unplannable_use.double_backward(names, self.settings, has_stepped=bool(self.stepped))
-            self.reporter.warn(self._as_is)
-            for call in _calls(self):
-                call.close()
+            self.run_as_it_is(unplannable_use.double_backward(names, self.settings, has_stepped=bool(self.stepped)))
+        double_backward.run_again(calls)
+
+    def run_as_it_is(self, reason: str) -> None:
+        """All models run without a plan from now on, after one warning, and nothing is limited."""
+        self._as_is = reason
+        self.reporter.warn(reason)
+        for call in _calls(self):
+            call.close()
+        if self.engine is not None:
             self.engine.close()
             self._findings, self.engine = self.engine.findings(), None
-        double_backward.run_again(calls)
 
     def compiles(self, compiled: Any) -> None:
         """The script compiles a function or a module."""
-        self._compilations.add(compiled)
+        self.compilations.add(compiled)
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer's step begins."""
         if optimizer not in self.stepped:
-            self._look_for_a_plan(optimizer)
+            _warn_if_compiled(self, optimizer)
         if self.engine is not None:
             self.engine.optimizer_begins(again=optimizer in self.stepped)
         elif self.settings.mode == PROBE and optimizer in self.stepped:
@@ -313,15 +320,6 @@ class Session:
                 self.stepped.clear()
         elif self.settings.mode == PROBE and all_stepped:
             _end_unplanned_trial(self.settings)
-
-    def _look_for_a_plan(self, optimizer: Optimizer) -> None:
-        """Warn before an optimizer's first step if what it trains was called within the script's own compilation."""
-        modules = [module for planned in self.planned if (module := planned.module()) is not None]
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        if reason := self._compilations.reason(trained, modules):
-            owners = candidates.owners({id(p) for p in trained})
-            if not any(candidates.unplannable(module) for module in owners):  # else it was warned of
-                self.reporter.give_up(f"{candidates.outermost_name(owners)} runs without a plan: it is {reason}")
 
     # ---- models
 
@@ -370,7 +368,7 @@ class Session:
         if not _launched:  # applied under another budget, and only now known to be trained under this one
             self.optimizers.update(hooks.optimizers_of(module))
         path = f"{len(self.planned)}:{type(module).__name__}"
-        planned = PlannedCall(module, self._nesting, self.engine, self.reporter, path)
+        planned = PlannedCall(module, self._nesting, self.engine, self.reporter, path, abandon=self.run_as_it_is)
         self.planned.append(planned)
         module._compiled_call_impl = planned  # type: ignore[assignment]
         return planned
@@ -379,6 +377,16 @@ class Session:
 def _calls(session: Session) -> list[PlannedCall | Trigger]:
     """What stands on modules."""
     return [*session.planned, *session._triggers]
+
+
+def _warn_if_compiled(session: Session, optimizer: Optimizer) -> None:
+    """Warn before an optimizer's first step if what it trains was called within the script's own compilation."""
+    modules = [module for planned in session.planned if (module := planned.module()) is not None]
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    if reason := session.compilations.reason(trained, modules):
+        owners = candidates.owners({id(p) for p in trained})
+        if not any(candidates.unplannable(module) for module in owners):  # else it was warned of
+            session.reporter.give_up(f"{candidates.outermost_name(owners)} runs without a plan: it is {reason}")
 
 
 def _end_unplanned_trial(settings: Settings) -> None:

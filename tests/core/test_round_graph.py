@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 
+from monetrun.core.call_footprint import call_footprint
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, Step, plain_schedule
 from monetrun.core.round_graph import join_round
 from monetrun.core.simulate import simulate
-from monetrun.core.step import OUTSIDE, Event, call_footprint, replay
+from monetrun.core.step import OUTSIDE, Event, replay
 from monetrun.planning import planner
 from monetrun.solve.cut import dropping
 from support.step_records import WEIGHT_BYTES, chain_record, chained_graphs_record, output_of

@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 
+from monetrun.core.call_footprint import call_footprint
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
-from monetrun.core.step import call_footprint, replay
+from monetrun.core.step import replay
 from monetrun.planning import planner
 from monetrun.solve.cut import dropping
 from support.step_records import chained_graphs_record, output_of

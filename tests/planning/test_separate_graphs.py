@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from monetrun.core.call_footprint import call_footprint
 from monetrun.core.errors import InfeasibleBudget, ScheduleError
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
 from monetrun.core.round_graph import join_round
 from monetrun.core.simulate import simulate
-from monetrun.core.step import call_footprint, replay
+from monetrun.core.step import replay
 from monetrun.planning import planner
 from monetrun.planning.separate_graphs import GraphLimits, LimitedGraph
 from monetrun.solve.cut import dropping

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from monetrun.core.allocator_settings import AllocatorSettings
-from monetrun.core.errors import InfeasibleBudget, MonetrunError
+from monetrun.core.errors import InfeasibleBudget, MonetrunError, PlanningFault
 from monetrun.core.options import Options
 from monetrun.core.step import DeviceMemory, Segment
 from monetrun.planning import planner
@@ -30,6 +30,10 @@ DEVICE_RECORD = replace(LARGE, memory=MEMORY)
 DEVICE_PLAN = planner.plan_step(
     DEVICE_RECORD, planner.plain_bytes(DEVICE_RECORD, planner.baseline(DEVICE_RECORD)), "greedy", Options(seconds=0.5)
 )
+
+
+def failing(budgets):
+    raise KeyError("odd")
 
 
 @pytest.fixture
@@ -134,3 +138,8 @@ def test_texts_longer_than_a_store_takes_at_once_arrive_whole(monkeypatch):
     exchange.post(store, "long", text)
     assert exchange.read(store, "long") == text
     assert store.check(["long/3"])
+
+
+def test_a_fault_in_rank_0_is_told_to_all_as_one(ranks):
+    found = ranks(*[partial(agreement.plan_in_rank_0, failing, "1GiB")] * 2)
+    assert all(isinstance(error, PlanningFault) and "KeyError: 'odd'" in error.message for error in found)

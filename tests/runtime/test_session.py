@@ -16,11 +16,14 @@ from torch import nn
 
 import monetrun
 from monetrun.capture import allocator_history, cpu_allocator
-from monetrun.core.errors import BudgetSyntaxError, CaptureFailed, InfeasibleBudget, PlanMismatch
+from monetrun.core.errors import BudgetSyntaxError, CaptureFailed, InfeasibleBudget, PlanMismatch, PlanningFault
 from monetrun.core.graph import BACKWARD
+from monetrun.planning import planner
+from monetrun.runtime import moved_memory
 from monetrun.runtime import session as process
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
+from monetrun.solve import greedy
 from support import zoo
 
 
@@ -381,7 +384,7 @@ def test_close_says_why_nothing_was_planned(capsys):
     assert said_after(lambda: None).startswith(f"{begins}no training forward of SmallResNet has run since apply")
     x, _ = zoo.images(4, 32)
     assert f"{begins}no step of SGD has ended" in said_after(lambda: model(x))
-    assert f"{begins}one training step has run" in said_after(lambda: step(model, optimizer))
+    assert f"{begins}training ended before the plan is made" in said_after(lambda: step(model, optimizer))
     assert monetrun.close() == {}
     assert capsys.readouterr().err == ""  # nothing was applied
 
@@ -400,6 +403,60 @@ def test_with_strict_an_apply_that_fails_leaves_nothing_behind():
     assert process._session is None
     assert outer._compiled_call_impl is None
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("planned_once", [False, True])
+def test_a_fault_of_monetruns_own_has_models_run_as_they_are_and_training_goes_on(planned_once, monkeypatch, capsys):
+    """In planning the recorded step, or later where more is held than was planned for."""
+
+    def trained(steps, disturb=lambda: None):
+        torch.manual_seed(0)
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses, more = [step(model, optimizer) for _ in range(steps)], []
+        disturb()
+        more = [torch.ones(1 << 18) for _ in range(20)] * planned_once
+        return losses + [step(model, optimizer) for _ in range(3)], [p.clone() for p in model.parameters()], more
+
+    def fail(*args, **kwargs):
+        raise KeyError("odd")
+
+    def disturb():
+        for module, name in ((planner, "plan_step"), (moved_memory.planner, "plan_step"), (greedy, "most_frugal")):
+            monkeypatch.setattr(module, name, fail)
+
+    plain = trained(3)
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+    one = Session(Settings(mode=RUN, budget="0.98x", solver_seconds=1.0))
+    one.watch_process()
+    try:
+        if not planned_once:
+            monkeypatch.setattr(planner, "plan_step", fail)
+        losses, parameters, _ = trained(3, disturb if planned_once else lambda: None)
+        assert one.engine is None
+    finally:
+        one.close()
+    err = capsys.readouterr().err
+    assert err.count("models run without a plan from now on") == err.count("(KeyError: 'odd'), please report it") == 1
+    assert losses == plain[0]
+    assert all(torch.equal(a, b) for a, b in zip(parameters, plain[1], strict=True))
+
+
+def test_under_strict_a_fault_of_monetruns_own_ends_the_run(monkeypatch):
+    def fail(*args, **kwargs):
+        raise KeyError("odd")
+
+    monkeypatch.setattr(planner, "plan_step", fail)
+    one = Session(Settings(mode=RUN, budget="0.8x", solver_seconds=1.0, strict=True))
+    one.watch_process()
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        step(model, optimizer)
+        with pytest.raises(PlanningFault, match="odd"):
+            step(model, optimizer)
+    finally:
+        one.close()
 
 
 def test_another_models_plan_is_refused_at_the_first_forward():
