@@ -210,7 +210,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, turn: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.turn = call, turn
-        return tuple(torch.ops.aten.alias.default(t) for t in inputs)
+        return inputs  # autograd makes aliases of them
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
@@ -219,21 +219,17 @@ class _Gate(torch.autograd.Function):
 
 
 def _behind_gates(inputs: Sequence[Any], turns: Sequence[Sequence[int]]) -> Sequence[Any]:
-    given = list(inputs)
-    if not torch.is_grad_enabled() or not all(given[i].requires_grad for turn in turns for i in turn):
+    if not torch.is_grad_enabled() or not all([inputs[i].requires_grad for turn in turns for i in turn]):
         return inputs
-    call = _Call()
-    for k in reversed(range(len(turns))):
+    given, call = list(inputs), _Call()
+    for k in range(len(turns) - 1, -1, -1):
+        turn = turns[k]
         # an input of several terms has a gate for each, which all lie behind the graph: one behind the other
-        later = [given[i] for i in dict.fromkeys(turns[k]) if given[i] is not inputs[i]]
-        aliases = _Gate.apply(call, k, *(inputs[i] for i in turns[k]), *later)  # type: ignore[no-untyped-call]
-        given[:] = _replaced(given, turns[k], aliases)
+        later = [given[i] for i in dict.fromkeys(turn) if given[i] is not inputs[i]]
+        aliases = _Gate.apply(call, k, *[inputs[i] for i in turn], *later)  # type: ignore[no-untyped-call]
+        for i, alias in zip(turn, aliases, strict=False):
+            given[i] = alias
     return given
-
-
-def _replaced(given: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    new = dict(zip(places, values, strict=False))
-    return [new.get(i, value) for i, value in enumerate(given)]
 
 
 def brings_other_terms(roots: Sequence[Any], sums: Iterable[Edge]) -> bool:
