@@ -29,13 +29,11 @@ class InTurn:
         run: takes the backward's arguments in a list, and empties it.
         turns: for each turn the results' positions.
         count: of results.
-        module: what ``run`` does, with a call of ``give`` at the end of each turn.
     """
 
     run: Turns
     turns: tuple[tuple[int, ...], ...]
     count: int
-    module: fx.GraphModule
 
 
 def in_turn(module: fx.GraphModule, order: Sequence[int]) -> InTurn:
@@ -65,13 +63,11 @@ def in_turn(module: fx.GraphModule, order: Sequence[int]) -> InTurn:
     graph.output(tuple(None if i in set(order) else result for i, result in enumerate(results)))
     for at, positions in turns:
         with graph.inserting_after(nodes[at]):
-            given = graph.call_function(box, tuple(results[i] for i in positions))
+            given = graph.call_function(_box, tuple(results[i] for i in positions))
         with graph.inserting_after(given):
-            graph.call_function(give, (given,))
+            graph.call_function(_give, (given,))
     by_turn = tuple(tuple(positions) for _, positions in turns)
-    graph.set_codegen(_BoxedCodeGen())
-    stopping = fx.GraphModule(module, graph)
-    return InTurn(_generator(stopping), by_turn, len(results), stopping)
+    return InTurn(_generator(module, graph), by_turn, len(results))
 
 
 def _take_views_early(graph: fx.Graph, results: Sequence[Any]) -> None:
@@ -99,19 +95,19 @@ def _is_view(node: fx.Node) -> bool:
     return of.layout == torch.strided and value.untyped_storage()._cdata == of.untyped_storage()._cdata
 
 
-def box(*gradients: Any) -> list[Any]:
-    """The gradients of one turn."""
+def _box(*gradients: Any) -> list[Any]:
     return list(gradients)
 
 
-def give(gradients: list[Any]) -> None:
-    """Stands in a graph for ``yield gradients``."""
+def _give(gradients: list[Any]) -> None:
+    """Stands in the graph for ``yield gradients``."""
 
 
-def _generator(module: fx.GraphModule) -> Turns:
-    """The code of ``module``, in which each call of ``give`` is a ``yield``."""
-    code = module.graph.python_code("self")
-    stops = {name for name, value in code.globals.items() if value is give}
+def _generator(module: fx.GraphModule, graph: fx.Graph) -> Turns:
+    """The code of ``graph``, in which each call of ``_give`` is a ``yield``; constants are ``module``'s."""
+    graph.set_codegen(_BoxedCodeGen())
+    code = graph.python_code("self")
+    stops = {name for name, value in code.globals.items() if value is _give}
 
     class Stops(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:

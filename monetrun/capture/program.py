@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetrun.capture.in_turn import Turns, box, give
 from monetrun.core import native
 
 Run = Callable[[list[Any]], Any]
@@ -85,22 +84,11 @@ def program(module: fx.GraphModule) -> Run | None:
     Args:
         module: of ``execute.build``.
     """
-    calls = _calls(module)
-    return None if calls is None else _at_once(calls)
-
-
-def program_by_turns(module: fx.GraphModule) -> Turns | None:
-    """The same of a backward that gives its gradients by turns: what ``InTurn.run`` does, of ``InTurn.module``."""
-    calls = _calls(module)
-    return None if calls is None else _by_turns(calls)
-
-
-def _calls(module: fx.GraphModule) -> _Calls | None:
     if reason := unavailable_reason():
         _log.info("generated Python code calls the operators: %s", reason)
         return None
     try:
-        return _Calls.of(module)
+        return _made(_Calls.of(module))
     except (_Unsupported, RuntimeError, TypeError) as error:  # the latter: torch refuses a constant
         _log.info("generated Python code calls the operators: %s", error)
         return None
@@ -158,25 +146,6 @@ class _PythonCall:
 
 
 @dataclass
-class _Turn:
-    """A turn of the module ends: these values are given."""
-
-    inputs: list[int]
-    results: list[int] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)
-
-    def reads(self) -> set[int]:
-        """The values that are given."""
-        return set(self.inputs)
-
-    def take(self, values: Any) -> list[Any]:
-        """Take them out of ``values``, which then holds none that is not read later."""
-        given: list[Any] = values.read(self.inputs)
-        values.free(self.freed)
-        return given
-
-
-@dataclass
 class _Calls:
     """A module's calls on numbered values.
 
@@ -186,7 +155,7 @@ class _Calls:
         constants: outputs that are no tensors, by position.
     """
 
-    calls: list[_Call | _PythonCall | _Turn]
+    calls: list[_Call | _PythonCall]
     values: int
     outputs: list[int]
     constants: dict[int, Any]
@@ -200,7 +169,7 @@ class _Calls:
         """
         numbers: dict[fx.Node, int] = {}
         tensors: dict[fx.Node, torch.Tensor] = {}
-        calls: list[_Call | _PythonCall | _Turn] = []
+        calls: list[_Call | _PythonCall] = []
         values = 0
         results: Any = ()
         for node in module.graph.nodes:
@@ -213,10 +182,6 @@ class _Calls:
                     raise _Unsupported(f"the input {node.name} is not a tensor")
                 numbers[node] = values
                 values += 1
-            elif node.target is give:
-                calls.append(_Turn([_number(n, numbers) for n in node.all_input_nodes[0].args]))
-            elif node.target is box:
-                continue  # of what ``give`` gives
             elif node.target is not operator.getitem:
                 call: _Call | _PythonCall
                 if isinstance(node.target, torch._ops.OpOverload):
@@ -240,9 +205,9 @@ class _Calls:
         found._free(sum(node.op == "placeholder" for node in module.graph.nodes))
         return found
 
-    def parts(self) -> list[_PythonCall | _Turn | tuple[int, int]]:
-        """What a run does: calls of the program, from one to before another, calls of Python, and ends of turns."""
-        found: list[_PythonCall | _Turn | tuple[int, int]] = []
+    def parts(self) -> list[_PythonCall | tuple[int, int]]:
+        """What a run does: calls of the program, from one to before another, and calls of Python."""
+        found: list[_PythonCall | tuple[int, int]] = []
         begin = end = 0
         for call in self.calls:
             if isinstance(call, _Call):
@@ -340,47 +305,28 @@ def _constant(type_: Any, value: Any) -> Any:
     return _NUMBERS[kind](value) if kind in _NUMBERS else value
 
 
-def _added(found: _Calls) -> Any:
-    """The calls as a ``Program``."""
-    made = torch.classes.monetrun.Program()
+def _made(found: _Calls) -> Run:
+    classes = torch.classes.monetrun
+    made = classes.Program()
     for call in found.calls:
         if isinstance(call, _Call):
             made.add(call.name, call.overload, tuple(call.constants), call.rows, call.results, call.freed)
-    return made
-
-
-def _at_once(found: _Calls) -> Run:
-    turns = _by_turns(found)
-
-    def run(arguments: list[Any]) -> Any:
-        try:
-            next(turns(arguments))
-        except StopIteration as end:
-            return end.value
-        raise AssertionError("a module without turns has given gradients")
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def _by_turns(found: _Calls) -> Turns:
-    values_of, count, run_calls = torch.classes.monetrun.Values, found.values, _added(found).run
+    values_of, count, run_calls = classes.Values, found.values, made.run
     parts, outputs, constants = found.parts(), found.outputs, found.constants
 
-    def turns(arguments: list[Any]) -> Generator[list[Any], None, Any]:
+    def run(arguments: list[Any]) -> Any:
         values = values_of(arguments, count)
         arguments.clear()  # from here on ``values`` alone holds them, and frees them
         for part in parts:
-            if isinstance(part, _Turn):
-                yield part.take(values)
-            elif isinstance(part, _PythonCall):
+            if isinstance(part, _PythonCall):
                 part.run(values)
             else:
                 run_calls(values, *part)
         results = values.read(outputs)
         return tuple(_with_constants(results, constants) if constants else results)
 
-    return turns
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _with_constants(results: Sequence[Any], constants: Mapping[int, Any]) -> list[Any]:

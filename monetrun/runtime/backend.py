@@ -231,8 +231,6 @@ class Backend:
     def _backward_by_turns(self, pending: _PendingBackward, by_turns: InTurn, inputs: Sequence[Any]) -> Run:
         module, number, turns = pending.module, pending.number, by_turns.run
         if self.meters is not None:
-            if programs.runs_on_cuda(module):
-                turns = programs.program_by_turns(by_turns.module) or turns
             turns = self._timed_by_turns(turns, module, pending.order, number)
             turns = _measured_by_turns(self.meters.steps, number, turns)
         elif self.observer is not None:

@@ -14,7 +14,6 @@ from torch import nn
 
 from monetrun.capture import cpu_allocator, execute
 from monetrun.capture import program as programs
-from monetrun.capture.in_turn import in_turn
 from monetrun.core.plan import Hold, Schedule, plain_schedule
 from support.captured import captured
 
@@ -80,49 +79,13 @@ def values(nodes):
 
 def test_a_program_computes_and_holds_what_the_generated_code_does(joint):
     expected, peak = run(joint, execute.boxed)
-    given, given_peak = run(joint, lambda module: programs._at_once(programs._Calls.of(module)))
+    given, given_peak = run(joint, lambda module: programs._made(programs._Calls.of(module)))
     assert given == expected
     assert None in given  # the batch has no gradient
     assert 0 < given_peak <= peak
 
 
-def test_a_backward_by_turns_gives_in_each_what_the_generated_code_gives_and_holds_no_more(joint):
-    given = []
-
-    def by_turns(turns_of):
-        def make(module):
-            if not any(node.name.startswith("tangent") for node in module.graph.find_nodes(op="placeholder")):
-                return execute.boxed(module)
-            (output,) = module.graph.find_nodes(op="output")
-            order = [k for k, result in enumerate(output.args[0]) if result is not None][::-1]
-            turns = in_turn(module, order)
-            run = turns_of(turns)
-
-            def at_once(arguments):
-                results, turn = [None] * turns.count, 0
-                for turn, gradients in enumerate(run(arguments)):
-                    for position, gradient in zip(turns.turns[turn], gradients, strict=True):
-                        results[position] = gradient
-                    given.append(len(gradients))
-                    gradients.clear()
-                assert turn == len(turns.turns) - 1
-                return results
-
-            return at_once
-
-        return make
-
-    expected, peak = run(joint, by_turns(lambda turns: turns.run))
-    counts = list(given)
-    given.clear()
-    found, found_peak = run(joint, by_turns(lambda turns: programs._by_turns(programs._Calls.of(turns.module))))
-    assert found == expected
-    assert given == counts
-    assert len(counts) > 3
-    assert 0 < found_peak <= peak
-
-
-@pytest.mark.parametrize("make", [execute.boxed, lambda module: programs._at_once(programs._Calls.of(module))])
+@pytest.mark.parametrize("make", [execute.boxed, lambda module: programs._made(programs._Calls.of(module))])
 @pytest.mark.parametrize("last", [False, True])
 def test_what_is_held_beside_a_step_is_held_while_it_runs_and_only_on_cuda(joint, monkeypatch, make, last):
     plain = plain_schedule(joint.graph)
