@@ -145,7 +145,8 @@ class PlannedCall:
 
     def _run_planned(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._without_hooks:
-            return sharding.around_forward(module, self._run_captured, args, kwargs)
+            with self.engine.resharding(module, self.path):
+                return sharding.around_forward(module, self._run_captured, args, kwargs)
         return self._run_captured(module, args, kwargs)
 
     def _run_captured(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

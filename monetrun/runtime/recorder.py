@@ -16,11 +16,14 @@ from monetrun.capture.lifetimes import Lifetimes
 from monetrun.capture.meter import CudaMeter, Meter
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget
+from monetrun.core.event import Action
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, without
+from monetrun.core.keeping import as_scripted
 from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
+from monetrun.core.sharding import Sharding
 from monetrun.core.step import (
     LAST_GRADIENTS,
     LIBRARIES,
@@ -34,6 +37,7 @@ from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import sharding
 from monetrun.runtime.device_recorder import DeviceRecorder
+from monetrun.runtime.resharding import ShardingRecorder
 from monetrun.runtime.ruled_out import usable_now
 from monetrun.runtime.stretches import StretchMeter
 from monetrun.solve import greedy
@@ -55,6 +59,7 @@ class Recorder:
         schedules: of each.
         known: costs, by signature; ``measure`` adds to it.
         memory: what the device's allocator does; CUDA only.
+        sharding: what FSDP2 does.
     """
 
     def __init__(
@@ -83,6 +88,8 @@ class Recorder:
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
         self.memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
+        self.sharding = ShardingRecorder(self._action_begins, self._action_ended)
+        self._actions: dict[int, Action] = {}  # by the stretch
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number, and the schedule of the least peak that is known for it."""
@@ -154,6 +161,16 @@ class Recorder:
         self._zeroed_ids.update(id(p) for p in absent)
         self._zeroed.append((len(self.stretches) if set_to_none else None, absent))
 
+    def _action_begins(self) -> bool:
+        if not self.stretches:
+            return False
+        self._end_stretch(OUTSIDE)
+        return True
+
+    def _action_ended(self, action: Action) -> None:
+        self._actions[len(self.stretches)] = action
+        self._end_stretch(OUTSIDE)
+
     @property
     def complete(self) -> bool:
         """Whether a backward was seen."""
@@ -195,7 +212,8 @@ class Recorder:
             events.insert(0, Event(OUTSIDE, -1, waiting, waiting, LAST_GRADIENTS))
         weights = _bytes_of(self._parameters)
         libraries = 0 if self.memory is None else self.memory.end()
-        return StepRecord(
+        modules = self.sharding.stop()
+        record = StepRecord(
             graphs=tuple(usable_now(j, cost.as_tried(j, self.known)) for j in self.joints),
             costs=tuple(costs),
             events=tuple(events),
@@ -213,7 +231,9 @@ class Recorder:
             memory=None if self.memory is None else self.memory.memory(),
             breaks=tuple(breaks),
             reductions=_reductions(self._parallel, self._given),
+            sharding=Sharding(modules, tuple(events)) if modules else None,
         )
+        return as_scripted(record)
 
     def _events(self, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
         """The stretches from the first call on; ``gradients``: bytes of the last step's that are freed after each."""
@@ -229,8 +249,9 @@ class Recorder:
                 dropped = tuple((self.joints.index(joint), t) for joint, t in self._lifetimes.dropped(i))
                 sizes = [self.joints[k].graph.tensors[t].nbytes for k, t in dropped]
                 seen = {} if self.memory is None else self.memory.seen_outside(i, sizes)
-                high = max(0, peak - grown - sum(sizes))
-                events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, **seen))
+                high, action = max(0, peak - grown - sum(sizes)), self._actions.get(i)
+                event = Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen)
+                events.append(event)
                 now = stretch.end_bytes + absent
                 continue
             joint, schedule = self.joints[stretch.graph], self.schedules[stretch.graph]

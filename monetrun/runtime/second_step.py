@@ -20,7 +20,7 @@ from monetrun.core.step import OUTSIDE, Break, StepRecord, replay
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import probe
 from monetrun.runtime.recorder import Recorder
-from monetrun.runtime.stretches import StretchMeter
+from monetrun.runtime.stretches import StretchMeter, joined
 
 # Outputs of less than a thousandth of the plain peak are not waited for.
 _WORTHWHILE_SHIFT = 10
@@ -105,7 +105,8 @@ class SecondStep:
             self._begun = True
         self._meter.end(OUTSIDE)
         if phase == BACKWARD:
-            freed = freed_outputs(self._recorder.stretches, self._meter.stretches, last_outputs_bytes(self._record))
+            stretches = joined(self._recorder.stretches), joined(self._meter.stretches)
+            freed = freed_outputs(*stretches, last_outputs_bytes(self._record))
             self._record = with_outputs_dropped(self._record, freed)
             self._end()
 
