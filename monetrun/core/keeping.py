@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from monetrun.core.event import Event
+from monetrun.core.link import Link
 from monetrun.core.step import StepRecord
 
 
@@ -52,6 +53,21 @@ def with_events(record: StepRecord, change: Callable[[Sequence[Event]], Iterable
     return replace(record, events=_without_actions(sharding.events, kept), sharding=sharding)
 
 
+def over_link(record: StepRecord, link: Link) -> StepRecord:
+    """The record with the seconds that its sharded modules' collectives take over ``link``."""
+    if record.sharding is None:
+        return record
+    modules = (
+        replace(
+            m,
+            gather_seconds=link.all_gather_seconds(m.nbytes, m.ranks),
+            reduce_seconds=link.all_gather_seconds(m.reduced_bytes, m.ranks) if m.reduced_bytes else 0.0,
+        )
+        for m in record.sharding.modules
+    )
+    return replace(record, sharding=replace(record.sharding, modules=tuple(modules)))
+
+
 def _without_actions(events: Sequence[Event], kept: set[int]) -> tuple[Event, ...]:
     """The events without what modules in ``kept`` do unless they keep their parameters; as many as before."""
     left_out = [e.action is not None and e.action.unless_kept and e.action.module in kept for e in events]
@@ -59,7 +75,9 @@ def _without_actions(events: Sequence[Event], kept: set[int]) -> tuple[Event, ..
         return tuple(events)
     requests = _renumbered([e.requests for e in events], left_out)
     return tuple(
-        replace(e, delta_bytes=0, peak_bytes=0, elsewhere_bytes=0, requests=(), dropped_after=(), freed=None)
+        replace(
+            e, delta_bytes=0, peak_bytes=0, elsewhere_bytes=0, requests=(), dropped_after=(), freed=None, action=None
+        )
         if out
         else replace(e, requests=own)
         for e, own, out in zip(events, requests, left_out, strict=True)

@@ -20,6 +20,7 @@ class ShardedModule:
         kept: the script has it keep its parameters between forward and backward (``reshard_after_forward=False``).
         choice: that can be chosen anew; not of a root, nor where they are resharded to fewer ranks.
         gather_seconds: of one all-gather of its parameters; 0.0 where that is not known.
+        reduce_seconds: of one reduce-scatter of its gradients; 0.0 where that is not known.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ShardedModule:
     kept: bool = False
     choice: bool = True
     gather_seconds: float = 0.0
+    reduce_seconds: float = 0.0
 
     def check(self) -> None:
         """Check what was read.
@@ -37,8 +39,9 @@ class ShardedModule:
             ValueError: an amount cannot be right.
         """
         check_bytes(gathered=self.nbytes, reduced=self.reduced_bytes)
-        if self.ranks < 1 or not self.gather_seconds >= 0.0:
-            raise ValueError(f"{self.name} is gathered from {self.ranks} ranks in {self.gather_seconds} s")
+        if self.ranks < 1 or not min(self.gather_seconds, self.reduce_seconds) >= 0.0:
+            seconds = f"{self.gather_seconds} s, and reduced in {self.reduce_seconds} s"
+            raise ValueError(f"{self.name} is gathered from {self.ranks} ranks in {seconds}")
 
 
 @dataclass(frozen=True, slots=True)
