@@ -7,6 +7,8 @@ values fails, with few exceptions (see ``fake_values``).
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -144,8 +146,9 @@ def start(undo: contextlib.ExitStack) -> None:
         _running = None
 
     undo.callback(stop)
-    for owner, name, function in (*_loader_patches(), *_tensor_patches(mode), *fake_values.patches()):
-        undo.callback(setattr, owner, name, getattr(owner, name))
+    patches = (*_loader_patches(), *_tensor_patches(mode), *_mesh_patches(), *fake_values.patches())
+    for owner, name, function in patches:
+        undo.callback(setattr, owner, name, inspect.getattr_static(owner, name))
         setattr(owner, name, function)
 
 
@@ -165,6 +168,34 @@ def _loader_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
         return tree_map_only(torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else torch.empty_like(t), batch)
 
     return [(loader, "__iter__", begin_for_real), (iterator, "__next__", following_for_real)]
+
+
+def _mesh_patches() -> list[tuple[Any, str, Any]]:
+    """Device meshes, whose tensors of ranks are real: (owner, name, replacement)."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed import device_mesh
+
+    def for_real(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+
+        return run
+
+    make = for_real(device_mesh.init_device_mesh)
+    found: list[tuple[Any, str, Any]] = [
+        (owner, "init_device_mesh", make) for owner in (device_mesh, torch.distributed)
+    ]
+    for name, member in vars(device_mesh.DeviceMesh).items():
+        if isinstance(member, property):
+            found.append((device_mesh.DeviceMesh, name, property(for_real(member.fget), member.fset)))  # type: ignore[arg-type]
+        elif isinstance(member, (staticmethod, classmethod)):
+            found.append((device_mesh.DeviceMesh, name, type(member)(for_real(member.__func__))))
+        elif inspect.isfunction(member):
+            found.append((device_mesh.DeviceMesh, name, for_real(member)))
+    return found
 
 
 def _tensor_patches(mode: FakeTensors) -> list[tuple[Any, str, Callable[..., Any]]]:
