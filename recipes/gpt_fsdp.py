@@ -13,12 +13,46 @@ import argparse
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lib.imagenet_options import positive
-from lib.paper_networks import Transformer
 from lib.place import Place, placed
+
+
+class Block(nn.Module):
+    """Attention, then two linear layers, each added to its input; without dropout, as in pretraining."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of (batch, length, width)."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(args.vocabulary, args.width), nn.Embedding(args.length, args.width)
+        self.blocks = nn.ModuleList(Block(args.width, args.heads) for _ in range(args.layers))
+        self.norm, self.head = nn.LayerNorm(args.width), nn.Linear(args.width, args.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of the vocabulary at each position."""
+        x = self.words(tokens) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 def parse() -> argparse.Namespace:
@@ -41,10 +75,10 @@ def parse() -> argparse.Namespace:
 def fit(args: argparse.Namespace, place: Place) -> None:
     """Train as the options say."""
     torch.manual_seed(0)
-    model = Transformer(args.vocabulary, args.length, args.width, args.layers, args.heads, causal=True).to(place.device)
+    model = GPT(args).to(place.device)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
     mesh = init_device_mesh(place.device.type, (place.world_size,))
-    for block in model.layers:
+    for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not args.keep)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)

@@ -96,6 +96,7 @@ class _Search:
         self._base = known or planner.baseline(as_scripted(record))
         self._starts = list(starts)
         self._tried: dict[tuple[int, ...], _Tried | None] = {}
+        self._misfits: set[tuple[int, ...]] = set()  # of those without a plan: for which none fits the budget
 
     def best(self) -> Plan:
         """The plan of the fastest step found."""
@@ -136,19 +137,16 @@ class _Search:
         yield tuple(sorted(from_last, key=lambda i: -(modules[i].gather_seconds or 1.0) / max(1, modules[i].nbytes)))
 
     def _search_along(self, order: Sequence[int], options: Options) -> None:
-        """Try sets of the first modules in ``order``: as many as fit, down to where nothing runs again."""
+        """Try sets of the first modules in ``order``: from as many as fit where nothing runs again."""
         counts = range(len(order) + 1)
 
         def over(schedules: Sequence[Schedule], count: int) -> bool:
             return replay(keeping(self._record, order[:count]), schedules).peak_bytes > self._budget_bytes
 
-        base = self._base
-        most = bisect.bisect_left(counts, True, key=lambda n: over(base.frugal_schedules, n)) - 1
-        least = bisect.bisect_left(counts, True, key=lambda n: over(base.fast_schedules, n)) - 1
-        low, high = max(0, least), max(0, most, least)
-        points = sorted({low + (high - low) * i // (_SPREAD - 1) for i in range(_SPREAD)})
-        for n in points:
-            self._try(tuple(order[:n]), options)
+        low = max(0, bisect.bisect_left(counts, True, key=lambda n: over(self._base.fast_schedules, n)) - 1)
+        for n in sorted({low + (len(order) - low) * i // (_SPREAD - 1) for i in range(_SPREAD)}):
+            if not self._try(tuple(order[:n]), options):
+                break  # those that keep more do not fit either
         for _ in range(_HALVINGS):
             tried = [n for n in counts if self._tried.get(tuple(sorted(order[:n])))]
             if not tried:
@@ -160,16 +158,19 @@ class _Search:
             for n in {(below + best) // 2, (best + above + 1) // 2} - {below, best, above}:
                 self._try(tuple(order[:n]), options)
 
-    def _try(self, kept: tuple[int, ...], options: Options) -> None:
-        """Solve the set's schedules, unless no schedule makes it faster than what is known."""
+    def _try(self, kept: tuple[int, ...], options: Options) -> bool:
+        """Solve the set's schedules, unless none makes it faster than what is known; gives whether it may fit."""
         kept = tuple(sorted(kept))
         if kept in self._tried:
-            return
+            return kept not in self._misfits
         known = [tried.seconds for tried in self._tried.values() if tried is not None]
         if known and self._least_seconds(kept) > min(known):
             self._tried[kept] = None
-            return
+            return True
         self._tried[kept] = self._solved(kept, options)
+        if self._tried[kept] is None:
+            self._misfits.add(kept)
+        return self._tried[kept] is not None
 
     def _solved(self, kept: tuple[int, ...], options: Options) -> _Tried | None:
         record = keeping(self._record, kept)
