@@ -81,6 +81,7 @@ class FakeMeter:
 
     def __init__(self) -> None:
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._nbytes: dict[int, int] = {}  # of each of them
         self._current = 0
         self._peak = 0
 
@@ -95,10 +96,19 @@ class FakeMeter:
 
         def freed(_: Any) -> None:
             del self._alive[key]
-            self._current -= nbytes
+            self._current -= self._nbytes.pop(key)
 
         self._alive[key] = weakref.ref(storage, freed)
-        self._current += nbytes
+        self._grows(key, nbytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size, 0 where its bytes are freed (as FSDP2 frees parameters)."""
+        if storage._cdata in self._alive:
+            self._grows(storage._cdata, int(storage.nbytes()))
+
+    def _grows(self, key: int, nbytes: int) -> None:
+        self._current += nbytes - self._nbytes.get(key, 0)
+        self._nbytes[key] = nbytes
         self._peak = max(self._peak, self._current)
 
     def current_bytes(self) -> int:
@@ -202,6 +212,7 @@ def _tensor_patches(mode: FakeTensors) -> list[tuple[Any, str, Callable[..., Any
     """Copying, swapping and saving of fake tensors: (owner, name, replacement)."""
     deep: Any = torch.Tensor.__deepcopy__
     swap: Any = torch.utils.swap_tensors
+    resize: Any = torch.UntypedStorage.resize_
 
     def copied(self: torch.Tensor, memo: dict[int, Any]) -> Any:
         if not isinstance(self, FakeTensor):
@@ -221,11 +232,18 @@ def _tensor_patches(mode: FakeTensors) -> list[tuple[Any, str, Callable[..., Any
             del remembered[key]
         swap(one, other)
 
+    def resized(self: torch.UntypedStorage, size: int) -> Any:
+        result = resize(self, size)
+        if mode.meter is not None:
+            mode.meter.resized(self)
+        return result
+
     def unsaved(*args: Any, **kwargs: Any) -> None:
         """Fake tensors have nothing to save, and an existing checkpoint must not be overwritten."""
 
     return [
         (torch.Tensor, "__deepcopy__", copied),
         (torch.utils, "swap_tensors", swapped),
+        (torch.UntypedStorage, "resize_", resized),
         (torch, "save", unsaved),
     ]
