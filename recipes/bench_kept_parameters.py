@@ -156,7 +156,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 @click.option("--gpus", default=8, show_default=True)
 @click.option("--cost-model", default="roofline:h100", show_default=True)
 @click.option("--solver-seconds", default=3.0, show_default=True, help="for each plan")
-@click.option("--layers", default=32, show_default=True)
+@click.option("--layers", default=24, show_default=True)
 @click.option("--width", default=4096, show_default=True)
 @click.option("--heads", default=32, show_default=True)
 @click.option("--length", default=2048, show_default=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from monetrun.commands.dry_run import parse_dry_run
 from monetrun.core import codec, link
 from monetrun.core.clocks import StepClocks, step_clocks
-from monetrun.core.keeping import as_planned, as_scripted
+from monetrun.core.keeping import as_planned, as_scripted, over_link
 from monetrun.core.plan import Plan, plain_schedule
 from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
@@ -47,7 +47,8 @@ def run(words: Sequence[str]) -> int:
     options, args = parse_dry_run("plan", prepare_parser(), words)
     over = None if args.link is None else link.parse(args.link)
     with open_job(_on_cluster(options, args)) as job:
-        job.link = over
+        if over is not None:
+            job.record = over_link(job.trial(), over)
         plan = job.planned()
         write_plan(plan, args.out)
         clocks = None if over is None else _clocks(job, plan, over)

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from monetrun.core.budget import Budget, parse, resolve
 from monetrun.core.errors import MonetrunError, NeverTrained, ScheduleError, UsageError
-from monetrun.core.keeping import over_link
-from monetrun.core.link import Link
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
@@ -76,7 +74,6 @@ class Job:
         record: the script's step, once known.
         plan: the step's plan, once known.
         from_cache: nothing had to be made.
-        link: between the ranks, where one is modelled.
 
     Raises:
         UsageError: budget, cost model or one of torchrun's options cannot be used.
@@ -92,7 +89,6 @@ class Job:
         self.record: StepRecord | None = None
         self.plan: Plan | None = None
         self.from_cache = False
-        self.link: Link | None = None
         self._store = Store(default_root()) if options.use_cache else None
         self.folder = temporary_folder("monetrun_")
         self._reports = self.folder / "reports"
@@ -168,8 +164,6 @@ class Job:
             InfeasibleBudget, NoPlanInTime: see ``planner.plan_step``.
         """
         record = self.trial()
-        if self.link is not None:
-            record = self.record = over_link(record, self.link)
         return self.plan or self._find_plan(record)
 
     def frontier(self, budgets: Sequence[Budget], points: int) -> Frontier:

@@ -27,7 +27,7 @@ from monetrun.ops import kernels
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.known import known_schedules
 from monetrun.planning.summary import summary_lines
-from monetrun.runtime import agreement, resharding
+from monetrun.runtime import agreement
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.autocast import BackwardAutocast
 from monetrun.runtime.backend import Backend, PlannedCallMeters
@@ -202,13 +202,6 @@ class Engine(_CallsRecorded):
         self.running.check_room(fingerprint)
 
     # ---- the step
-
-    def resharding(self, module: torch.nn.Module, name: str) -> contextlib.AbstractContextManager[None]:
-        """Within a call of ``module``, it keeps or frees its parameters after the forward as is planned (FSDP2)."""
-        if isinstance(self.recorder, Recorder):
-            return self.recorder.sharding.within_call(module, name)
-        keeps = None if self.running is None else self.running.plan.keeps_parameters.get(name)
-        return resharding.within_call(module, False if self.recorder is not None else keeps)
 
     @contextlib.contextmanager
     def forward(self, hooked: Iterable[Any] | None = None) -> Iterator[None]:

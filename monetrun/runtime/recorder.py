@@ -203,7 +203,7 @@ class Recorder:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
         first, end = (self.stretches[0].end_bytes, self.stretches[-1].end_bytes) if self.stretches else (0, 0)
         gradients = _last_gradients(self.stretches, self._zeroed, self._gradient_bytes)
-        events = self._events(costs, gradients)
+        events = _events(self, costs, gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
         # less is there at the end than at the start, beside the outputs, where inputs were freed
         more = end - first - self._state_bytes - self._all_gradients_bytes
@@ -235,31 +235,32 @@ class Recorder:
         )
         return as_scripted(record)
 
-    def _events(self, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
-        """The stretches from the first call on; ``gradients``: bytes of the last step's that are freed after each."""
-        events: list[Event] = []
-        now = self.stretches[0].end_bytes if self.stretches else 0  # as ``replay`` will have it
-        for i, stretch in enumerate(self.stretches[1:], 1):
-            if i - 1 in gradients:
-                events.append(Event(OUTSIDE, -1, -gradients[i - 1], 0, LAST_GRADIENTS))
-            if stretch.kind == OUTSIDE:
-                absent = self._lifetimes.absent_bytes(i)
-                delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
-                grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
-                dropped = tuple((self.joints.index(joint), t) for joint, t in self._lifetimes.dropped(i))
-                sizes = [self.joints[k].graph.tensors[t].nbytes for k, t in dropped]
-                seen = {} if self.memory is None else self.memory.seen_outside(i, sizes)
-                high, action = max(0, peak - grown - sum(sizes)), self._actions.get(i)
-                event = Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen)
-                events.append(event)
-                now = stretch.end_bytes + absent
-                continue
-            joint, schedule = self.joints[stretch.graph], self.schedules[stretch.graph]
-            released = self._lifetimes.released(i)
-            events.append(Event(stretch.kind, stretch.graph, released=released))
-            simulated = call_footprint(joint.graph, costs[stretch.graph], schedule, released)
-            now += simulated.saved_bytes if stretch.kind == FORWARD else simulated.backward_delta_bytes
-        return events
+
+def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
+    """The stretches from the first call on; ``gradients``: bytes of the last step's that are freed after each."""
+    events: list[Event] = []
+    now = recorder.stretches[0].end_bytes if recorder.stretches else 0  # as ``replay`` will have it
+    for i, stretch in enumerate(recorder.stretches[1:], 1):
+        if i - 1 in gradients:
+            events.append(Event(OUTSIDE, -1, -gradients[i - 1], 0, LAST_GRADIENTS))
+        if stretch.kind == OUTSIDE:
+            absent = recorder._lifetimes.absent_bytes(i)
+            delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
+            grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
+            dropped = tuple((recorder.joints.index(joint), t) for joint, t in recorder._lifetimes.dropped(i))
+            sizes = [recorder.joints[k].graph.tensors[t].nbytes for k, t in dropped]
+            seen = {} if recorder.memory is None else recorder.memory.seen_outside(i, sizes)
+            high, action = max(0, peak - grown - sum(sizes)), recorder._actions.get(i)
+            event = Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen)
+            events.append(event)
+            now = stretch.end_bytes + absent
+            continue
+        joint, schedule = recorder.joints[stretch.graph], recorder.schedules[stretch.graph]
+        released = recorder._lifetimes.released(i)
+        events.append(Event(stretch.kind, stretch.graph, released=released))
+        simulated = call_footprint(joint.graph, costs[stretch.graph], schedule, released)
+        now += simulated.saved_bytes if stretch.kind == FORWARD else simulated.backward_delta_bytes
+    return events
 
 
 def _last_gradients(

@@ -16,8 +16,25 @@ from typing import Any
 from torch import nn
 
 from monetrun.core.event import FREE, GATHER, REDUCE, WAIT, Action
+from monetrun.core.plan import Plan
 from monetrun.core.sharding import ShardedModule
 from monetrun.runtime.sharding import is_sharded
+
+
+# Attributes of torch's ``FSDPParamGroup``; in a torch where one is missing, modules do as the script says.
+_USED = ("post_forward_mesh_info", "mesh_info", "fsdp_params", "_training_state", "_all_gather_result", "is_unsharded")
+
+
+def within_planned_call(
+    module: nn.Module, name: str, recorder: ShardingRecorder | None, plan: Plan | None
+) -> contextlib.AbstractContextManager[None]:
+    """Within a planned call of ``module``, it keeps or frees its parameters after the forward as is planned.
+
+    While a step is recorded, all free theirs: what keeping them changes follows from that (``core.keeping``).
+    """
+    if recorder is not None:
+        return recorder.within_call(module, name)
+    return within_call(module, None if plan is None else plan.keeps_parameters.get(name))
 
 
 @contextlib.contextmanager
@@ -45,7 +62,9 @@ def parameter_group(module: nn.Module) -> Any:
         return None
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return groups[0] if len(groups) == 1 and len(state._modules) == 1 else None
+    if len(groups) != 1 or len(state._modules) != 1 or not all(hasattr(groups[0], name) for name in _USED):
+        return None
+    return groups[0]
 
 
 def is_choice(module: nn.Module) -> bool:
@@ -76,12 +95,13 @@ class ShardingRecorder:
         self._called: set[int] = set()  # modules whose planned call is running
         self._freed: set[int] = set()  # modules that were freed after a forward, and not gathered since
         self._again: set[int] = set()  # modules that are gathered again
+        self._stopped = False
 
     @contextlib.contextmanager
     def within_call(self, module: nn.Module, name: str) -> Iterator[None]:
         """Within a planned call of ``module``, have it free its parameters after the forward if that is a choice."""
         group = parameter_group(module)
-        if group is None:
+        if group is None or (self._stopped and id(group) not in self._numbers):
             yield
             return
         if id(group) not in self._numbers:
@@ -96,6 +116,7 @@ class ShardingRecorder:
 
     def stop(self) -> tuple[ShardedModule, ...]:
         """Nothing is recorded from now on; gives the modules, in the order in which they were called first."""
+        self._stopped = True
         for watched in self._watched:
             for name in ("unshard", "wait_for_unshard", "reshard"):
                 watched.group.__dict__.pop(name, None)

@@ -52,7 +52,7 @@ class SecondStep:
     """
 
     def __init__(self, recorder: Recorder, record: StepRecord, path: str) -> None:
-        self.known = recorder.known
+        self.known, self.sharding = recorder.known, recorder.sharding
         self._recorder = recorder
         self._record = record
         self._path = path
