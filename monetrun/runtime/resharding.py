@@ -20,7 +20,6 @@ from monetrun.core.plan import Plan
 from monetrun.core.sharding import ShardedModule
 from monetrun.runtime.sharding import is_sharded
 
-
 # Attributes of torch's ``FSDPParamGroup``; in a torch where one is missing, modules do as the script says.
 _USED = ("post_forward_mesh_info", "mesh_info", "fsdp_params", "_training_state", "_all_gather_result", "is_unsharded")
 
@@ -61,7 +60,7 @@ def parameter_group(module: nn.Module) -> Any:
     if not is_sharded(module):
         return None
     state = module._get_fsdp_state()  # type: ignore[operator]
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     if len(groups) != 1 or len(state._modules) != 1 or not all(hasattr(groups[0], name) for name in _USED):
         return None
     return groups[0]
