@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from monetrun.core.event import Event
 from monetrun.core.link import Link
-from monetrun.core.step import StepRecord
+from monetrun.core.sharding import Sharding
+from monetrun.core.step import DeviceMemory, StepRecord
 
 
 def keeping(record: StepRecord, kept: Iterable[int]) -> StepRecord:
@@ -21,7 +22,7 @@ def keeping(record: StepRecord, kept: Iterable[int]) -> StepRecord:
     chosen = tuple(sorted({*kept}))
     if sharding is None or chosen == sharding.kept:
         return record
-    return replace(record, events=_without_actions(sharding.events, {*chosen}), sharding=replace(sharding, kept=chosen))
+    return _renewed(record, replace(sharding, kept=chosen))
 
 
 def as_scripted(record: StepRecord) -> StepRecord:
@@ -48,9 +49,22 @@ def with_events(record: StepRecord, change: Callable[[Sequence[Event]], Iterable
     """The record with its events changed, under its present choice and under every other one."""
     if record.sharding is None:
         return replace(record, events=tuple(change(record.events)))
-    sharding = replace(record.sharding, events=tuple(change(record.sharding.events)))
-    kept = {*sharding.kept}
-    return replace(record, events=_without_actions(sharding.events, kept), sharding=sharding)
+    return _renewed(record, replace(record.sharding, events=tuple(change(record.sharding.events))))
+
+
+def with_memory(record: StepRecord, memory: DeviceMemory) -> StepRecord:
+    """The record with what was recorded of the device; ``memory.between`` follows the events as they were recorded."""
+    record = replace(record, memory=memory)
+    return record if record.sharding is None else _renewed(record, replace(record.sharding, between=memory.between))
+
+
+def _renewed(record: StepRecord, sharding: Sharding) -> StepRecord:
+    """The record with the events of the present choice."""
+    between, memory = sharding.between, record.memory
+    events = _without_actions((*sharding.events, *([between] if between else ())), {*sharding.kept})
+    if between is not None and memory is not None:
+        memory = replace(memory, between=events[-1])
+    return replace(record, events=events[: len(sharding.events)], memory=memory, sharding=sharding)
 
 
 def over_link(record: StepRecord, link: Link) -> StepRecord:

@@ -52,11 +52,13 @@ class Sharding:
         modules: in the order in which they were called first.
         events: of the step in which every module that is a choice frees its parameters after its forward.
         kept: indices of the modules that keep them, in order: the present choice.
+        between: ``DeviceMemory.between``, with the numbers that requests have in ``events``.
     """
 
     modules: tuple[ShardedModule, ...]
     events: tuple[Event, ...]
     kept: tuple[int, ...] = ()
+    between: Event | None = None
 
     def check(self) -> None:
         """Check what was read.

@@ -32,6 +32,8 @@ _HALVINGS = 2
 # Part of the solver's seconds for these trials; the rest is for the sets that were best in them, and so many.
 _TRIALS_SHARE = 0.5
 _FINALISTS = 2
+# Where seconds of all-gathers are not known, this share of the step's may be paid for fewer of them.
+_FOR_NOTHING = 0.002
 
 
 def plan_step(
@@ -45,7 +47,7 @@ def plan_step(
     """Find the fastest step that never takes more than ``budget_bytes``: see ``planner.plan_step``.
 
     Where modules are sharded, the plan says which of them keep their parameters. Where the seconds of all-gathers are
-    not known, as many keep them as cost nothing: no more than the solver's gap.
+    not known, as many keep them as cost next to nothing.
 
     Raises:
         BudgetBelowSmallest, NoPlanInTime: as ``planner.plan_step``.
@@ -119,7 +121,7 @@ class _Search:
         known = [t for t in (*found, *improved) if t is not None]
         if not any(module.gather_seconds for module in self._sharding.modules):
             fastest = min(tried.seconds for tried in known)
-            known = [t for t in known if t.seconds <= fastest * (1 + self._options.gap)]
+            known = [t for t in known if t.seconds <= fastest * (1 + _FOR_NOTHING)]
             return min(known, key=lambda tried: (tried.gathers, tried.seconds)).plan
         return min(known, key=lambda tried: tried.key).plan
 

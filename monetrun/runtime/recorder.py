@@ -213,6 +213,7 @@ class Recorder:
         weights = _bytes_of(self._parameters)
         libraries = 0 if self.memory is None else self.memory.end()
         modules = self.sharding.stop()
+        memory = None if self.memory is None else self.memory.memory()
         record = StepRecord(
             graphs=tuple(usable_now(j, cost.as_tried(j, self.known)) for j in self.joints),
             costs=tuple(costs),
@@ -228,10 +229,12 @@ class Recorder:
             device=costs[0].device if costs else cost_store.device_name(self.device),
             torch_version=torch.__version__,
             exact=self.meter.exact,
-            memory=None if self.memory is None else self.memory.memory(),
+            memory=memory,
             breaks=tuple(breaks),
             reductions=_reductions(self._parallel, self._given),
-            sharding=Sharding(modules, tuple(events)) if modules else None,
+            sharding=Sharding(modules, tuple(events), between=None if memory is None else memory.between)
+            if modules
+            else None,
         )
         return as_scripted(record)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from monetrun.capture.joint import JointGraph
 from monetrun.core.graph import BACKWARD, FORWARD, Costs
+from monetrun.core.keeping import with_memory
 from monetrun.core.last_outputs import last_outputs_bytes, with_outputs_dropped
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
@@ -94,7 +94,7 @@ class SecondStep:
         memory = self._recorder.memory
         if memory is not None:
             memory.seen_between_steps()
-            self._record = replace(self._record, memory=memory.memory())
+            self._record = with_memory(self._record, memory.memory())
             self._end()
 
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
