@@ -29,8 +29,9 @@ from monetrun.planning.planner import Baseline
 # Sets tried in each order: first so many at equal distances, then halfway to both neighbours of the best one.
 _SPREAD = 5
 _HALVINGS = 2
-# Part of the solver's seconds for these trials; the rest is for the sets that were best in them, and so many.
-_TRIALS_SHARE = 0.5
+# Parts of the solver's seconds: for the script's choice or, where that does not fit, for none; for the trials, which
+# begin with its schedules; the rest is for the sets that were best in them, and so many.
+_FIRST_SHARE, _TRIALS_SHARE = 0.3, 0.3
 _FINALISTS = 2
 # Where seconds of all-gathers are not known, this share of the step's may be paid for fewer of them.
 _FOR_NOTHING = 0.002
@@ -106,7 +107,10 @@ class _Search:
         trials = len(orders) * (_SPREAD + 2 * _HALVINGS) + 1
         seconds = self._options.seconds
         quick = replace(self._options, seconds=_TRIALS_SHARE * seconds / trials, on_progress=None)
-        self._try(self._sharding.scripted, quick)
+        first = replace(self._options, seconds=_FIRST_SHARE * seconds, on_progress=None)
+        if not self._try(self._sharding.scripted, first):
+            self._try((), first)
+        self._starts.extend([g.schedule for g in t.plan.graphs] for t in self._tried.values() if t is not None)
         for order in orders:
             self._search_along(order, quick)
         found = sorted((tried for tried in self._tried.values() if tried is not None), key=lambda tried: tried.key)
@@ -115,7 +119,7 @@ class _Search:
                 keeping(self._record, ()), self._budget_bytes, self._algorithm, self._options, self._baseline(())
             )
         self._starts.extend([g.schedule for g in tried.plan.graphs] for tried in found)
-        share = replace(self._options, seconds=(1 - _TRIALS_SHARE) * seconds / min(_FINALISTS, len(found)))
+        share = replace(self._options, seconds=(1 - _FIRST_SHARE - _TRIALS_SHARE) * seconds / min(_FINALISTS, len(found)))
         finals = [tried for tried in found[:_FINALISTS] if not self._is_settled(tried)]
         improved = [self._solved(tried.kept, share) for tried in finals]
         known = [t for t in (*found, *improved) if t is not None]

@@ -19,7 +19,7 @@ def main():
     parser.add_argument("out")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--size", type=int, default=160)
     parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -38,8 +38,8 @@ def main():
     torch.manual_seed(rank)
     losses = []
     for _ in range(args.steps):
-        images = torch.randn(8, 3, args.size, args.size).to(device)
-        labels = torch.randint(0, 10, (8,)).to(device)
+        images = torch.randn(16, 3, args.size, args.size).to(device)
+        labels = torch.randint(0, 10, (16,)).to(device)
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
