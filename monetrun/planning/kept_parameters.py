@@ -119,7 +119,9 @@ class _Search:
                 keeping(self._record, ()), self._budget_bytes, self._algorithm, self._options, self._baseline(())
             )
         self._starts.extend([g.schedule for g in tried.plan.graphs] for tried in found)
-        share = replace(self._options, seconds=(1 - _FIRST_SHARE - _TRIALS_SHARE) * seconds / min(_FINALISTS, len(found)))
+        share = replace(
+            self._options, seconds=(1 - _FIRST_SHARE - _TRIALS_SHARE) * seconds / min(_FINALISTS, len(found))
+        )
         finals = [tried for tried in found[:_FINALISTS] if not self._is_settled(tried)]
         improved = [self._solved(tried.kept, share) for tried in finals]
         known = [t for t in (*found, *improved) if t is not None]
