@@ -91,9 +91,16 @@ def objects():
         fake = torch.empty(2)
     storage = torch.empty(2).untyped_storage()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    sharded = torch.distributed.fsdp.fully_shard(torch.nn.Linear(1, 1), mesh=mesh)
+    state = sharded._get_fsdp_state()
     torch.distributed.destroy_process_group()
     return {
         "BackendCompilerFailed": failure.value,
+        "FSDPModule": sharded,
+        "FSDPParam": state._fsdp_param_group.fsdp_params[0],
+        "FSDPParamGroup": state._fsdp_param_group,
+        "FSDPState": state,
         "FakeTensor": fake,
         "FakeTensorConverter": converter,
         "FakeTensorMode": mode,

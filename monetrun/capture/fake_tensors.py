@@ -7,6 +7,8 @@ values fails, with few exceptions (see ``fake_values``).
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -79,6 +81,7 @@ class FakeMeter:
 
     def __init__(self) -> None:
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._nbytes: dict[int, int] = {}  # of each of them
         self._current = 0
         self._peak = 0
 
@@ -93,10 +96,19 @@ class FakeMeter:
 
         def freed(_: Any) -> None:
             del self._alive[key]
-            self._current -= nbytes
+            self._current -= self._nbytes.pop(key)
 
         self._alive[key] = weakref.ref(storage, freed)
-        self._current += nbytes
+        self._grows(key, nbytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size, 0 where its bytes are freed (as FSDP2 frees parameters)."""
+        if storage._cdata in self._alive:
+            self._grows(storage._cdata, int(storage.nbytes()))
+
+    def _grows(self, key: int, nbytes: int) -> None:
+        self._current += nbytes - self._nbytes.get(key, 0)
+        self._nbytes[key] = nbytes
         self._peak = max(self._peak, self._current)
 
     def current_bytes(self) -> int:
@@ -144,8 +156,9 @@ def start(undo: contextlib.ExitStack) -> None:
         _running = None
 
     undo.callback(stop)
-    for owner, name, function in (*_loader_patches(), *_tensor_patches(mode), *fake_values.patches()):
-        undo.callback(setattr, owner, name, getattr(owner, name))
+    patches = (*_loader_patches(), *_tensor_patches(mode), *_mesh_patches(), *fake_values.patches())
+    for owner, name, function in patches:
+        undo.callback(setattr, owner, name, inspect.getattr_static(owner, name))
         setattr(owner, name, function)
 
 
@@ -167,10 +180,39 @@ def _loader_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
     return [(loader, "__iter__", begin_for_real), (iterator, "__next__", following_for_real)]
 
 
+def _mesh_patches() -> list[tuple[Any, str, Any]]:
+    """Device meshes, whose tensors of ranks are real: (owner, name, replacement)."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed import device_mesh
+
+    def for_real(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+
+        return run
+
+    make = for_real(device_mesh.init_device_mesh)
+    found: list[tuple[Any, str, Any]] = [
+        (owner, "init_device_mesh", make) for owner in (device_mesh, torch.distributed)
+    ]
+    for name, member in vars(device_mesh.DeviceMesh).items():
+        if isinstance(member, property):
+            found.append((device_mesh.DeviceMesh, name, property(for_real(member.fget), member.fset)))  # type: ignore[arg-type]
+        elif isinstance(member, (staticmethod, classmethod)):
+            found.append((device_mesh.DeviceMesh, name, type(member)(for_real(member.__func__))))
+        elif inspect.isfunction(member):
+            found.append((device_mesh.DeviceMesh, name, for_real(member)))
+    return found
+
+
 def _tensor_patches(mode: FakeTensors) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Copying, swapping and saving of fake tensors: (owner, name, replacement)."""
     deep: Any = torch.Tensor.__deepcopy__
     swap: Any = torch.utils.swap_tensors
+    resize: Any = torch.UntypedStorage.resize_
 
     def copied(self: torch.Tensor, memo: dict[int, Any]) -> Any:
         if not isinstance(self, FakeTensor):
@@ -190,11 +232,18 @@ def _tensor_patches(mode: FakeTensors) -> list[tuple[Any, str, Callable[..., Any
             del remembered[key]
         swap(one, other)
 
+    def resized(self: torch.UntypedStorage, size: int) -> Any:
+        result = resize(self, size)
+        if mode.meter is not None:
+            mode.meter.resized(self)
+        return result
+
     def unsaved(*args: Any, **kwargs: Any) -> None:
         """Fake tensors have nothing to save, and an existing checkpoint must not be overwritten."""
 
     return [
         (torch.Tensor, "__deepcopy__", copied),
         (torch.utils, "swap_tensors", swapped),
+        (torch.UntypedStorage, "resize_", resized),
         (torch, "save", unsaved),
     ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from monetrun.commands.dry_run import parse_dry_run
 from monetrun.core import codec, link
 from monetrun.core.clocks import StepClocks, step_clocks
+from monetrun.core.keeping import as_planned, as_scripted, over_link
 from monetrun.core.plan import Plan, plain_schedule
 from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
@@ -46,12 +47,16 @@ def run(words: Sequence[str]) -> int:
     options, args = parse_dry_run("plan", prepare_parser(), words)
     over = None if args.link is None else link.parse(args.link)
     with open_job(_on_cluster(options, args)) as job:
+        if over is not None:
+            job.record = over_link(job.trial(), over)
         plan = job.planned()
         write_plan(plan, args.out)
         clocks = None if over is None else _clocks(job, plan, over)
         show(job, args.out)
         if clocks is not None and not options.quiet:
-            print("\n".join(report.clock_lines(*clocks, job.ranks.world_size, args.link)), file=sys.stderr, flush=True)
+            sharded = job.record is not None and job.record.sharding is not None
+            lines = report.clock_lines(*clocks, job.ranks.world_size, args.link, sharded=sharded)
+            print("\n".join(lines), file=sys.stderr, flush=True)
         if options.json:
             step = {} if clocks is None else {"step": report.clock_json(*clocks, job.ranks.world_size, args.link)}
             print(json.dumps({**codec.to_plain(plan), **step}) if step else codec.dumps(plan))
@@ -72,7 +77,8 @@ def _clocks(job: Job, plan: Plan, over: link.Link) -> tuple[StepClocks, StepCloc
     graphs, ranks = job.record.graphs, job.ranks.world_size
     planned = [own.schedule_for(graph) for own, graph in zip(plan.graphs, graphs, strict=True)]
     plain = [plain_schedule(graph) for graph in graphs]
-    return step_clocks(job.record, plain, over, ranks), step_clocks(job.record, planned, over, ranks)
+    record = as_planned(job.record, plan.keeps_parameters)
+    return step_clocks(as_scripted(record), plain, over, ranks), step_clocks(record, planned, over, ranks)
 
 
 def show(job: Job, out: str) -> None:

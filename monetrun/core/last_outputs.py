@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from monetrun.core.graph import BACKWARD, FORWARD
+from monetrun.core.keeping import with_events
 from monetrun.core.step import LAST_OUTPUTS, OUTSIDE, Event, StepRecord
 
 
@@ -58,9 +60,13 @@ def with_outputs_dropped(record: StepRecord, freed_bytes: Sequence[int]) -> Step
         record: of a step.
         freed_bytes: how much of them is dropped when what follows each forward, in order, is at its peak; grows.
     """
+    return with_events(record, partial(_dropped_after_forwards, freed_bytes=freed_bytes))
+
+
+def _dropped_after_forwards(recorded: Sequence[Event], freed_bytes: Sequence[int]) -> list[Event]:
     events: list[Event] = []
     forwards = before = told = 0
-    for event in record.events:
+    for event in recorded:
         if is_drop(event):
             known = min(before - told, -event.delta_bytes)
             told += known
@@ -71,7 +77,7 @@ def with_outputs_dropped(record: StepRecord, freed_bytes: Sequence[int]) -> Step
                 events.append(_drop(more))
             before = freed_bytes[forwards]
             forwards += 1
-    return replace(record, events=tuple(events))
+    return events
 
 
 def dropping_outputs_early(events: Sequence[Event], *, all_of_them: bool = True) -> tuple[Event, ...]:

@@ -1,4 +1,4 @@
-"""A model of what connects the ranks: a latency and a bandwidth, and the seconds of an all-reduce over it."""
+"""A model of what connects the ranks: a latency and a bandwidth, and the seconds of collectives over it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,17 @@ class Link:
         if ranks < 2:
             return 0.0
         return self.latency_seconds + 2 * (ranks - 1) / ranks * nbytes / self.bytes_per_second
+
+    def all_gather_seconds(self, nbytes: int, ranks: int) -> float:
+        """Seconds of an all-gather, or of a reduce-scatter, in a ring: each rank sends (n - 1) / n of the bytes.
+
+        Args:
+            nbytes: of what all ranks have together.
+            ranks: of the group.
+        """
+        if ranks < 2:
+            return 0.0
+        return self.latency_seconds + (ranks - 1) / ranks * nbytes / self.bytes_per_second
 
 
 def parse(text: str) -> Link:

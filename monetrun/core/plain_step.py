@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from monetrun.core.graph import Costs, Graph, Requests
+from monetrun.core.keeping import as_scripted
 from monetrun.core.plan import Schedule, plain_schedule
 from monetrun.core.regions import with_held_tensors
 from monetrun.core.simulate import Timeline, simulate
@@ -14,6 +15,7 @@ from monetrun.core.step import StepRecord
 
 def plain_step(record: StepRecord) -> tuple[StepRecord, list[Schedule]]:
     """The record and the schedules whose replay is the plain step."""
+    record = as_scripted(record)
     schedules = [plain_schedule(graph) for graph in record.graphs]
     graphs = tuple(map(with_held_tensors, record.graphs))
     costs = tuple(_with_joint_calls(g, c) for g, c in zip(record.graphs, record.costs, strict=True))

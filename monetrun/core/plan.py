@@ -268,7 +268,9 @@ class Plan:
 
     Bytes are of the whole step on one device, with weights, optimizer state and what the script holds. Peaks are of
     allocated bytes; on CUDA ``pool`` says what is reserved for them, which is what the budget bounds there.
-    ``overhead`` and ``bound`` are added seconds over the plain step's seconds, as fractions.
+    ``overhead`` and ``bound`` are added seconds over the plain step's seconds, as fractions. ``keeps_parameters``: of
+    modules that FSDP2 shards, by name, whether they keep their parameters between forward and backward; others do as
+    the script says.
     """
 
     graphs: tuple[GraphPlan, ...]
@@ -283,6 +285,7 @@ class Plan:
     torch_version: str
     ledger: dict[str, int] = field(default_factory=dict)
     pool: Pool | None = None
+    keeps_parameters: dict[str, bool] = field(default_factory=dict)
     schema: int = PLAN_SCHEMA
 
     def check(self) -> None:

@@ -16,58 +16,21 @@ from functools import cached_property
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.call_footprint import CallFootprint, call_footprint
 from monetrun.core.errors import ScheduleError
+from monetrun.core.event import OUTSIDE as OUTSIDE
+from monetrun.core.event import Event as Event
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, check_bytes
 from monetrun.core.graph import check as check_graph
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
 from monetrun.core.rounds import rounds_of
+from monetrun.core.sharding import Sharding
 from monetrun.core.simulate import judge
 
-OUTSIDE = "outside"
 LAST_GRADIENTS = "last step's gradients"
 LAST_OUTPUTS = "last step's outputs"
 BETWEEN_STEPS = "between steps"
 LIBRARIES = "cuBLAS workspaces"
 HELD_SINCE = "held since the recorded step"
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One stretch of a training step.
-
-    Attributes:
-        kind: ``"forward"`` or ``"backward"`` (a call of a graph), or ``"outside"`` (the script between two calls).
-        graph: index of the graph, -1 outside.
-        delta_bytes: outside: allocated at its end, less at its start.
-        peak_bytes: outside: the most allocated during it, less at its start, where ``dropped`` is freed.
-        name: for messages (``"SGD.step"``).
-        released: backward: ids of the graph's external tensors (its arguments, tangents) and outputs that only its
-            saved values hold by then, then of gradients that are taken in this order as soon as they are final, and not
-            kept; all are freed within the call (see ``freed_after``).
-        dropped: outside: outputs (graph, id) that the script holds no more at its end; they are freed then, beside
-            ``delta_bytes``, if the backward under the schedule does not read them.
-        requests: outside, where the allocator records them (CUDA): bytes requested, in order; ``-n`` frees what the
-            step's ``n``-th such request got.
-        dropped_after: how many of ``requests`` come before each of ``dropped`` is freed; empty: all of them.
-        batch_freed: outside: parts of ``DeviceMemory.batch``, by their place there, that are freed where the step's
-            next inputs replace them, and how many of ``requests`` come before each.
-        freed: outside: bytes of each other tensor of a graph that is freed (gradients that are added to others), and
-            how many of ``requests`` come before; None where that was not recorded.
-        elsewhere_bytes: the part of ``delta_bytes`` on other streams than the default one, which ``requests`` have not.
-    """
-
-    kind: str
-    graph: int = -1
-    delta_bytes: int = 0
-    peak_bytes: int = 0
-    name: str = ""
-    released: tuple[int, ...] = ()
-    dropped: tuple[tuple[int, int], ...] = ()
-    requests: tuple[int, ...] = ()
-    elsewhere_bytes: int = 0
-    dropped_after: tuple[int, ...] = ()
-    batch_freed: tuple[tuple[int, int], ...] = ()
-    freed: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +139,7 @@ class StepRecord:
         reductions: the gradients that DistributedDataParallel reduces, if any.
         backward_autocast: device types with autocast where the script calls the backward, each with its dtype.
         gradients_in_terms: the graphs' backwards give an input's gradient in terms, one for each of its uses.
+        sharding: the modules that FSDP2 shards, if any; ``events`` are those of its present choice.
     """
 
     graphs: tuple[Graph, ...]
@@ -191,6 +155,7 @@ class StepRecord:
     reductions: Reductions | None = None
     backward_autocast: tuple[tuple[str, str], ...] = ()
     gradients_in_terms: bool = False
+    sharding: Sharding | None = None
 
     def check(self) -> None:
         """Check what was read.
@@ -208,12 +173,13 @@ class StepRecord:
         check_bytes(base=self.base_bytes, **{f"ledger's_{name}": abs(n) for name, n in self.ledger.items()})
         if self.reductions is not None:
             self.reductions.check_in(self.graphs)
+        recorded = () if self.sharding is None else self.sharding.events
         for device_type, dtype in self.backward_autocast:
             if device_type not in ("cpu", "cuda") or dtype not in ("bfloat16", "float16", "float32"):
                 raise ValueError(f"autocast of {device_type!r} to {dtype!r}")
         self._check_begun_under(() if self.memory is None else self.memory.begun_under)
         between = None if self.memory is None else self.memory.between
-        for i, event in enumerate((*self.events, *([between] if between else ()))):
+        for i, event in enumerate((*self.events, *([between] if between else ()), *recorded)):
             try:
                 self._check_event(event)
             except ValueError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+from monetrun.core.keeping import with_events
 from monetrun.core.last_outputs import dropping_outputs_early
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plain_step import plain_step
@@ -26,10 +28,10 @@ def with_plain_peaks(record: StepRecord, plain: PlainPeaks) -> StepRecord:
         plain_reserved_bytes=plain.reserved_bytes,
     )
     late = replace(record, memory=measured)
-    early = replace(late, events=dropping_outputs_early(record.events))
+    early = with_events(late, dropping_outputs_early)
     if early.events == late.events:
         return late
-    later_early = replace(late, events=dropping_outputs_early(record.events, all_of_them=False))
+    later_early = with_events(late, partial(dropping_outputs_early, all_of_them=False))
     candidates = (late, early, later_early) if record.breaks else (later_early, late, early)
 
     def error(candidate: StepRecord) -> int:

@@ -31,7 +31,7 @@ from monetrun.launcher.progress import SolverProgress
 from monetrun.launcher.ranks import Ranks, find_ranks
 from monetrun.launcher.trial import end_outer_trial, run_trial
 from monetrun.machine.store import Store, default_root
-from monetrun.planning import planner
+from monetrun.planning import kept_parameters, planner
 from monetrun.planning.explain import describes
 from monetrun.planning.frontier import Frontier, frontier, spread
 from monetrun.planning.known import known_schedules
@@ -233,7 +233,7 @@ class Job:
         try:
             with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
                 options = replace(self.options.solver_options(), on_progress=progress)
-                return planner.plan_step(record, budget_bytes, self.options.algorithm, options, base, known)
+                return kept_parameters.plan_step(record, budget_bytes, self.options.algorithm, options, base, known)
         except planner.BudgetBelowSmallest as refused:
             if self._store is not None:
                 self._store.put("plan", smallest_key, refused.smallest_schedules)

@@ -67,6 +67,7 @@ def plan_key(options: LaunchOptions, record_key: str, budget_bytes: int | None, 
         not options.recompute,
         options.implementations,
         *(() if record.memory is None else (record.memory.plain_reserved_bytes, record.memory.excess_bytes)),
+        *(() if record.sharding is None else [[m.gather_seconds, m.reduce_seconds] for m in record.sharding.modules]),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from monetrun.core import codec
 from monetrun.core.errors import UsageError
+from monetrun.core.keeping import as_planned
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan
 from monetrun.core.step import OUTSIDE, Event, StepRecord
@@ -39,7 +40,7 @@ def page_of(plan: Plan, record: StepRecord, measured: MeasuredStep | None, title
     Raises:
         PlanMismatch: ``record`` is of another step.
     """
-    found = explain(plan, record)
+    found, record = explain(plan, record), as_planned(record, plan.keeps_parameters)
     plain = moments(*plain_step(record), found.plain_profile)
     planned = moments(record, [g.schedule for g in plan.graphs], found.planned_profile)
     data = {

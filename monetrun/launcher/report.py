@@ -68,16 +68,21 @@ def plain_lines(plain: PlainPeaks, budget_bytes: int, script: str) -> list[str]:
     ]
 
 
-def clock_lines(plain: StepClocks, planned: StepClocks, ranks: int, link: str) -> list[str]:
+def clock_lines(plain: StepClocks, planned: StepClocks, ranks: int, link: str, *, sharded: bool = False) -> list[str]:
     """How long a step takes on several ranks, the optimizer's and the script's own work left out."""
     if not planned.buckets:
-        return [f"  on {ranks} ranks nothing is reduced: the model is not in DistributedDataParallel"]
+        return [
+            f"  on {ranks} ranks nothing is reduced: the model is neither in DistributedDataParallel nor under FSDP2"
+        ]
+    what, many, behind = ("all-reduce", "buckets", "the backward")
+    if sharded:
+        what, many, behind = ("communication", "all-gathers and reduce-scatters", "computation")
     lines = [f"  on {ranks} ranks over {link}, without the optimizer's and the script's own work:"]
     for name, clocks in (("plain", plain), ("planned", planned)):
         lines.append(
-            f"    {name:8} step {clocks.step_seconds:.4g} s = compute {clocks.compute_seconds:.4g} s + all-reduce "
-            f"{clocks.communication_seconds:.4g} s in {clocks.buckets} buckets - {clocks.hidden_seconds:.4g} s of it "
-            "hidden behind the backward"
+            f"    {name:8} step {clocks.step_seconds:.4g} s = compute {clocks.compute_seconds:.4g} s + {what} "
+            f"{clocks.communication_seconds:.4g} s in {clocks.buckets} {many} - {clocks.hidden_seconds:.4g} s of it "
+            f"hidden behind {behind}"
         )
     return [*lines, f"    overhead {_more(plain, planned):+.1%}"]
 

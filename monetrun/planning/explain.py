@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from monetrun.core.errors import PlanMismatch, ScheduleError
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.core.keeping import as_planned
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.simulate import simulate
@@ -121,6 +122,7 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
     """
     if not describes(record, plan):
         raise PlanMismatch("the record is of another step than the plan", "monetrun plan SCRIPT writes a new plan")
+    record = as_planned(record, plan.keeps_parameters)
     fast = planner.plain_in_place(record)
     planned = [g.schedule for g in plan.graphs]
     timeline = replay(record, planned)
@@ -151,6 +153,7 @@ def describes(record: StepRecord, plan: Plan) -> bool:
     Raises:
         PlanMismatch: it has the same graphs, and a schedule that breaks the rules of the replay.
     """
+    record = as_planned(record, plan.keeps_parameters)
     if [g.fingerprint for g in record.graphs] != [g.fingerprint for g in plan.graphs]:
         return False
     try:

@@ -16,7 +16,7 @@ from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.options import Options
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
-from monetrun.planning import planner
+from monetrun.planning import kept_parameters, planner
 from monetrun.planning.planner import Baseline
 
 DEFAULT_POINTS = 8
@@ -104,7 +104,7 @@ def frontier(
         share = max(0.1, until - time.monotonic()) / (len(descending) - i)
         starts = [[g.schedule for g in plan.graphs] for plan in plans.values()]
         with contextlib.suppress(InfeasibleBudget, NoPlanInTime):
-            plans[budget_bytes] = planner.plan_step(
+            plans[budget_bytes] = kept_parameters.plan_step(
                 record, budget_bytes, algorithm, replace(options, seconds=share), base, starts
             )
     points = _monotone(descending, [plans.get(b) for b in descending], base)

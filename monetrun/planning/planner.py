@@ -9,6 +9,7 @@ from monetrun import solve
 from monetrun.core.budget import format_budget, format_bytes, format_share
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.graph import EXACT, FORWARD, KINDS, Graph
+from monetrun.core.keeping import choice_of
 from monetrun.core.options import Options
 from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, each_once
 from monetrun.core.requests import Reserved, reserved
@@ -208,6 +209,7 @@ def _plan(
         torch_version=record.torch_version,
         ledger=rows,
         pool=pool,
+        keeps_parameters=choice_of(record),
     )
 
 

@@ -116,6 +116,7 @@ def rescaled(samples: Mapping[int, StepRecord], batch: int) -> StepRecord:
             )
             for e, v in zip(a.events, b.events, strict=True)
         ),
+        sharding=None,  # modules do as the script says
         base_bytes=size(a.base_bytes, b.base_bytes),
         ledger={name: size(a.ledger.get(name, 0), nbytes) for name, nbytes in b.ledger.items()},
     )

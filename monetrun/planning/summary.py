@@ -46,7 +46,21 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
     lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}")
     if inexact := sum(not implementation.exact for implementation in chosen):
         lines.append(f"  {inexact} of these differ from eager by rounding; --implementations exact leaves them out")
-    return lines
+    return [*lines, *_kept_lines(plan, record)]
+
+
+def _kept_lines(plan: Plan, record: StepRecord | None) -> list[str]:
+    """How many sharded modules (FSDP2) keep their parameters, where that was chosen."""
+    if not plan.keeps_parameters:
+        return []
+    kept = {name for name, keeps in plan.keeps_parameters.items() if keeps}
+    line = f"  {len(kept)} of {len(plan.keeps_parameters)} sharded modules keep their parameters after the forward"
+    if record is None or record.sharding is None:
+        return [line]
+    modules = [m for m in record.sharding.modules if m.choice]
+    held = sum(m.nbytes for m in modules if m.name in kept)
+    scripted = sum(m.kept for m in modules)
+    return [f"{line} ({format_bytes(held)}; in the script {scripted})"]
 
 
 def again(schedules: Sequence[Schedule], record: StepRecord | None) -> tuple[int, int]:

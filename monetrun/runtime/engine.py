@@ -24,7 +24,7 @@ from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import Break, StepRecord
 from monetrun.machine.store import Store
 from monetrun.ops import kernels
-from monetrun.planning import planner
+from monetrun.planning import kept_parameters, planner
 from monetrun.planning.known import known_schedules
 from monetrun.planning.summary import summary_lines
 from monetrun.runtime import agreement
@@ -333,7 +333,7 @@ def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan
     budget_bytes = budget_of(planner.plain_bytes(record, base))
     options = settings.solver_options()
     known = known_schedules(engine.store, base.searched.graphs, options)
-    return planner.plan_step(record, budget_bytes, settings.algorithm, options, base, known)
+    return kept_parameters.plan_step(record, budget_bytes, settings.algorithm, options, base, known)
 
 
 def _scalars(engine: Engine, last: bool) -> dict[str, float | None]:

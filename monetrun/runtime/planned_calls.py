@@ -25,7 +25,7 @@ from monetrun.capture.eager_answers import eager_answers, was_asked
 from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
-from monetrun.runtime import sharding
+from monetrun.runtime import resharding, sharding
 from monetrun.runtime.trigger import Nesting, Trigger, is_training
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
@@ -153,7 +153,9 @@ class PlannedCall:
     def _run_planned(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         try:
             if self._without_hooks:
-                return sharding.around_forward(module, self._run_captured, args, kwargs)
+                recorder = None if self.engine.recorder is None else self.engine.recorder.sharding
+                with resharding.within_planned_call(module, self.path, recorder, self.engine.plan):
+                    return sharding.around_forward(module, self._run_captured, args, kwargs)
             return self._run_captured(module, args, kwargs)
         except PlanningFault as fault:
             if self.broken is not None:

@@ -17,16 +17,20 @@ from monetrun.capture.meter import CudaMeter, Meter
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget
 from monetrun.core.call_footprint import call_footprint
+from monetrun.core.event import Action
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, without
+from monetrun.core.keeping import as_scripted
 from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
+from monetrun.core.sharding import Sharding
 from monetrun.core.step import LAST_GRADIENTS, LIBRARIES, OUTSIDE, Break, Event, StepRecord
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import sharding
 from monetrun.runtime.device_recorder import DeviceRecorder
+from monetrun.runtime.resharding import ShardingRecorder
 from monetrun.runtime.ruled_out import usable_now
 from monetrun.runtime.stretches import StretchMeter
 from monetrun.solve import greedy
@@ -48,6 +52,7 @@ class Recorder:
         schedules: of each.
         known: costs, by signature; ``measure`` adds to it.
         memory: what the device's allocator does; CUDA only.
+        sharding: what FSDP2 does.
     """
 
     def __init__(
@@ -76,6 +81,8 @@ class Recorder:
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
         self.memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
+        self.sharding = ShardingRecorder(self._action_begins, self._action_ended)
+        self._actions: dict[int, Action] = {}  # by the stretch
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number, and the schedule of the least peak that is known for it."""
@@ -147,6 +154,16 @@ class Recorder:
         self._zeroed_ids.update(id(p) for p in absent)
         self._zeroed.append((len(self.stretches) if set_to_none else None, absent))
 
+    def _action_begins(self) -> bool:
+        if not self.stretches:
+            return False
+        self._end_stretch(OUTSIDE)
+        return True
+
+    def _action_ended(self, action: Action) -> None:
+        self._actions[len(self.stretches)] = action
+        self._end_stretch(OUTSIDE)
+
     @property
     def complete(self) -> bool:
         """Whether a backward was seen."""
@@ -179,7 +196,7 @@ class Recorder:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
         first, end = (self.stretches[0].end_bytes, self.stretches[-1].end_bytes) if self.stretches else (0, 0)
         gradients = _last_gradients(self.stretches, self._zeroed, self._gradient_bytes)
-        events = self._events(costs, gradients)
+        events = _events(self, costs, gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
         # less is there at the end than at the start, beside the outputs, where inputs were freed
         more = end - first - self._state_bytes - self._all_gradients_bytes
@@ -188,7 +205,9 @@ class Recorder:
             events.insert(0, Event(OUTSIDE, -1, waiting, waiting, LAST_GRADIENTS))
         weights = _bytes_of(self._parameters)
         libraries = 0 if self.memory is None else self.memory.end()
-        return StepRecord(
+        modules = self.sharding.stop()
+        memory = None if self.memory is None else self.memory.memory()
+        record = StepRecord(
             graphs=tuple(usable_now(j, cost.as_tried(j, self.known)) for j in self.joints),
             costs=tuple(costs),
             events=tuple(events),
@@ -203,35 +222,41 @@ class Recorder:
             device=costs[0].device if costs else cost_store.device_name(self.device),
             torch_version=torch.__version__,
             exact=self.meter.exact,
-            memory=None if self.memory is None else self.memory.memory(),
+            memory=memory,
             breaks=tuple(breaks),
             reductions=_reductions(self._parallel, self._given),
+            sharding=Sharding(modules, tuple(events), between=None if memory is None else memory.between)
+            if modules
+            else None,
         )
+        return as_scripted(record)
 
-    def _events(self, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
-        """The stretches from the first call on; ``gradients``: bytes of the last step's that are freed after each."""
-        events: list[Event] = []
-        now = self.stretches[0].end_bytes if self.stretches else 0  # as ``replay`` will have it
-        for i, stretch in enumerate(self.stretches[1:], 1):
-            if i - 1 in gradients:
-                events.append(Event(OUTSIDE, -1, -gradients[i - 1], 0, LAST_GRADIENTS))
-            if stretch.kind == OUTSIDE:
-                absent = self._lifetimes.absent_bytes(i)
-                delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
-                grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
-                dropped = tuple((self.joints.index(joint), t) for joint, t in self._lifetimes.dropped(i))
-                sizes = [self.joints[k].graph.tensors[t].nbytes for k, t in dropped]
-                seen = {} if self.memory is None else self.memory.seen_outside(i, sizes)
-                high = max(0, peak - grown - sum(sizes))
-                events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, **seen))
-                now = stretch.end_bytes + absent
-                continue
-            joint, schedule = self.joints[stretch.graph], self.schedules[stretch.graph]
-            released = self._lifetimes.released(i)
-            events.append(Event(stretch.kind, stretch.graph, released=released))
-            simulated = call_footprint(joint.graph, costs[stretch.graph], schedule, released)
-            now += simulated.saved_bytes if stretch.kind == FORWARD else simulated.backward_delta_bytes
-        return events
+
+def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
+    """The stretches from the first call on; ``gradients``: bytes of the last step's that are freed after each."""
+    events: list[Event] = []
+    now = recorder.stretches[0].end_bytes if recorder.stretches else 0  # as ``replay`` will have it
+    for i, stretch in enumerate(recorder.stretches[1:], 1):
+        if i - 1 in gradients:
+            events.append(Event(OUTSIDE, -1, -gradients[i - 1], 0, LAST_GRADIENTS))
+        if stretch.kind == OUTSIDE:
+            absent = recorder._lifetimes.absent_bytes(i)
+            delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
+            grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
+            dropped = tuple((recorder.joints.index(joint), t) for joint, t in recorder._lifetimes.dropped(i))
+            sizes = [recorder.joints[k].graph.tensors[t].nbytes for k, t in dropped]
+            seen = {} if recorder.memory is None else recorder.memory.seen_outside(i, sizes)
+            high, action = max(0, peak - grown - sum(sizes)), recorder._actions.get(i)
+            event = Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen)
+            events.append(event)
+            now = stretch.end_bytes + absent
+            continue
+        joint, schedule = recorder.joints[stretch.graph], recorder.schedules[stretch.graph]
+        released = recorder._lifetimes.released(i)
+        events.append(Event(stretch.kind, stretch.graph, released=released))
+        simulated = call_footprint(joint.graph, costs[stretch.graph], schedule, released)
+        now += simulated.saved_bytes if stretch.kind == FORWARD else simulated.backward_delta_bytes
+    return events
 
 
 def _last_gradients(

@@ -13,6 +13,7 @@ from monetrun.capture.joint import JointGraph
 from monetrun.core.budget import format_bytes
 from monetrun.core.errors import InfeasibleBudget, MemoryShort, MonetrunError, NoPlanInTime, PlanMismatch, ScheduleError
 from monetrun.core.graph import Graph
+from monetrun.core.keeping import as_planned
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.simulate import judge
 from monetrun.core.step import LIBRARIES, StepRecord
@@ -81,6 +82,7 @@ class RunningPlan:
     def _follow(self, plan: Plan) -> None:
         kept.check_torch(plan.torch_version, torch.__version__, "the plan")
         self.plan = plan
+        self.record = None if self.record is None else as_planned(self.record, plan.keeps_parameters)
         self.schedules: dict[str, Schedule] = {g.fingerprint: g.schedule for g in plan.graphs}
         self.enforcement.plan_is(plan.budget_bytes, plan.pool, bool(plan.ledger.get(LIBRARIES)))
         self.room.plan_is(self.record, self.schedules, moved_memory.allocated_limit(plan))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from monetrun.capture.joint import JointGraph
 from monetrun.core.graph import BACKWARD, FORWARD, Costs
+from monetrun.core.keeping import with_memory
 from monetrun.core.last_outputs import last_outputs_bytes, with_outputs_dropped
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
@@ -21,7 +21,7 @@ from monetrun.core.step import OUTSIDE, Break, StepRecord, replay
 from monetrun.planning.intervals import Stretch, optimizer_steps
 from monetrun.runtime import probe
 from monetrun.runtime.recorder import Recorder
-from monetrun.runtime.stretches import StretchMeter
+from monetrun.runtime.stretches import StretchMeter, joined
 
 # Outputs of less than a thousandth of the plain peak are not waited for.
 _WORTHWHILE_SHIFT = 10
@@ -58,7 +58,7 @@ class SecondStep:
     """
 
     def __init__(self, recorder: Recorder, record: StepRecord) -> None:
-        self.known = recorder.known
+        self.known, self.sharding = recorder.known, recorder.sharding
         self._recorder = recorder
         self._record = record
         self._meter = StretchMeter(recorder.meter)
@@ -107,7 +107,8 @@ class SecondStep:
         self._step_begins()
         self._meter.end(OUTSIDE)
         if phase == BACKWARD:
-            freed = freed_outputs(self._recorder.stretches, self._meter.stretches, last_outputs_bytes(self._record))
+            stretches = joined(self._recorder.stretches), joined(self._meter.stretches)
+            freed = freed_outputs(*stretches, last_outputs_bytes(self._record))
             self._record = with_outputs_dropped(self._record, freed)
             self._end()
 
@@ -160,7 +161,7 @@ class TrialsSecondStep(SecondStep):
         memory = self._recorder.memory
         if memory is not None:
             memory.seen_between_steps()
-            self._record = replace(self._record, memory=memory.memory())
+            self._record = with_memory(self._record, memory.memory())
             self._end()
         super()._step_begins()
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from monetrun.capture.meter import Meter
+from monetrun.core.event import OUTSIDE
 from monetrun.planning.intervals import Stretch
 
 
@@ -30,3 +34,16 @@ class StretchMeter:
         self.stretches.append(Stretch(kind, graph, name, self._start, peak, now))
         self._start = now
         self.meter.reset_peak()
+
+
+def joined(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """``stretches``, where what the script does between two calls of graphs, or steps of optimizers, is one."""
+    found: list[Stretch] = []
+    for stretch in stretches:
+        last = found[-1] if found else None
+        if last is None or {last.kind, stretch.kind} != {OUTSIDE} or last.name or stretch.name:
+            found.append(stretch)
+        else:
+            peak_bytes = max(last.peak_bytes, stretch.peak_bytes)
+            found[-1] = replace(last, peak_bytes=peak_bytes, end_bytes=stretch.end_bytes)
+    return found

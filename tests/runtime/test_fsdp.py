@@ -247,10 +247,60 @@ def test_sharded_models_train_bitwise_as_without_a_plan_and_keep_their_budget(gr
     check(build, budget, **options)
 
 
-def launched(module, out, *words):
-    ranks = ("--standalone", "--nproc-per-node=2")
-    done = launcher.run(module, *ranks, *words[:-1], SCRIPTS / "sharded.py", out, *words[-1])
-    return [torch.load(f"{out}.{rank}") for rank in range(2)], done.stderr
+def resharding(model):
+    return [block._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info is not None for block in model.blocks]
+
+
+@pytest.mark.parametrize("scripted", [True, False], ids=["reshard", "keep"])
+def test_the_planned_choice_of_kept_parameters_holds_in_training_alone_and_within_the_budget(group, scripted):
+    built = []
+
+    def build():
+        model = GPT(4)
+        built.append(sharded(model, model.blocks, reshard_after_forward=scripted))
+        return model
+
+    engine = check(build, "1.1x" if scripted else "0.5x")
+    plan, sharding = engine.plan, engine.running.record.sharding
+    assert plan.keeps_parameters == {m.name: i in sharding.kept for i, m in enumerate(sharding.modules) if m.choice}
+    kept = sum(plan.keeps_parameters.values())
+    assert kept == 4 if scripted else kept < 4  # none in the script, or all
+    assert [m.kept for m in sharding.modules if m.choice] == [not scripted] * 4
+    assert resharding(built[-1]) == [scripted] * 4  # evaluation does as the script says
+    for interval in engine.running.intervals():
+        assert interval.measured_peak_bytes <= interval.planned_peak_bytes * 1.01, interval
+
+
+def test_a_root_and_what_is_resharded_to_fewer_ranks_do_as_the_script_says(group):
+    engine = check(lambda: gpt(reshard_after_forward=2), "0.9x")
+    assert engine.plan.keeps_parameters == {}
+    assert [m.choice for m in engine.running.record.sharding.modules] == [False] * 3
+
+
+def launched(module, out, *words, script="sharded.py", ranks=2):
+    options = ("--standalone", f"--nproc-per-node={ranks}")
+    done = launcher.run(module, *options, *words[:-1], SCRIPTS / script, out, *words[-1])
+    return [torch.load(f"{out}.{rank}") for rank in range(ranks)], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("script", "words"), [("sharded.py", ()), ("sharded_network.py", ("--keep",))])
+def test_ranks_train_as_under_torchrun_at_the_planned_peak(tmp_path, monkeypatch, script, words, ranks):
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    of = {"script": script, "ranks": ranks}
+    expected, _ = launched(launcher.TORCHRUN, tmp_path / "plain", words, **of)
+    for budget in ("0.8x", "0.6x"):
+        options = (f"--budget={budget}", "--implementations=exact", "--solver-seconds=2")
+        found, said = launched(launcher.MONETRUN, tmp_path / "planned", *options, words, **of)
+        for theirs, ours in zip(expected, found, strict=True):
+            assert ours["losses"] == theirs["losses"]
+            assert all(torch.equal(ours["state"][name], value) for name, value in theirs["state"].items())
+        planned, measured = (re.search(rf"{name} peak +([0-9.]+) MiB", said) for name in ("planned", "measured"))
+        assert float(measured[1]) == pytest.approx(float(planned[1]), rel=0.01)
+        plain = re.search(r"plain peak +([0-9.]+) MiB", said)
+        assert float(measured[1]) <= float(budget[:-1]) * float(plain[1]) * 1.001 + 0.1
+        assert "sharded modules keep their parameters" in said
 
 
 @pytest.mark.slow

@@ -1,0 +1,185 @@
+"""Whether modules sharded by FSDP2 keep their parameters between forward and backward: sees it, and chooses it.
+
+``fully_shard(reshard_after_forward=True)`` frees a module's gathered parameters after its forward, and gathers them
+again before its backward. Where they are kept, memory is held for one all-gather less; the results are the same. What
+is chosen holds within a planned call only: evaluation does as the script says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from monetrun.core.event import FREE, GATHER, REDUCE, WAIT, Action
+from monetrun.core.plan import Plan
+from monetrun.core.sharding import ShardedModule
+from monetrun.runtime.sharding import is_sharded
+
+# Attributes of torch's ``FSDPParamGroup``; in a torch where one is missing, modules do as the script says.
+_USED = ("post_forward_mesh_info", "mesh_info", "fsdp_params", "_training_state", "_all_gather_result", "is_unsharded")
+
+
+def within_planned_call(
+    module: nn.Module, name: str, recorder: ShardingRecorder | None, plan: Plan | None
+) -> contextlib.AbstractContextManager[None]:
+    """Within a planned call of ``module``, it keeps or frees its parameters after the forward as is planned.
+
+    While a step is recorded, all free theirs: what keeping them changes follows from that (``core.keeping``).
+    """
+    if recorder is not None:
+        return recorder.within_call(module, name)
+    return within_call(module, None if plan is None else plan.keeps_parameters.get(name))
+
+
+@contextlib.contextmanager
+def within_call(module: nn.Module, keeps: bool | None) -> Iterator[None]:
+    """Within a call of ``module``, have it keep its parameters after the forward, or free them; None: as it is."""
+    group = parameter_group(module) if keeps is not None else None
+    if group is None or not is_choice(module):
+        yield
+        return
+    scripted = group.post_forward_mesh_info
+    group.post_forward_mesh_info = None if keeps else group.mesh_info
+    try:
+        yield
+    finally:
+        group.post_forward_mesh_info = scripted
+
+
+def parameter_group(module: nn.Module) -> Any:
+    """The parameters that FSDP2 gathers for ``module`` (an ``FSDPParamGroup``); None if there is no or no single one.
+
+    Nor is there one for modules that share it, ``fully_shard([norm, head])``: which of them is called last is not
+    known.
+    """
+    if not is_sharded(module):
+        return None
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    if len(groups) != 1 or len(state._modules) != 1 or not all(hasattr(groups[0], name) for name in _USED):
+        return None
+    return groups[0]
+
+
+def is_choice(module: nn.Module) -> bool:
+    """Whether it can be chosen for a module with a ``parameter_group``, once FSDP2 has initialized its root.
+
+    Not for the root, whose backward comes right after its forward, and whose parameters the script may read between
+    the two; nor where they are resharded to fewer ranks.
+    """
+    group = parameter_group(module)
+    if module._get_fsdp_state()._is_root is not False or not hasattr(group.mesh_info, "shard_mesh_size"):  # type: ignore[operator]
+        return False
+    return group.post_forward_mesh_info is None or group.post_forward_mesh_info is group.mesh_info
+
+
+class ShardingRecorder:
+    """Sees what FSDP2 does with the sharded modules while a step is recorded.
+
+    Args:
+        begins: called when an action begins; gives whether the step is being recorded.
+        ended: called with the action once it has ended.
+
+    """
+
+    def __init__(self, begins: Callable[[], bool], ended: Callable[[Action], None]) -> None:
+        self._begins, self._ended = begins, ended
+        self._watched: list[_Watched] = []
+        self._numbers: dict[int, int] = {}  # index of a group, by its id
+        self._called: set[int] = set()  # modules whose planned call is running
+        self._freed: set[int] = set()  # modules that were freed after a forward, and not gathered since
+        self._again: set[int] = set()  # modules that are gathered again
+        self._stopped = False
+
+    @contextlib.contextmanager
+    def within_call(self, module: nn.Module, name: str) -> Iterator[None]:
+        """Within a planned call of ``module``, have it free its parameters after the forward if that is a choice."""
+        group = parameter_group(module)
+        if group is None or (self._stopped and id(group) not in self._numbers):
+            yield
+            return
+        if id(group) not in self._numbers:
+            self._watch(group, module, name)
+        i = self._numbers[id(group)]
+        self._called.add(i)
+        try:
+            with within_call(module, False if self._watched[i].choice else None):
+                yield
+        finally:
+            self._called.discard(i)
+
+    def stop(self) -> tuple[ShardedModule, ...]:
+        """Nothing is recorded from now on; gives the modules, in the order in which they were called first."""
+        self._stopped = True
+        for watched in self._watched:
+            for name in ("unshard", "wait_for_unshard", "reshard"):
+                watched.group.__dict__.pop(name, None)
+        return tuple(map(_described, self._watched))
+
+    def _watch(self, group: Any, module: nn.Module, name: str) -> None:
+        i = self._numbers[id(group)] = len(self._watched)
+        self._watched.append(_Watched(group, name, group.post_forward_mesh_info is None, is_choice(module)))
+        group.unshard = partial(self._unshard, group, i, group.unshard)
+        group.wait_for_unshard = partial(self._wait, group, i, group.wait_for_unshard)
+        group.reshard = partial(self._reshard, group, i, group.reshard)
+
+    def _unshard(self, group: Any, i: int, run: Callable[..., None], async_op: bool = False) -> None:
+        if group._all_gather_result is not None or group.is_unsharded or not self._begins():
+            run(async_op)
+            return
+        run(async_op)
+        if group._all_gather_result is not None:
+            if i in self._freed:
+                self._freed.remove(i)
+                self._again.add(i)
+            self._ended(Action(GATHER, i, unless_kept=i in self._again))
+
+    def _wait(self, group: Any, i: int, run: Callable[[], None]) -> None:
+        if group._all_gather_result is None or not self._begins():
+            run()
+            return
+        run()
+        self._ended(Action(WAIT, i, unless_kept=i in self._again))
+        self._again.discard(i)
+
+    def _reshard(self, group: Any, i: int, run: Callable[[], None]) -> None:
+        if not group.is_unsharded or not self._begins():
+            run()
+            return
+        after_forward = group._training_state.name == "FORWARD"
+        run()
+        if group.is_unsharded:
+            return
+        if after_forward and i in self._called and self._watched[i].choice:
+            self._freed.add(i)
+            self._ended(Action(FREE, i, unless_kept=True))
+        else:
+            self._ended(Action(REDUCE if not after_forward and group.reduce_grads else FREE, i))
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A module of which a step is recorded: see ``ShardedModule``."""
+
+    group: Any
+    name: str
+    kept: bool
+    choice: bool
+
+
+def _described(watched: _Watched) -> ShardedModule:
+    group = watched.group
+    ranks = group._all_gather_process_group.size() if hasattr(group.mesh_info, "shard_mesh_size") else 1
+    gathered = reduced = 0
+    for parameter in group.fsdp_params:
+        count = ranks * parameter._sharded_param_data.numel()
+        own = parameter.sharded_param
+        gathered += count * (parameter.param_dtype or own.dtype).itemsize
+        if own.requires_grad:
+            reduced += count * (parameter.reduce_dtype or parameter.param_dtype or own.dtype).itemsize
+    return ShardedModule(watched.name, gathered, reduced, ranks, watched.kept, watched.choice)
