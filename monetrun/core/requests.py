@@ -15,7 +15,7 @@ from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Requests
-from monetrun.core.last_outputs import dropped_later
+from monetrun.core.last_outputs import dropped_later, last_outputs_bytes
 from monetrun.core.plan import Schedule, Step
 from monetrun.core.replayed_blocks import Block, LastOutputs, ReplayedBatch, free_all, free_latest, free_some
 from monetrun.core.simulate import last_reads
@@ -94,7 +94,8 @@ def reserved_under(
     replay.batch.find(load_base(record.memory, allocator))
     if begun_under:
         allocator.empty_cache()
-        replay.step(first=True)
+        for number in range(2 if last_outputs_bytes(record) else 1):  # the second one shows when they are dropped
+            replay.step(first=number == 0)
         replay.follow(schedules)
     allocator.empty_cache()
     allocator.reset_peaks()

@@ -106,8 +106,8 @@ class RunningPlan:
         self.record, self._frugal = record, None
         budget_bytes, algorithm = self.plan.budget_bytes, self.settings.algorithm
         options = self.settings.solver_options()
-        made = agreement.plan_in_rank_0(lambda budgets: planner.plan_step(record, budget_bytes, algorithm, options))
-        self._follow(made)
+        self._follow(agreement.plan_in_rank_0(lambda _: planner.plan_step(record, budget_bytes, algorithm, options)))
+        self.steps.forget_peaks()
 
     def correct(self, warn: Callable[[str], None]) -> bool:
         """Plan again, with a warning, where the first planned steps of any rank reserved more than the plan says.
