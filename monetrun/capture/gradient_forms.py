@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from monetrun.capture.output_gradients import is_tangent
 
 _LEFT_OPEN = "monetrun_left_open"  # in the guess of a gradient's strides: it is not copied before the backward
-_FORM_BOUND = frozenset(str(p) for p in (torch.ops.aten.as_strided, torch.ops.aten.as_strided_scatter))
+FORM_BOUND = frozenset(str(p) for p in (torch.ops.aten.as_strided, torch.ops.aten.as_strided_scatter))
 
 
 @contextlib.contextmanager
@@ -89,6 +89,13 @@ def fitting(run: Callable[..., Any], module: fx.GraphModule, inputs: Sequence[An
     return called if forms else run
 
 
+def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """``value``, copied if its strides are others."""
+    if _alike(value.shape, value.stride(), strides):
+        return value
+    return value.new_empty_strided(value.shape, strides).copy_(value)
+
+
 def _alike(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
     """Whether strides differ only where there is one element."""
     return all(a == b or n == 1 for n, a, b in zip(shape, strides, others, strict=True)) or 0 in shape
@@ -129,7 +136,7 @@ class _Checker(fx.Interpreter):
     """Runs a module on fake tensors; an operator that is bound to one layout must find that."""
 
     def run_node(self, n: fx.Node) -> Any:
-        if str(getattr(n.target, "overloadpacket", "")) in _FORM_BOUND:
+        if str(getattr(n.target, "overloadpacket", "")) in FORM_BOUND:
             given, value = self.env[n.args[0]], n.args[0].meta.get("val")  # type: ignore[index, union-attr]
             if value is None or given.stride() != value.stride():
                 raise RuntimeError(f"{n.name} needs other strides")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from monetrun.capture import gradient_forms
+from monetrun.capture.output_gradients import is_tangent
 from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm  # noqa: F401  (defines the operators)
 from monetrun.ops.families import output_gradients
 
@@ -24,8 +26,9 @@ monet = torch.ops.monet
 def lower(graph: fx.Graph) -> None:
     """Have a graph that is to run call cuDNN's batch norm directly, where it runs on CUDA, and write in place."""
     for node in graph.find_nodes(op="call_function", target=output_gradients.OPERATOR):
-        if len(node.args) == 2:
-            node.target = output_gradients.add_output_gradient_
+        *arguments, in_place = node.args
+        if in_place:
+            node.target, node.args = output_gradients.add_output_gradient_, tuple(arguments)
     for target, replace in _REPLACEMENTS.items():
         for node in list(graph.find_nodes(op="call_function", target=target)):
             if _device_type(node.meta["val"]) == "cuda":
@@ -33,6 +36,7 @@ def lower(graph: fx.Graph) -> None:
                     replace(graph, node)
                 graph.erase_node(node)
     _leave_out_views(graph)
+    _take_any_strides(graph)
     _update_in_place(graph)
 
 
@@ -106,6 +110,26 @@ def _replace(view: fx.Node, source: fx.Node) -> None:
             view = given[0]
         else:
             break
+
+
+def _take_any_strides(graph: fx.Graph) -> None:
+    """Have calls take what is computed from gradients of outputs: these may arrive with other strides than traced.
+
+    Autograd's formulas reshape; where the traced strides have a view, only that is in the graph.
+    """
+    late = {node for node in graph.find_nodes(op="placeholder") if is_tangent(node)}
+    for node in list(graph.nodes) if late else ():
+        if late.isdisjoint(node.all_input_nodes):
+            continue
+        late.add(node)
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        elif str(getattr(node.target, "overloadpacket", "")) in gradient_forms.FORM_BOUND:
+            (source, *_) = node.args
+            with graph.inserting_before(node):
+                traced = _call(graph, source, gradient_forms.with_strides, source, list(source.meta["val"].stride()))
+            traced.meta["val"] = source.meta["val"]
+            node.replace_input_with(source, traced)
 
 
 def _update_in_place(graph: fx.Graph) -> None:

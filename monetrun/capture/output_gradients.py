@@ -50,13 +50,13 @@ def _join(total: fx.Node, summand: fx.Node, tangent: fx.Node) -> None:
     if form is None or of_gradient is None or form != _form(summand) or form[:2] != of_gradient[:2]:
         return
     in_place = form == of_gradient and _is_read_once(gradient)
-    stride = () if in_place else (list(form[2]),)
+    outer_first = total.args[0] is not gradient
     graph = total.graph
     with graph.inserting_before(total):
-        new = graph.call_function(OPERATOR, (gradient, tangent, *stride))
+        new = graph.call_function(OPERATOR, (gradient, tangent, outer_first, in_place))
     new.meta = {**total.meta, **({OVERWRITES: gradient} if in_place else {})}
     if EARLIER in total.meta:
-        new.meta[EARLIER] = 0 if total.args[0] is gradient else 1
+        new.meta[EARLIER] = int(outer_first)
     total.replace_all_uses_with(new)
     graph.erase_node(total)
     while summand is not tangent:
