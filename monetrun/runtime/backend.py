@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from monetrun.capture import backward_autocast, execute, gradient_forms, gradient_order
 from monetrun.capture import program as programs
+from monetrun.capture.autocast_cache import casts_once
 from monetrun.capture.double_backward import TracedBackward, repeatable
 from monetrun.capture.gradient_order import GradientOrder
 from monetrun.capture.guards import FailedGuards, Guards
@@ -162,7 +163,7 @@ class Backend:
         self._traced = TracedBackward()
         without_donation = torch._functorch.config.patch(donated_buffer=False)
         with operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
-            with backward_autocast.traced_under(self.autocast) as autocast:
+            with backward_autocast.traced_under(self.autocast) as autocast, casts_once(module, inputs):
                 compiled = stay_absent(self._aot(module, inputs))
             traced = dataclasses.replace(self._traced, autocast=autocast)
             return repeatable(order.kept(compiled), module, traced)
