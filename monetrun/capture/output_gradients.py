@@ -163,12 +163,23 @@ class AbsentGradients:
         }
         self._sources = _sources(module, tangents)
 
-    def at_once(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, which runs the backward on a list of arguments."""
+    def at_once(
+        self, run: Callable[..., Any], run_without: Callable[[Sequence[int]], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """``run``, which runs the backward on a list of arguments.
+
+        Args:
+            run: called where no gradient is absent.
+            run_without: gives what is called where those at these positions are, which need not be there.
+        """
+        others: dict[tuple[int, ...], Callable[..., Any]] = {}
 
         def called(arguments: list[Any]) -> Any:
-            results = run(self._filled(arguments)) if (absent := self._absent(arguments)) else run(arguments)
-            return tuple(self._given(k, r, absent) for k, r in enumerate(results)) if absent else results
+            if not (absent := tuple(sorted(self._absent(arguments)))):
+                return run(arguments)
+            if absent not in others:
+                others[absent] = run_without(absent)
+            return others[absent](arguments)
 
         called._boxed_call = True  # type: ignore[attr-defined]
         return called if self._tangents else run
