@@ -2,7 +2,8 @@
 
 Gradients of outputs arrive with strides of the script's choosing (see ``gradient_forms``). Elementwise operators pass
 them on: the result of ``a + b`` has the strides of ``a``. Written over ``b`` it has those of ``b``, and what is summed
-from it then differs by rounding.
+from it then differs by rounding. And monetrun's own kernels read a gradient and what the forward kept for it, a packed
+mask for example, in the order of their storages, so that both must have the strides that were traced.
 """
 
 from __future__ import annotations
@@ -59,23 +60,31 @@ def _open(module: fx.GraphModule) -> dict[fx.Node, bool]:
     late: dict[fx.Node, bool] = {}
     for node in module.graph.nodes:
         if node.op == "placeholder" and is_tangent(node):
-            late[node] = True
+            late[node] = _has_order(node)
         elif node.op == "call_function" and any(late.get(n) for n in node.all_input_nodes):
             late[node] = str(getattr(node.target, "overloadpacket", "")) not in _OWN_STRIDES
     return late
 
 
+def _has_order(node: fx.Node) -> bool:
+    """Whether there is more than one order of a tensor's dimensions."""
+    return any(sum(n > 1 for n in v.shape) > 1 for v in tensors_in(node.meta.get("val")))
+
+
 def _same_strides(node: fx.Node, alternative: Alternative, late: Mapping[fx.Node, bool]) -> bool:
     """Whether an alternative gives the strides that ``node`` gives, tried on tensors without memory."""
     call = alternative.call
+    if _is_own(call.target) and any(late.get(n) and _has_order(n) for n in call.nodes):
+        return False
     if not late[node]:
         return alternative.overwrites is None or not late.get(alternative.overwrites)
-    read = [n for n in dict.fromkeys((*node.all_input_nodes, *call.nodes)) if late.get(n)]
-    read = [n for n in read if any(v.dim() > 1 for v in tensors_in(n.meta.get("val")))]
-    if not read:
-        return True
+    read = [n for n in dict.fromkeys((*node.all_input_nodes, *call.nodes)) if late.get(n) and _has_order(n)]
     with unset_fake_temporarily(), torch.no_grad():
         return all(_strides(Call.of(node), turned) == _strides(call, turned) for turned in _choices(read))
+
+
+def _is_own(target: Any) -> bool:
+    return str(target).startswith("monet.")
 
 
 def _choices(nodes: Sequence[fx.Node]) -> Iterator[frozenset[fx.Node]]:
