@@ -51,7 +51,7 @@ class OutputFirst(Tokens):
 
     def forward(self, tokens):
         x = F.silu(self.linear(self.token(tokens)))
-        return x.mean((1, 2)), x.transpose(1, 2)
+        return x.mean((1, 2)), x.transpose(1, 2), x[:, 1:3]
 
 
 class ViewsBehind(Tokens):
