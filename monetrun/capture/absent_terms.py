@@ -89,7 +89,7 @@ class _Shortened:
             self.values[node] = new
 
     def _pass_on(self, node: fx.Node, given: Sequence[fx.Node]) -> None:
-        """A sum of which one term is there is that term; copied where the sum is written over and the term is not its own."""
+        """A sum is the one term that is there; a copy of it where the sum is written over and others read the term."""
         (term,) = (n for n in given if n not in self.absent)
         value = self.values[term]
         if node.target in _OUTPUT_SUMS and term is node.args[1]:

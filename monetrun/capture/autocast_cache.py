@@ -98,10 +98,10 @@ def _is_of_autocast() -> bool:
 
 def _position(x: torch.Tensor) -> int | None:
     """Which of a joint graph's inputs a tensor is, while that is traced; None: none."""
-    mode = proxy_tensor.get_proxy_mode()
-    if mode is None or not torch._is_functional_tensor(getattr(x, "elem", None)):
+    mode, wrapped = proxy_tensor.get_proxy_mode(), getattr(x, "elem", None)
+    if mode is None or wrapped is None or not torch._is_functional_tensor(wrapped):
         return None
-    inner = torch._from_functional_tensor(x.elem)  # type: ignore[attr-defined]
+    inner = torch._from_functional_tensor(wrapped)
     slot: Any = proxy_tensor.get_proxy_slot(inner, mode.tracer, None)
     node = None if slot is None else slot.proxy.node
     if node is None or node.op != "placeholder":
