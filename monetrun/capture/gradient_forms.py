@@ -96,6 +96,13 @@ def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return value.new_empty_strided(value.shape, strides).copy_(value)
 
 
+def with_strides_of(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``value`` with the strides of what an elementwise operator makes of ``other``; copied if its own are others."""
+    if value.stride() == other.stride():
+        return value
+    return with_strides(value, torch.empty_like(other, device="meta").stride())
+
+
 def _alike(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
     """Whether strides differ only where there is one element."""
     return all(a == b or n == 1 for n, a, b in zip(shape, strides, others, strict=True)) or 0 in shape

@@ -8,6 +8,7 @@ same are left out: each call costs the host microseconds, and each kernel the de
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,12 +16,15 @@ import torch
 from torch import fx
 
 from monetrun.capture import gradient_forms
-from monetrun.capture.output_gradients import is_tangent
+from monetrun.capture.open_strides import has_order, open_nodes
 from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm  # noqa: F401  (defines the operators)
 from monetrun.ops.families import output_gradients
 
 aten = torch.ops.aten
 monet = torch.ops.monet
+
+# monetrun's operators whose result has strides of its own, as that of the operator whose place they take
+_OWN_LAYOUT = re.compile("norm|pool|convolution|affine")
 
 
 def lower(graph: fx.Graph) -> None:
@@ -117,19 +121,34 @@ def _take_any_strides(graph: fx.Graph) -> None:
 
     Autograd's formulas reshape; where the traced strides have a view, only that is in the graph.
     """
-    late = {node for node in graph.find_nodes(op="placeholder") if is_tangent(node)}
-    for node in list(graph.nodes) if late else ():
-        if late.isdisjoint(node.all_input_nodes):
-            continue
-        late.add(node)
+    late = open_nodes(graph)
+    for node in late:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
         elif str(getattr(node.target, "overloadpacket", "")) in gradient_forms.FORM_BOUND:
-            (source, *_) = node.args
-            with graph.inserting_before(node):
-                traced = _call(graph, source, gradient_forms.with_strides, source, list(source.meta["val"].stride()))
-            traced.meta["val"] = source.meta["val"]
-            node.replace_input_with(source, traced)
+            _with_traced_strides(graph, node, node.args[0])  # type: ignore[arg-type]
+        elif str(node.target).startswith("monet.") and node.target is not output_gradients.OPERATOR:
+            sources = [n for n in node.all_input_nodes if late.get(n) and has_order(n)]
+            for source in sources:
+                _with_traced_strides(graph, node, source)
+            if sources and not _OWN_LAYOUT.search(str(node.target)):
+                _with_strides_of(graph, node, sources[0])
+
+
+def _with_traced_strides(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
+    """Have ``node`` read ``source`` with the strides that were traced."""
+    with graph.inserting_before(node):
+        traced = _call(graph, source, gradient_forms.with_strides, source, list(source.meta["val"].stride()))
+    traced.meta["val"] = source.meta["val"]
+    node.replace_input_with(source, traced)
+
+
+def _with_strides_of(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
+    """Have what ``node`` computes from ``source``, element by element, read with the strides of that."""
+    with graph.inserting_after(node):
+        result = _call(graph, node, gradient_forms.with_strides_of, node, source)
+    result.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
 def _update_in_place(graph: fx.Graph) -> None:

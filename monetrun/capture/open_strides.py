@@ -3,7 +3,8 @@
 Gradients of outputs arrive with strides of the script's choosing (see ``gradient_forms``). Elementwise operators pass
 them on: the result of ``a + b`` has the strides of ``a``. Written over ``b`` it has those of ``b``, and what is summed
 from it then differs by rounding. And monetrun's own kernels read a gradient and what the forward kept for it, a packed
-mask for example, in the order of their storages, so that both must have the strides that were traced.
+mask for example, in the order of their storages: they get the gradient with the strides that were traced, and what they
+give gets those of the gradient.
 """
 
 from __future__ import annotations
@@ -49,24 +50,24 @@ def with_the_same_strides(
         offered: the alternatives of its nodes.
     """
     known = {node: list(alternatives) for node, alternatives in offered.items()}
-    late = _open(module)
+    late = open_nodes(module.graph)
     for node in known.keys() & late.keys():
         known[node] = [a for a in known[node] if _same_strides(node, a, late)]
     return known
 
 
-def _open(module: fx.GraphModule) -> dict[fx.Node, bool]:
+def open_nodes(graph: fx.Graph) -> dict[fx.Node, bool]:
     """The nodes that read tensors with open strides, and whether their own are."""
     late: dict[fx.Node, bool] = {}
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder" and is_tangent(node):
-            late[node] = _has_order(node)
+            late[node] = has_order(node)
         elif node.op == "call_function" and any(late.get(n) for n in node.all_input_nodes):
             late[node] = str(getattr(node.target, "overloadpacket", "")) not in _OWN_STRIDES
     return late
 
 
-def _has_order(node: fx.Node) -> bool:
+def has_order(node: fx.Node) -> bool:
     """Whether there is more than one order of a tensor's dimensions."""
     return any(sum(n > 1 for n in v.shape) > 1 for v in tensors_in(node.meta.get("val")))
 
@@ -74,17 +75,11 @@ def _has_order(node: fx.Node) -> bool:
 def _same_strides(node: fx.Node, alternative: Alternative, late: Mapping[fx.Node, bool]) -> bool:
     """Whether an alternative gives the strides that ``node`` gives, tried on tensors without memory."""
     call = alternative.call
-    if _is_own(call.target) and any(late.get(n) and _has_order(n) for n in call.nodes):
-        return False
     if not late[node]:
         return alternative.overwrites is None or not late.get(alternative.overwrites)
-    read = [n for n in dict.fromkeys((*node.all_input_nodes, *call.nodes)) if late.get(n) and _has_order(n)]
+    read = [n for n in dict.fromkeys((*node.all_input_nodes, *call.nodes)) if late.get(n) and has_order(n)]
     with unset_fake_temporarily(), torch.no_grad():
         return all(_strides(Call.of(node), turned) == _strides(call, turned) for turned in _choices(read))
-
-
-def _is_own(target: Any) -> bool:
-    return str(target).startswith("monet.")
 
 
 def _choices(nodes: Sequence[fx.Node]) -> Iterator[frozenset[fx.Node]]:
