@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetrun.capture import gradient_forms
-from monetrun.capture.open_strides import has_order, open_nodes
+from monetrun.capture.open_strides import TRACED_STRIDES, has_order, open_nodes
+from monetrun.capture.strides import FORM_BOUND, with_strides, with_strides_of
 from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm  # noqa: F401  (defines the operators)
 from monetrun.ops.families import output_gradients
 
@@ -125,20 +125,20 @@ def _take_any_strides(graph: fx.Graph) -> None:
     for node in late:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
-        elif str(getattr(node.target, "overloadpacket", "")) in gradient_forms.FORM_BOUND:
+        elif str(getattr(node.target, "overloadpacket", "")) in FORM_BOUND:
             _with_traced_strides(graph, node, node.args[0])  # type: ignore[arg-type]
         elif str(node.target).startswith("monet.") and node.target is not output_gradients.OPERATOR:
             sources = [n for n in node.all_input_nodes if late.get(n) and has_order(n)]
             for source in sources:
                 _with_traced_strides(graph, node, source)
-            if sources and not _OWN_LAYOUT.search(str(node.target)):
+            if sources and TRACED_STRIDES not in node.meta and not _OWN_LAYOUT.search(str(node.target)):
                 _with_strides_of(graph, node, sources[0])
 
 
 def _with_traced_strides(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
     """Have ``node`` read ``source`` with the strides that were traced."""
     with graph.inserting_before(node):
-        traced = _call(graph, source, gradient_forms.with_strides, source, list(source.meta["val"].stride()))
+        traced = _call(graph, source, with_strides, source, list(source.meta["val"].stride()))
     traced.meta["val"] = source.meta["val"]
     node.replace_input_with(source, traced)
 
@@ -146,7 +146,7 @@ def _with_traced_strides(graph: fx.Graph, node: fx.Node, source: fx.Node) -> Non
 def _with_strides_of(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
     """Have what ``node`` computes from ``source``, element by element, read with the strides of that."""
     with graph.inserting_after(node):
-        result = _call(graph, node, gradient_forms.with_strides_of, node, source)
+        result = _call(graph, node, with_strides_of, node, source)
     result.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 

@@ -20,6 +20,8 @@ from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.storages import tensors_in
 from monetrun.ops.registry import Alternative, Call
 
+TRACED_STRIDES = "monetrun_traced_strides"  # in the meta of a call that gives the traced strides whatever it reads
+
 aten = torch.ops.aten
 
 # their results have strides that do not depend on those of the gradients that they read
@@ -73,13 +75,33 @@ def has_order(node: fx.Node) -> bool:
 
 
 def _same_strides(node: fx.Node, alternative: Alternative, late: Mapping[fx.Node, bool]) -> bool:
-    """Whether an alternative gives the strides that ``node`` gives, tried on tensors without memory."""
+    """Whether an alternative gives the strides that ``node`` gives, tried on small tensors."""
     call = alternative.call
     if not late[node]:
         return alternative.overwrites is None or not late.get(alternative.overwrites)
+    if not _is_elementwise(node):
+        return alternative.overwrites is None
     read = [n for n in dict.fromkeys((*node.all_input_nodes, *call.nodes)) if late.get(n) and has_order(n)]
     with unset_fake_temporarily(), torch.no_grad():
-        return all(_strides(Call.of(node), turned) == _strides(call, turned) for turned in _choices(read))
+        try:
+            expected = {turned: _strides(Call.of(node), turned) for turned in _choices(read)}
+            if str(call.target).startswith("monet."):
+                return _can_be_given(node, call, expected, late)
+            return all(_strides(call, turned) == strides for turned, strides in expected.items())
+        except RuntimeError:  # it does not run on such tensors
+            return False
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether all operands have the result's shape, or are broadcast to it."""
+    result = node.meta.get("val")
+    if not isinstance(result, torch.Tensor):
+        return False
+    shapes = [v.shape for n in node.all_input_nodes for v in tensors_in(n.meta.get("val"))]
+    return all(
+        len(shape) <= result.dim() and all(a in (1, b) for a, b in zip(shape[::-1], result.shape[::-1], strict=False))
+        for shape in shapes
+    )
 
 
 def _choices(nodes: Sequence[fx.Node]) -> Iterator[frozenset[fx.Node]]:
@@ -89,24 +111,40 @@ def _choices(nodes: Sequence[fx.Node]) -> Iterator[frozenset[fx.Node]]:
         yield frozenset(nodes)
 
 
+def _can_be_given(
+    node: fx.Node, call: Call, expected: Mapping[frozenset[fx.Node], Any], late: Mapping[fx.Node, bool]
+) -> bool:
+    """Whether a call of monetrun's can give the ``expected`` strides (see ``lowering``).
+
+    These are a gradient's, or the traced ones; which of both, is noted at the node.
+    """
+    gradient = next(n for n in call.nodes if late.get(n) and has_order(n))
+    if all(torch.empty_like(_small(gradient.meta["val"], gradient in c)).stride() == s for c, s in expected.items()):
+        return True
+    node.meta[TRACED_STRIDES] = True
+    return set(expected.values()) == {_small(node.meta["val"], False).stride()}
+
+
 def _strides(call: Call, turned: frozenset[fx.Node]) -> Any:
     """The strides of what a call gives, where tensors among its arguments have turned strides."""
     values: dict[fx.Node, Any] = {}
 
-    def empty(node: fx.Node) -> Any:
+    def small(node: fx.Node) -> Any:
         if node not in values:
             values[node] = torch.utils._pytree.tree_map_only(
-                torch.Tensor, lambda v: _empty(v, node in turned), node.meta.get("val")
+                torch.Tensor, lambda v: _small(v, node in turned), node.meta.get("val")
             )
         return values[node]
 
-    arguments, keywords = fx.map_arg((call.args, call.kwargs), empty)
+    arguments, keywords = fx.map_arg((call.args, call.kwargs), small)
     found = tensors_in(call.target(*arguments, **keywords))
     return found[0].stride()
 
 
-def _empty(value: torch.Tensor, turned: bool) -> torch.Tensor:
-    if not turned:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    backwards = torch.empty(*reversed(value.shape), dtype=value.dtype, device="meta")
-    return backwards.permute(*reversed(range(value.dim())))
+def _small(value: torch.Tensor, turned: bool) -> torch.Tensor:
+    """A tensor of a few elements, its dimensions in the order of ``value``'s strides; turned: in the reverse one."""
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda d: strides[d], reverse=not turned)
+    shape = [min(value.shape[d], 1 + value.dim() - d) for d in order]
+    zeros = torch.zeros(shape, dtype=value.dtype)
+    return zeros.permute([order.index(d) for d in range(value.dim())])
