@@ -21,6 +21,7 @@ from monetrun.capture.clock import Clock
 from monetrun.capture.gradient_terms import keep_mark
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lowering import lower
+from monetrun.capture.open_strides import TRACED_STRIDES
 from monetrun.core.errors import ScheduleError
 from monetrun.core.graph import FORWARD, Costs
 from monetrun.core.plan import Schedule, Step
@@ -240,7 +241,7 @@ def _views_by_storage(joint: JointGraph) -> dict[int, list[fx.Node]]:
 
 
 def _metadata(node: fx.Node) -> dict[str, Any]:
-    keep = ("val", "tensor_meta", "nn_module_stack", "stack_trace", "desc", "partitioner_tag")
+    keep = ("val", "tensor_meta", "nn_module_stack", "stack_trace", "desc", "partitioner_tag", TRACED_STRIDES)
     return {k: v for k, v in node.meta.items() if k in keep}
 
 

@@ -19,9 +19,9 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from monetrun.capture.output_gradients import is_tangent
+from monetrun.capture.strides import FORM_BOUND, alike
 
 _LEFT_OPEN = "monetrun_left_open"  # in the guess of a gradient's strides: it is not copied before the backward
-_FORM_BOUND = frozenset(str(p) for p in (torch.ops.aten.as_strided, torch.ops.aten.as_strided_scatter))
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def fitting(run: Callable[..., Any], module: fx.GraphModule, inputs: Sequence[An
         others = tuple(
             (position, given.stride())
             for position, (shape, strides) in forms.items()
-            if (given := arguments[position]) is not None and not _alike(shape, given.stride(), strides)
+            if (given := arguments[position]) is not None and not alike(shape, given.stride(), strides)
         )
         if others:
             if others not in copied:
@@ -87,11 +87,6 @@ def fitting(run: Callable[..., Any], module: fx.GraphModule, inputs: Sequence[An
 
     called._boxed_call = True  # type: ignore[attr-defined]
     return called if forms else run
-
-
-def _alike(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether strides differ only where there is one element."""
-    return all(a == b or n == 1 for n, a, b in zip(shape, strides, others, strict=True)) or 0 in shape
 
 
 def _form(value: Any) -> Any:
@@ -129,7 +124,7 @@ class _Checker(fx.Interpreter):
     """Runs a module on fake tensors; an operator that is bound to one layout must find that."""
 
     def run_node(self, n: fx.Node) -> Any:
-        if str(getattr(n.target, "overloadpacket", "")) in _FORM_BOUND:
+        if str(getattr(n.target, "overloadpacket", "")) in FORM_BOUND:
             given, value = self.env[n.args[0]], n.args[0].meta.get("val")  # type: ignore[index, union-attr]
             if value is None or given.stride() != value.stride():
                 raise RuntimeError(f"{n.name} needs other strides")

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from monetrun.capture.guards import Guard, Guards
+from monetrun.capture.open_strides import with_the_same_strides
 from monetrun.capture.operators import Described, Inputs, describe
 from monetrun.capture.optional_operators import mark_optional
 from monetrun.capture.output_gradients import is_tangent, join_output_gradients
@@ -99,7 +100,7 @@ def capture(
     join_output_gradients(module)
     dtypes.correct_norms(module)
     random.note_states(module)
-    offered = registry.alternatives(module)
+    offered = with_the_same_strides(module, registry.alternatives(module))
 
     forward, backward = _phases(module, name)
     (output,) = module.graph.find_nodes(op="output")

@@ -8,24 +8,31 @@ same are left out: each call costs the host microseconds, and each kernel the de
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from monetrun.capture.open_strides import TRACED_STRIDES, has_order, open_nodes
+from monetrun.capture.strides import FORM_BOUND, with_strides, with_strides_of
 from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm  # noqa: F401  (defines the operators)
 from monetrun.ops.families import output_gradients
 
 aten = torch.ops.aten
 monet = torch.ops.monet
 
+# monetrun's operators whose result has strides of its own, as that of the operator whose place they take
+_OWN_LAYOUT = re.compile("norm|pool|convolution|affine")
+
 
 def lower(graph: fx.Graph) -> None:
     """Have a graph that is to run call cuDNN's batch norm directly, where it runs on CUDA, and write in place."""
     for node in graph.find_nodes(op="call_function", target=output_gradients.OPERATOR):
-        if len(node.args) == 2:
-            node.target = output_gradients.add_output_gradient_
+        *arguments, in_place = node.args
+        if in_place:
+            node.target, node.args = output_gradients.add_output_gradient_, tuple(arguments)
     for target, replace in _REPLACEMENTS.items():
         for node in list(graph.find_nodes(op="call_function", target=target)):
             if _device_type(node.meta["val"]) == "cuda":
@@ -33,6 +40,7 @@ def lower(graph: fx.Graph) -> None:
                     replace(graph, node)
                 graph.erase_node(node)
     _leave_out_views(graph)
+    _take_any_strides(graph)
     _update_in_place(graph)
 
 
@@ -106,6 +114,41 @@ def _replace(view: fx.Node, source: fx.Node) -> None:
             view = given[0]
         else:
             break
+
+
+def _take_any_strides(graph: fx.Graph) -> None:
+    """Have calls take what is computed from gradients of outputs: these may arrive with other strides than traced.
+
+    Autograd's formulas reshape; where the traced strides have a view, only that is in the graph.
+    """
+    late = open_nodes(graph)
+    for node in late:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        elif str(getattr(node.target, "overloadpacket", "")) in FORM_BOUND:
+            _with_traced_strides(graph, node, node.args[0])  # type: ignore[arg-type]
+        elif str(node.target).startswith("monet.") and node.target is not output_gradients.OPERATOR:
+            sources = [n for n in node.all_input_nodes if late.get(n) and has_order(n)]
+            for source in sources:
+                _with_traced_strides(graph, node, source)
+            if sources and TRACED_STRIDES not in node.meta and not _OWN_LAYOUT.search(str(node.target)):
+                _with_strides_of(graph, node, sources[0])
+
+
+def _with_traced_strides(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
+    """Have ``node`` read ``source`` with the strides that were traced."""
+    with graph.inserting_before(node):
+        traced = _call(graph, source, with_strides, source, list(source.meta["val"].stride()))
+    traced.meta["val"] = source.meta["val"]
+    node.replace_input_with(source, traced)
+
+
+def _with_strides_of(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
+    """Have what ``node`` computes from ``source``, element by element, read with the strides of that."""
+    with graph.inserting_after(node):
+        result = _call(graph, node, with_strides_of, node, source)
+    result.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
 def _update_in_place(graph: fx.Graph) -> None:

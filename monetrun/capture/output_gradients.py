@@ -50,13 +50,13 @@ def _join(total: fx.Node, summand: fx.Node, tangent: fx.Node) -> None:
     if form is None or of_gradient is None or form != _form(summand) or form[:2] != of_gradient[:2]:
         return
     in_place = form == of_gradient and _is_read_once(gradient)
-    stride = () if in_place else (list(form[2]),)
+    outer_first = total.args[0] is not gradient
     graph = total.graph
     with graph.inserting_before(total):
-        new = graph.call_function(OPERATOR, (gradient, tangent, *stride))
+        new = graph.call_function(OPERATOR, (gradient, tangent, outer_first, in_place))
     new.meta = {**total.meta, **({OVERWRITES: gradient} if in_place else {})}
     if EARLIER in total.meta:
-        new.meta[EARLIER] = 0 if total.args[0] is gradient else 1
+        new.meta[EARLIER] = int(outer_first)
     total.replace_all_uses_with(new)
     graph.erase_node(total)
     while summand is not tangent:
@@ -163,12 +163,23 @@ class AbsentGradients:
         }
         self._sources = _sources(module, tangents)
 
-    def at_once(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, which runs the backward on a list of arguments."""
+    def at_once(
+        self, run: Callable[..., Any], run_without: Callable[[Sequence[int]], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """``run``, which runs the backward on a list of arguments.
+
+        Args:
+            run: called where no gradient is absent.
+            run_without: gives what is called where those at these positions are, which need not be there.
+        """
+        others: dict[tuple[int, ...], Callable[..., Any]] = {}
 
         def called(arguments: list[Any]) -> Any:
-            results = run(self._filled(arguments)) if (absent := self._absent(arguments)) else run(arguments)
-            return tuple(self._given(k, r, absent) for k, r in enumerate(results)) if absent else results
+            if not (absent := tuple(sorted(self._absent(arguments)))):
+                return run(arguments)
+            if absent not in others:
+                others[absent] = run_without(absent)
+            return others[absent](arguments)
 
         called._boxed_call = True  # type: ignore[attr-defined]
         return called if self._tangents else run

@@ -14,6 +14,7 @@ from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 from torch.fx.node import _side_effectful_functions
 
+from monetrun.capture.python_entries import replace_entry
 from monetrun.ops.families import cudnn_batch_norm
 from monetrun.ops.registry import call_of
 
@@ -42,8 +43,8 @@ def operators_kept_whole() -> Iterator[None]:
     for overload in _overloads_to_keep():
         for key in _PYTHON_ENTRIES:
             if key in overload.py_kernels:
-                removed.append((overload, key, _replace(overload, key, None)))
-    replaced = _replace(_CUDNN_BATCH_NORM, DispatchKey.Autograd, cudnn_batch_norm.traced)
+                removed.append((overload, key, replace_entry(overload, key, None)))
+    replaced = replace_entry(_CUDNN_BATCH_NORM, DispatchKey.Autograd, cudnn_batch_norm.traced)
     random = _random_operators() - _side_effectful_functions
     _side_effectful_functions.update(random)
     fakes: dict[Any, Any] = {norm: decomposition_table[norm] for norm in _BATCH_NORMS if norm in decomposition_table}
@@ -54,9 +55,9 @@ def operators_kept_whole() -> Iterator[None]:
     finally:
         decomposition_table.update(fakes)
         _side_effectful_functions.difference_update(random)
-        _replace(_CUDNN_BATCH_NORM, DispatchKey.Autograd, replaced)
+        replace_entry(_CUDNN_BATCH_NORM, DispatchKey.Autograd, replaced)
         for overload, key, kernel in removed:
-            _replace(overload, key, kernel)
+            replace_entry(overload, key, kernel)
 
 
 @functools.cache
@@ -84,15 +85,6 @@ def _with_dense_result(norm: Any, fake: Callable[..., Any]) -> Callable[..., Any
         return fake(*given, *args[count:], **kwargs)
 
     return dense
-
-
-def _replace(overload: Any, key: DispatchKey, kernel: Any) -> Any:
-    """Make ``kernel`` (None: nothing) the Python entry of an overload; gives the one that it replaces."""
-    replaced = overload.py_kernels.pop(key, None)
-    if kernel is not None:
-        overload.py_kernels[key] = kernel
-    overload._dispatch_cache.clear()
-    return replaced
 
 
 def _overloads_to_keep() -> list[Any]:

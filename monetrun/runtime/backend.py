@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from monetrun.capture import backward_autocast, execute, gradient_forms, gradient_order
 from monetrun.capture import program as programs
+from monetrun.capture.absent_terms import with_nothing_at, without
+from monetrun.capture.autocast_cache import casts_once
 from monetrun.capture.double_backward import TracedBackward, repeatable
 from monetrun.capture.gradient_order import GradientOrder
 from monetrun.capture.guards import FailedGuards, Guards
@@ -162,7 +164,7 @@ class Backend:
         self._traced = TracedBackward()
         without_donation = torch._functorch.config.patch(donated_buffer=False)
         with operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
-            with backward_autocast.traced_under(self.autocast) as autocast:
+            with backward_autocast.traced_under(self.autocast) as autocast, casts_once(module, inputs):
                 compiled = stay_absent(self._aot(module, inputs))
             traced = dataclasses.replace(self._traced, autocast=autocast)
             return repeatable(order.kept(compiled), module, traced)
@@ -243,7 +245,15 @@ class Backend:
             run = self._observed(BACKWARD, number, execute.boxed(module))
         else:
             run = _measured(self.meters.steps, BACKWARD, number, self._timed(module, BACKWARD, number))
-        return gradient_forms.fitting(AbsentGradients(module, inputs).at_once(run), module, inputs)
+
+        def run_without(absent: Sequence[int]) -> Run:
+            shortened, unread = without(module, absent)
+            found = self._observed(BACKWARD, number, _program(shortened))
+            if self.meters is not None:
+                found = _measured(self.meters.steps, BACKWARD, number, found)
+            return with_nothing_at(unread, found)
+
+        return gradient_forms.fitting(AbsentGradients(module, inputs).at_once(run, run_without), module, inputs)
 
     def _with_room(self, graph: Graph, run: Run) -> Run:
         """``run``, which begins only where there is room for its step."""
@@ -259,7 +269,7 @@ class Backend:
     def _timed(self, module: fx.GraphModule, phase: str, number: int) -> Run:
         """Runs ``module``, timed in its early calls."""
         assert self.meters is not None
-        run = (programs.program(module) if programs.runs_on_cuda(module) else None) or execute.boxed(module)
+        run = _program(module)
         timed = self.meters.timing.instrumented(module, phase, number)
         return self.meters.timing.early_calls(run, None if timed is None else execute.boxed(timed))
 
@@ -283,6 +293,10 @@ class Backend:
 
         observed._boxed_call = True  # type: ignore[attr-defined]
         return observed
+
+
+def _program(module: fx.GraphModule) -> Run:
+    return (programs.program(module) if programs.runs_on_cuda(module) else None) or execute.boxed(module)
 
 
 def or_as_it_is(backend: Backend, give_up: Callable[[str], None]) -> Callable[..., Any]:

@@ -90,7 +90,7 @@ class OtherShapes:
                 schedule = adaptation.adapted_schedule(step, plan, limit, options)
             except InfeasibleBudget as refused:
                 if estimated:
-                    return greedy.most_frugal(graph, step.costs[0])
+                    return greedy.most_frugal(graph, step.costs[0], options)
                 raise moved_memory.refused_shape(joint, step, plan, refused) from None
         if names := adaptation.inexact(graph, schedule):
             self.note(

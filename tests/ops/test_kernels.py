@@ -255,7 +255,7 @@ def samples():
     nll = torch.randint(7, (5,)), None, 1, -100, torch.tensor(5.0), 1
     images = x.contiguous(memory_format=torch.channels_last)
     return {
-        "add_output_gradient": (x, torch.randn(6, 36), [108, 1, 18, 3]),
+        "add_output_gradient": (x.transpose(1, 2).contiguous().transpose(1, 2), torch.randn(6, 36), True, False),
         "range_mask": (x, 0.0, 6.0),
         "nonzero_mask": (x.transpose(1, 2),),
         "mask_backward": (x, mask, 0.1),

@@ -11,12 +11,14 @@ made, and makes one more. ``Script`` is what trains it. By hand, from the folder
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import hashlib
 import linecache
 import random
 import sys
+import tempfile
 import traceback
 import types
 from collections.abc import Callable
@@ -385,7 +387,10 @@ def train_within(budget: str, make: Callable[[], nn.Module], how: Script) -> tup
     """Train under monetrun, all implementations exact; the session is closed."""
     torch._dynamo.reset()
     gc.collect()
-    session = Session(Settings(mode=RUN, budget=budget, solver_seconds=0.3, implementations="exact"))
+    settings = Settings(
+        mode=RUN, budget=budget, solver_seconds=0.3, implementations="exact", cache_folder=_costs_folder()
+    )
+    session = Session(settings)
     session.watch_process()
     try:
         return train(make, how), session
@@ -405,6 +410,13 @@ def differences(plain: Outcome, found: Outcome) -> list[str]:
 
 
 @functools.cache
+def _costs_folder() -> str:
+    """Where all models of the process find measured costs: most of their operators are alike."""
+    folder = tempfile.TemporaryDirectory(prefix="monetrun-random-models-")
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
 def freeze() -> None:
     """Keep the collector from what is there now, torch's modules above all: looking at them is a third of the time."""
     gc.collect()

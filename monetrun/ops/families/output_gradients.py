@@ -6,39 +6,37 @@ eager has no gradient of that output: nothing is allocated and nothing is added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from monetrun.ops.definition import operator
 
 
-def _fake(gradient: Tensor, outer: Tensor | None, stride: Sequence[int] = ()) -> Tensor:
-    if not stride:
-        return torch.empty_like(gradient)
-    if outer is not None and outer.shape == gradient.shape and tuple(stride) != gradient.stride():
-        outer_stride = torch.empty_like(outer, device="meta").stride()
-        stride = outer_stride if outer_stride == outer.stride() else stride
-    return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device)
+def _sum(gradient: Tensor, outer: Tensor | None, outer_first: bool, in_place: bool) -> Tensor:
+    if outer is None:
+        return gradient.clone()
+    outer = outer.reshape(gradient.shape)
+    return torch.add(outer, gradient) if outer_first else torch.add(gradient, outer)
 
 
-@operator("add_output_gradient(Tensor gradient, Tensor? outer, int[] stride=[]) -> Tensor", _fake)
-def add_output_gradient(gradient: Tensor, outer: Tensor | None, stride: Sequence[int] = ()) -> Tensor:
+@operator("add_output_gradient(Tensor gradient, Tensor? outer, bool outer_first, bool in_place) -> Tensor", _sum)
+def add_output_gradient(gradient: Tensor, outer: Tensor | None, outer_first: bool, in_place: bool) -> Tensor:
     """``gradient + outer``; ``outer`` may have another shape of as many elements, and None is zero.
 
-    ``stride``: of the result, as traced; empty: those of ``gradient``. Where they are not those of ``gradient``,
-    autograd would add ``gradient`` to ``outer``: the result has the strides with which that arrives, if it is dense.
+    ``outer_first``: eager adds ``gradient`` to ``outer``, so that the result has the strides with which that arrives.
+    ``in_place``: ``add_output_gradient_`` is to run.
     """
-    result = _fake(gradient, outer, stride)
+    return _sum(gradient, outer, outer_first, in_place)
+
+
+def add_output_gradient_(gradient: Tensor, outer: Tensor | None, outer_first: bool) -> Tensor:
+    """The same, written over ``gradient`` where that has the strides of the result."""
     if outer is None:
-        return result.copy_(gradient)
-    return torch.add(gradient, outer.reshape(gradient.shape), out=result)
-
-
-def add_output_gradient_(gradient: Tensor, outer: Tensor | None) -> Tensor:
-    """The same, written over ``gradient``."""
-    return gradient if outer is None else gradient.add_(outer.reshape(gradient.shape))
+        return gradient
+    outer = outer.reshape(gradient.shape)
+    if outer_first and outer.stride() != gradient.stride():
+        return torch.add(outer, gradient)
+    return gradient.add_(outer)
 
 
 OPERATOR = torch.ops.monet.add_output_gradient.default

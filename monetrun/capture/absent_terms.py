@@ -1,0 +1,141 @@
+"""Backward modules for calls in which gradients of some outputs are absent: what eager would not compute is left out.
+
+Where nothing that the script differentiates was computed from an output, eager has no gradient of it, and none of what
+follows from that alone: sums have one term less. Zeros in their place would give sums the strides of the zeros, so that
+what is summed later would differ by rounding, and take memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from monetrun.capture.gradient_terms import shaped
+from monetrun.capture.output_gradients import is_tangent
+from monetrun.ops.families.output_gradients import OPERATOR, add_output_gradient_
+
+aten = torch.ops.aten
+
+_OUTPUT_SUMS = (OPERATOR, add_output_gradient_)
+_SUMS = (aten.add.Tensor, aten.add_.Tensor, *_OUTPUT_SUMS)
+
+
+def without(module: fx.GraphModule, absent: Collection[int]) -> tuple[fx.GraphModule, list[int]]:
+    """A backward module that takes the same arguments, and the positions of those that it does not read.
+
+    Args:
+        module: of ``execute.build``; it is left as it is.
+        absent: the positions of the gradients that are not there.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    shortened = _Shortened([placeholders[position] for position in absent])
+    for node in module.graph.nodes:
+        shortened.add(node)
+    for node in reversed(shortened.graph.nodes):
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            shortened.graph.erase_node(node)
+    given = enumerate(shortened.graph.find_nodes(op="placeholder"))
+    return fx.GraphModule(module, shortened.graph), [position for position, node in given if not node.users]
+
+
+def with_nothing_at(positions: Sequence[int], run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """``run``, which does not read its arguments at these positions: they are freed before."""
+
+    def called(arguments: list[Any]) -> Any:
+        for position in positions:
+            arguments[position] = None
+        return run(arguments)
+
+    called._boxed_call = True  # type: ignore[attr-defined]
+    return called
+
+
+class _Shortened:
+    """The graph of ``without`` while it is built.
+
+    Attributes:
+        graph: the new graph.
+        values: the nodes of the old graph in the new one.
+        absent: nodes of the old graph that are left out.
+    """
+
+    def __init__(self, absent: Collection[fx.Node]) -> None:
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.absent = set(absent)
+        self._late: set[fx.Node] = set()  # what depends on gradients of outputs
+
+    def add(self, node: fx.Node) -> None:
+        """Go on with the next node of the old graph."""
+        if node.op == "output":
+            results = [None if n in self.absent else n for n in node.args[0]]  # type: ignore[union-attr]
+            self.graph.output(fx.map_arg(tuple(results), self.values.__getitem__))
+            return
+        given = node.all_input_nodes
+        if (node.op == "placeholder" and is_tangent(node)) or not self._late.isdisjoint(given):
+            self._late.add(node)
+        gone = [n for n in given if n in self.absent]
+        if gone and not any(n in self._late and n not in self.absent for n in given):
+            self.absent.add(node)
+        elif gone and node.target in _SUMS and len(given) == 2 and not node.kwargs:
+            self._pass_on(node, given)
+        else:
+            zeros = {n: self._zeros(n) for n in gone}
+            new = self.graph.node_copy(node, lambda n: zeros.get(n) or self.values[n])
+            self.values[node] = new
+
+    def _pass_on(self, node: fx.Node, given: Sequence[fx.Node]) -> None:
+        """A sum is the one term that is there; a copy of it where the sum is written over and others read the term."""
+        (term,) = (n for n in given if n not in self.absent)
+        value = self.values[term]
+        if node.target in _OUTPUT_SUMS and term is node.args[1]:
+            value = self.graph.call_function(shaped, (value, list(node.meta["val"].shape)))
+        if _is_written_over(node) and (len(term.users) > 1 or not _owns(term)):
+            value = self.graph.call_function(aten.clone.default, (value,))
+        if value is not self.values[term]:
+            value.meta = dict(node.meta)
+        self.values[node] = value
+
+    def _zeros(self, node: fx.Node) -> fx.Node:
+        value = node.meta["val"]
+        new = self.graph.call_function(_zeros, (list(value.shape), list(value.stride()), value.dtype, value.device))
+        new.meta = dict(node.meta)
+        return new
+
+
+def _zeros(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+
+
+def _is_written_over(node: fx.Node) -> bool:
+    """Whether a call writes to what ``node`` gives, or to a view of it."""
+    for user in node.users:
+        if user.target is add_output_gradient_:
+            if user.args[0] is node:
+                return True
+        elif isinstance(user.target, torch._ops.OpOverload):
+            schema = user.target._schema
+            given: list[Any] = [*zip(schema.arguments, user.args, strict=False)]
+            given += [(a, user.kwargs[a.name]) for a in schema.arguments if a.name in user.kwargs]
+            info = [a.alias_info for a, value in given if value is node and a.alias_info is not None]
+            if any(i.is_write for i in info) or (_gives_view(user) and _is_written_over(user)):
+                return True
+        elif user.op == "call_function" and _is_written_over(user):
+            return True
+    return False
+
+
+def _gives_view(node: fx.Node) -> bool:
+    target: Any = node.target
+    return target is aten.reshape.default or any(r.alias_info is not None for r in target._schema.returns)
+
+
+def _owns(node: fx.Node) -> bool:
+    """Whether a call has allocated what it gives, all of which is its result."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem and _owns(node.all_input_nodes[0])
+    return not _gives_view(node)

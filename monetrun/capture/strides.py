@@ -1,0 +1,29 @@
+"""Tensors with other strides: copied where gradients arrived with strides that were not traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+FORM_BOUND = frozenset(str(p) for p in (torch.ops.aten.as_strided, torch.ops.aten.as_strided_scatter))
+"""Operators that are bound to their argument's strides."""
+
+
+def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """``value``, copied if its strides are others."""
+    if alike(value.shape, value.stride(), strides):
+        return value
+    return value.new_empty_strided(value.shape, strides).copy_(value)
+
+
+def with_strides_of(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``value`` with the strides of what an elementwise operator makes of ``other``; copied if its own are others."""
+    if value.stride() == other.stride():
+        return value
+    return with_strides(value, torch.empty_like(other, device="meta").stride())
+
+
+def alike(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether strides differ only where there is one element."""
+    return all(a == b or n == 1 for n, a, b in zip(shape, strides, others, strict=True)) or 0 in shape

@@ -1,0 +1,132 @@
+"""Gradients of outputs that arrive with other strides than the outputs have, or not at all: trained under a plan."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from monetrun.capture import cpu_allocator
+from monetrun.capture.open_strides import open_nodes, with_the_same_strides
+from monetrun.ops import registry
+from support import random_models
+from support.captured import captured
+
+HOW = random_models.Script(3, (8,), 1, False, (3,), (1,), "SGD", True, False, False, False)
+
+
+@pytest.fixture(autouse=True)
+def _counted():
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(random_models.VOCABULARY, 16)
+        self.linear = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+
+
+class SecondOperand(Tokens):
+    """A sum and products whose second operand is of the layout that was traced, and the first one is not."""
+
+    def forward(self, tokens):
+        x = F.silu(self.linear(self.token(tokens)))
+        y = F.normalize(x, dim=-1) + self.linear(x)
+        return y.abs().mean(), y.transpose(1, 2)
+
+
+class PackedMask(Tokens):
+    """What the forward keeps of a dropout is in the order of its own storage."""
+
+    def forward(self, tokens):
+        x = F.dropout(torch.tanh(self.linear(self.token(tokens))), 0.2, self.training)
+        return x.square().mean(), x.transpose(1, 2)
+
+
+class OutputFirst(Tokens):
+    """Autograd adds what the graph computes to the output's gradient, which arrives first."""
+
+    def forward(self, tokens):
+        x = F.silu(self.linear(self.token(tokens)))
+        return x.mean((1, 2)), x.transpose(1, 2), x[:, 1:3]
+
+
+class ViewsBehind(Tokens):
+    """The gradient has no view of the shape in which the weights' gradients are computed."""
+
+    def forward(self, tokens):
+        x = self.linear(self.norm(self.token(tokens).transpose(1, 2)).transpose(1, 2))
+        return x.transpose(1, 2), F.layer_norm(x, (16,))
+
+
+class Recurrent(Tokens):
+    """It runs in Python, and gives its input a transposed gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Dropout(0.2))
+        self.recurrent = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, tokens):
+        x = self.inner(self.token(tokens))
+        return (self.recurrent(x)[0].mean((1, 2)), self.inner(x))
+
+
+class Unused(Tokens):
+    """Zeros in place of an absent gradient would come first in sums, and with strides of their own."""
+
+    def forward(self, tokens):
+        x = self.norm(self.token(tokens).transpose(1, 2)).transpose(1, 2)
+        y = x.clone()
+        y[:, ::2] *= 0.5
+        z = self.norm(F.silu(y).transpose(1, 2)).transpose(1, 2)
+        return z.mean((1, 2)), z[:, 1:3], torch.tanh(self.linear(x)).sum(-1)
+
+
+@pytest.mark.parametrize("budget", ["2x", "0.8x"])
+@pytest.mark.parametrize(
+    ("model", "used"),
+    [
+        (SecondOperand, (2,)),
+        (PackedMask, (2,)),
+        (OutputFirst, (2, 1)),
+        (ViewsBehind, (2,)),
+        (Recurrent, (1,)),
+        (Unused, (3, 1, 2)),
+    ],
+)
+def test_training_is_that_of_eager(model, used, budget):
+    how = replace(HOW, used_outputs=used)
+    found, session = random_models.train_within(budget if model is not Recurrent else "2x", model, how)
+    assert session.engine.plan is not None
+    assert not random_models.differences(random_models.train(model, how), found)
+
+
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x))
+        x = torch.tanh(self.linear(x) + x * torch.sigmoid(x))
+        return torch.tanh(x) * torch.sigmoid(x)
+
+
+def test_strides_are_open_up_to_a_matrix_product():
+    torch.manual_seed(0)
+    module = captured(Sums(), torch.randn(4, 6, 8)).module
+    open_ = open_nodes(module.graph)
+    products = [n for n in module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default) if n in open_]
+    assert products
+    assert not any(open_[node] for node in products)
+    offered = registry.alternatives(module)
+    kept = with_the_same_strides(module, offered)
+    sums = [n for n in offered if n.target is torch.ops.aten.add.Tensor and n.meta["val"].dim() > 1]
+    second = [n for n in sums if open_.get(n.args[0])]
+    assert any(a.overwrites is n.args[1] for n in second for a in offered[n])
+    assert not any(a.overwrites is n.args[1] for n in second for a in kept[n])
+    assert any(a.overwrites is n.args[0] for n in second for a in kept[n])
