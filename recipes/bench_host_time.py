@@ -3,7 +3,8 @@
     STANDIN_GPU_GIB=64 python tests/support/standin_gpu python recipes/bench_host_time.py
 
 On a stand-in GPU, where kernels cost nothing, a step's time is the host's; on a real one only the processor's is. The
-networks of ``gpu_training.py`` train, small, in two processes that take turns: eagerly, with the allocator's settings
+networks of ``gpu_training.py`` train, small, in two processes that take turns, which are started anew several times,
+since one process can be a tenth slower than the next one of the same code: eagerly, with the allocator's settings
 as torch has them, and as a worker of a launch does. ``auto`` is a budget that the plain step fits with room, so that
 nothing is planned; under ``full``, which it fits too, the step is planned all the same. ``cpu`` is what the process
 took of its processors, in all threads; ``wall`` is the clock, which on a shared machine counts others' work. Costs come
@@ -115,18 +116,19 @@ def worker(name: str, budget: str) -> Iterator[Connection]:
         process.kill()
 
 
-def bench(name: str, budget: str, pairs: int, steps: int) -> dict[str, Any]:
+def bench(name: str, budget: str, starts: int, pairs: int, steps: int) -> dict[str, Any]:
     """One network under one budget: the medians of both steps and of their ratio, paired."""
-    with worker(name, EAGER) as eager, worker(name, budget) as planned:
-        counts, found = eager.recv(), planned.recv()
-        rows = []
-        for i in range(pairs):
-            both = (eager, planned) if i % 2 == 0 else (planned, eager)
-            taken = {}
-            for one in both:
-                one.send(steps)
-                taken[one] = one.recv()
-            rows.append((*taken[eager], *taken[planned]))
+    rows = []
+    for _ in range(starts):
+        with worker(name, EAGER) as eager, worker(name, budget) as planned:
+            counts, found = eager.recv(), planned.recv()
+            for i in range(pairs):
+                both = (eager, planned) if i % 2 == 0 else (planned, eager)
+                taken = {}
+                for one in both:
+                    one.send(steps)
+                    taken[one] = one.recv()
+                rows.append((*taken[eager], *taken[planned]))
     plain_wall, plain_cpu, wall, cpu = (statistics.median(column) for column in zip(*rows, strict=True))
     return {
         "network": name,
@@ -140,7 +142,8 @@ def bench(name: str, budget: str, pairs: int, steps: int) -> dict[str, Any]:
         "wall_ratio": statistics.median(row[2] / row[0] for row in rows),
         "eager_operators": counts["operators"],
         "operators": found["operators"],
-        "pairs": pairs,
+        "starts": starts,
+        "pairs_in_each": pairs,
         "steps_in_each": steps,
     }
 
@@ -148,10 +151,11 @@ def bench(name: str, budget: str, pairs: int, steps: int) -> dict[str, Any]:
 @click.command(help=__doc__)
 @click.option("--networks", default="resnet50,mobilenet_v2,unet,gpt", show_default=True)
 @click.option("--budgets", default=f"{AUTO},{FULL},0.6x", show_default=True)
-@click.option("--pairs", type=click.IntRange(1), default=20, show_default=True)
+@click.option("--starts", type=click.IntRange(1), default=3, show_default=True, help="pairs of processes")
+@click.option("--pairs", type=click.IntRange(1), default=8, show_default=True, help="turns of each pair")
 @click.option("--steps", type=click.IntRange(1), default=40, show_default=True, help="steps of each in a pair")
 @click.option("--out", type=click.Path(path_type=Path), help="write the figures there as JSON")
-def main(networks: str, budgets: str, pairs: int, steps: int, out: Path | None) -> None:
+def main(networks: str, budgets: str, starts: int, pairs: int, steps: int, out: Path | None) -> None:
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
@@ -163,7 +167,7 @@ def main(networks: str, budgets: str, pairs: int, steps: int, out: Path | None) 
         table.add_column(column, justify="left" if column == "network" else "right")
     for name in networks.split(","):
         for budget in budgets.split(","):
-            row = bench(name, budget, pairs, steps)
+            row = bench(name, budget, starts, pairs, steps)
             found["rows"].append(row)
             table.add_row(
                 name,

@@ -37,6 +37,8 @@ def test_it_compares_the_hosts_time_of_both_steps(tmp_path):
         "small",
         "--budgets",
         "auto,full",
+        "--starts",
+        "1",
         "--pairs",
         "2",
         "--steps",
