@@ -137,9 +137,12 @@ def _take_any_strides(graph: fx.Graph) -> None:
 
 def _with_traced_strides(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
     """Have ``node`` read ``source`` with the strides that were traced."""
+    value = source.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return  # the one result of an implementation of an operator that has several, in a layout of its own
     with graph.inserting_before(node):
-        traced = _call(graph, source, with_strides, source, list(source.meta["val"].stride()))
-    traced.meta["val"] = source.meta["val"]
+        traced = _call(graph, source, with_strides, source, list(value.stride()))
+    traced.meta["val"] = value
     node.replace_input_with(source, traced)
 
 

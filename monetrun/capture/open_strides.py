@@ -32,6 +32,7 @@ _OWN_STRIDES = frozenset(
         aten.bmm,
         aten.addmm,
         aten.baddbmm,
+        aten.convolution,
         aten.convolution_backward,
         aten.embedding_dense_backward,
         aten.native_layer_norm_backward,
