@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,7 @@ def main(out: str, links: Sequence[str], points: int, nodes: int, gpus: int, cos
     options = Options(seconds=sizes.pop("solver_seconds"), implementations=("exact",))
     words = [w for name, n in sizes.items() for w in (f"--{name.replace('_', '-')}", str(n))]
     record = recorded(nodes, gpus, cost_model, [*words, "--vocabulary", "32000", "--bf16"])
-    found = rows(record, links, points, replace(options), nodes * gpus)
+    found = rows(record, links, points, options, nodes * gpus)
     cluster = {"ranks": nodes * gpus, "cost_model": cost_model}
     result = {"model": sizes, **cluster, "over_the_better": summary(found), "rows": found}
     click.echo(json.dumps(result["over_the_better"], indent=1))

@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from monetrun.capture.output_gradients import is_tangent
-from monetrun.capture.strides import FORM_BOUND, alike
+from monetrun.capture.strides import FORM_BOUND, alike, with_strides
 
 _LEFT_OPEN = "monetrun_left_open"  # in the guess of a gradient's strides: it is not copied before the backward
 
@@ -79,10 +79,7 @@ def fitting(run: Callable[..., Any], module: fx.GraphModule, inputs: Sequence[An
             if others not in copied:
                 copied[others] = _to_copy(module, traced, others)
             for position in copied[others]:
-                given = arguments[position]
-                arguments[position] = torch.empty_strided(
-                    *forms[position], dtype=given.dtype, device=given.device
-                ).copy_(given)
+                arguments[position] = with_strides(arguments[position], forms[position][1])
         return run(arguments)
 
     called._boxed_call = True  # type: ignore[attr-defined]

@@ -152,17 +152,12 @@ def own_faults() -> Iterator[None]:
     """Within it, or in a function that it decorates, what is no error raised on purpose becomes a ``PlanningFault``."""
     try:
         yield
-    except ScheduleError as error:
-        raise PlanningFault(*_of_own(error)) from error
-    except (MonetrunError, OSError):
-        raise
     except Exception as error:
-        raise PlanningFault(*_of_own(error)) from error
-
-
-def _of_own(error: Exception) -> tuple[str, str]:
-    what = str(error).partition("\n")[0]
-    return f"planning failed by a fault of monetrun itself ({type(error).__name__}: {what})", "please report it"
+        if isinstance(error, (MonetrunError, OSError)) and not isinstance(error, ScheduleError):
+            raise
+        first_line = str(error).partition("\n")[0]
+        what = f"{type(error).__name__}: {first_line}"
+        raise PlanningFault(f"planning failed by a fault of monetrun itself ({what})", "please report it") from error
 
 
 class ScheduleError(MonetrunError):

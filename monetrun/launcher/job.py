@@ -288,7 +288,7 @@ def _why_no_plan(job: Job, record: StepRecord) -> str:
     except PlanningFault as fault:
         if job.options.strict:
             raise
-        return f"models run without a plan, their budget is not enforced: {fault.message}, please report it"
+        return f"models run without a plan, their budget is not enforced: {fault.message}, {fault.hint}"
     return job.settings.as_is
 
 

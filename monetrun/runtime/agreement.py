@@ -52,9 +52,9 @@ def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "") -> P
     Raises:
         MonetrunError: in all ranks, what ``make`` raised in rank 0.
     """
+    make = own_faults()(make)
     if not several_ranks():
-        with own_faults():
-            return make([budget])
+        return make([budget])
     distributed = torch.distributed
     store, rank, size = (
         distributed.distributed_c10d._get_default_store(),
@@ -70,9 +70,7 @@ def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "") -> P
         return _rank_0s(store, prefix, size)
     exchange.wait_until(lambda: all(exchange.is_posted(store, key) for key in keys), _PATIENCE_SECONDS)
     try:
-        budgets = [exchange.read(store, key) for key in keys if exchange.is_posted(store, key)]
-        with own_faults():
-            plan = make(budgets)
+        plan = make([exchange.read(store, key) for key in keys if exchange.is_posted(store, key)])
     except MonetrunError as error:
         exchange.post(store, f"{prefix}/made", json.dumps({"refusal": codec.to_plain(Refusal.of(error))}))
         exchange.leave_together(store, f"{prefix}/left", size)

@@ -272,9 +272,7 @@ def _as_it_is(call: PlannedCall, fault: PlanningFault, module: nn.Module, args: 
     """
     if call.engine.settings.strict or call.abandon is None:
         raise fault
-    call.abandon(
-        f"models run without a plan from now on, their budget is not enforced: {fault.message}, please report it"
-    )
+    call.abandon(f"models run without a plan from now on, their budget is not enforced: {fault.message}, {fault.hint}")
     return module._call_impl(*args, **kwargs)
 
 

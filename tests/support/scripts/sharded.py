@@ -4,15 +4,14 @@ Saves losses and this rank's parts of the weights to OUT.<rank>.
 """
 
 import argparse
-import os
 
+import sharded_ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 WIDTH, WORDS = 64, 96
@@ -56,14 +55,9 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--length", type=int, default=64)
     args = parser.parse_args()
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else None)
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
+    rank, device, mesh = sharded_ranks.begin(args.device)
     torch.manual_seed(0)
     model = GPT().to(device)
-    mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

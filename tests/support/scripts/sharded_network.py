@@ -4,13 +4,12 @@ Saves losses and this rank's parts of the weights to OUT.<rank>.
 """
 
 import argparse
-import os
 
+import sharded_ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 
@@ -22,14 +21,9 @@ def main():
     parser.add_argument("--size", type=int, default=160)
     parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else None)
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
+    rank, device, mesh = sharded_ranks.begin(args.device)
     torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=10).to(device)
-    mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         for block in stage:
             fully_shard(block, mesh=mesh, reshard_after_forward=not args.keep)
