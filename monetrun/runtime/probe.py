@@ -15,6 +15,7 @@ from monetrun.core import codec
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.planning.check import CheckedRun
+from monetrun.runtime import collectives
 from monetrun.runtime.settings import PROBED
 
 # What is added to the path of a record that a trial run could not make, for the file that says why.
@@ -39,10 +40,13 @@ def stand_in_for_the_other_ranks(world_size: int) -> None:
         return
     original = torch.distributed.init_process_group
 
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
+        collectives.asked_for(backend)
         original(backend="fake", store=FakeStore(), rank=0, world_size=world_size)
+
+    collectives.copy_as_gloo()
 
     torch.distributed.init_process_group = init_process_group
     torch.distributed.distributed_c10d.init_process_group = init_process_group

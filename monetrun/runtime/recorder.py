@@ -30,7 +30,7 @@ from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import sharding
 from monetrun.runtime.device_recorder import DeviceRecorder
-from monetrun.runtime.resharding import ShardingRecorder
+from monetrun.runtime.resharding import ShardingRecorder, with_lingering_copies
 from monetrun.runtime.ruled_out import usable_now
 from monetrun.runtime.stretches import StretchMeter
 from monetrun.solve import greedy
@@ -206,6 +206,7 @@ class Recorder:
         weights = _bytes_of(self._parameters)
         libraries = 0 if self.memory is None else self.memory.end()
         modules = self.sharding.stop()
+        events = with_lingering_copies(events, modules, self.device)
         memory = None if self.memory is None else self.memory.memory()
         record = StepRecord(
             graphs=tuple(usable_now(j, cost.as_tried(j, self.known)) for j in self.joints),

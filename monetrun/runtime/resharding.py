@@ -8,16 +8,18 @@ is chosen holds within a planned call only: evaluation does as the script says.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from monetrun.core.event import FREE, GATHER, REDUCE, WAIT, Action
+from monetrun.core.event import FREE, GATHER, OUTSIDE, REDUCE, WAIT, Action, Event
 from monetrun.core.plan import Plan
 from monetrun.core.sharding import ShardedModule
+from monetrun.runtime.collectives import through_gloo
 from monetrun.runtime.sharding import is_sharded
 
 # Attributes of torch's ``FSDPParamGroup``; in a torch where one is missing, modules do as the script says.
@@ -160,6 +162,28 @@ class ShardingRecorder:
             self._ended(Action(FREE, i, unless_kept=True))
         else:
             self._ended(Action(REDUCE if not after_forward and group.reduce_grads else FREE, i))
+
+
+def with_lingering_copies(
+    events: Sequence[Event], modules: Sequence[ShardedModule], device: torch.device
+) -> list[Event]:
+    """The events where gloo's copy of a module's gradients may be held until the next call of a graph.
+
+    Which it is depends on when gloo's thread runs; a plan has to do for both.
+    """
+    if not modules or not through_gloo(device):
+        return list(events)
+    found, copied, reduced = [], 0, None
+    for event in events:
+        if event.kind != OUTSIDE or event.name.endswith(".step"):
+            copied = 0
+        high = max(event.peak_bytes, event.delta_bytes) if copied else 0
+        found.append(replace(event, peak_bytes=high + copied) if copied else event)
+        if reduced is not None:  # the reduce-scatter itself, whose own peak has the copy
+            copied, reduced = max(copied, modules[reduced].reduced_bytes), None
+        if event.action is not None and event.action.kind == REDUCE:
+            reduced = event.action.module
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,7 +300,8 @@ def test_ranks_train_as_under_torchrun_at_the_planned_peak(tmp_path, monkeypatch
     plain, planned, measured = (
         float(re.search(rf"{name} peak +([0-9.]+) MiB", said)[1]) for name in ("plain", "planned", "measured")
     )
-    assert measured == pytest.approx(planned, rel=0.01, abs=0.11)  # printed to 0.1 MiB
+    assert measured <= planned * 1.01 + 0.11  # printed to 0.1 MiB
+    assert measured >= planned * 0.9  # gloo's copies are held for longer or shorter
     assert measured <= float(budget[:-1]) * plain * 1.001 + 0.1
     assert "sharded modules keep their parameters" in said
 

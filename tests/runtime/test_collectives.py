@@ -1,0 +1,73 @@
+"""What gloo's collectives allocate is in the record, also of a trial run, in which none of them runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from monetrun.capture import cpu_allocator
+from monetrun.core.event import FREE, GATHER, OUTSIDE, REDUCE, Action, Event
+from monetrun.core.sharding import ShardedModule
+from monetrun.runtime import collectives
+from monetrun.runtime.resharding import with_lingering_copies
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def in_a_trial(monkeypatch):
+    """A trial run's process group of four ranks, whose script asks for the backend that is given."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.setattr(collectives, "_asked", None)
+    for name in collectives._COPIED:
+        if hasattr(dist, name):
+            monkeypatch.setattr(dist, name, getattr(dist, name))  # put back afterwards
+
+    def ask(backend):
+        collectives.asked_for(backend)
+        collectives.copy_as_gloo()
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield ask
+    dist.destroy_process_group()
+
+
+def peak_of(run):
+    cpu_allocator.install()
+    before = cpu_allocator.allocated_bytes()
+    cpu_allocator.reset_peak()
+    run()
+    return cpu_allocator.peak_bytes() - before
+
+
+@pytest.mark.parametrize(
+    ("backend", "copied"), [(None, True), ("gloo", True), ("cpu:gloo,cuda:nccl", True), ("mpi", False)]
+)
+def test_a_trials_collectives_allocate_the_copies_that_gloo_makes(in_a_trial, backend, copied):
+    whole, part = torch.zeros(MIB), torch.zeros(MIB // 4)
+    in_a_trial(backend)
+    for run in (
+        lambda: dist.all_gather_into_tensor(whole, part),
+        lambda: dist.all_gather_into_tensor(output_tensor=whole, input_tensor=part),
+        lambda: dist.reduce_scatter_tensor(part, whole),
+        lambda: dist.reduce_scatter_tensor(output=part, input=whole),
+    ):
+        assert peak_of(run) == pytest.approx(4 * MIB if copied else 0, abs=4096)
+
+
+def test_a_copy_that_is_reduced_may_be_held_until_the_next_call(in_a_trial):
+    modules = (ShardedModule("0", 7 * MIB, 5 * MIB, 4),)
+    outside = [
+        Event(OUTSIDE, -1, -7, 0, action=Action(REDUCE, 0)),
+        Event(OUTSIDE, -1, 3, 5 * MIB),  # the reduce-scatter
+        Event(OUTSIDE, -1, 10, 20, action=Action(GATHER, 0)),
+        Event(OUTSIDE, -1, -10, 0, action=Action(FREE, 0)),
+    ]
+    events = [*outside, Event("backward", 0), Event(OUTSIDE, -1, 1, 2)]
+    in_a_trial("gloo")
+    found = with_lingering_copies(events, modules, CPU)
+    assert [e.peak_bytes for e in found] == [0, 5 * MIB, 5 * MIB + 20, 5 * MIB, 0, 2]
+    assert [e.delta_bytes for e in found] == [e.delta_bytes for e in events]
+    collectives.asked_for("mpi")
+    assert with_lingering_copies(events, modules, CPU) == events
