@@ -22,6 +22,8 @@ _COPIED = {
     "reduce_scatter_tensor": (1, "input"),
 }
 
+_MARK = "monetrun_copies"  # of a collective that copies
+
 _asked: str | None = None
 
 
@@ -44,7 +46,7 @@ def copy_as_gloo() -> None:
     """Let the collectives that FSDP2 calls allocate what gloo's would, where they would be gloo's."""
     for name, copied in _COPIED.items():
         original = getattr(distributed, name, None)
-        if original is not None:
+        if original is not None and not hasattr(original, _MARK):
             setattr(distributed, name, _copying(original, *copied))
 
 
@@ -58,4 +60,5 @@ def _copying(run: Callable[..., Any], place: int, keyword: str) -> Callable[...,
         del copy
         return result
 
+    setattr(copying, _MARK, True)
     return copying

@@ -30,8 +30,10 @@ VALUES = ".values"
 NO_OPTIMIZER = "it computes gradients without an optimizer of torch.optim"
 
 
-def stand_in_for_the_other_ranks(world_size: int) -> None:
+def stand_in_for_the_other_ranks(world_size: int, *, on_this_device: bool = True) -> None:
     """Make ``init_process_group`` create torch's fake process group: collectives return at once, without other ranks.
+
+    What gloo's would allocate they do, too, if the step is for this device (``on_this_device``) and not for another.
 
     Such a collective returns None, which DistributedDataParallel rejects: a hook leaves its gradients as they are. It
     compares its parameters' shapes with no one's, which would read memory that fake tensors do not have.
@@ -43,10 +45,12 @@ def stand_in_for_the_other_ranks(world_size: int) -> None:
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        collectives.asked_for(backend)
+        if on_this_device:
+            collectives.asked_for(backend)
         original(backend="fake", store=FakeStore(), rank=0, world_size=world_size)
 
-    collectives.copy_as_gloo()
+    if on_this_device:
+        collectives.copy_as_gloo()
 
     torch.distributed.init_process_group = init_process_group
     torch.distributed.distributed_c10d.init_process_group = init_process_group

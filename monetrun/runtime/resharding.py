@@ -171,7 +171,7 @@ def with_lingering_copies(
 
     Which it is depends on when gloo's thread runs; a plan has to do for both.
     """
-    if not modules or not through_gloo(device):
+    if not modules or device.type != "cpu" or not through_gloo(device):
         return list(events)
     found, copied, reduced = [], 0, None
     for event in events:

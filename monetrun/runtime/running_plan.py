@@ -30,6 +30,9 @@ from monetrun.runtime.step_meter import StepMeter
 
 _log = logging.getLogger("monetrun")
 
+# So many bytes more than planned, or a 50th part, may be reserved within the budget without another plan.
+_TOLERATED = 32 << 20
+
 
 class RunningPlan:
     """Gives graphs their schedules, and keeps allocations within the plan's budget.
@@ -110,15 +113,19 @@ class RunningPlan:
         self.steps.forget_peaks()
 
     def correct(self, warn: Callable[[str], None]) -> bool:
-        """Plan again, with a warning, where the first planned steps of any rank reserved more than the plan says.
+        """Plan again, with a warning, where the first planned steps of any rank reserved far more than the plan says.
 
-        Gives whether that was done. All ranks come here in the same step, and plan with the largest excess; the
-        launcher keeps what was seen, so that the next launch plans with it.
+        Gives whether that was done: not where it is within the budget and ``_TOLERATED``, and nothing was short. All
+        ranks come here in the same step, and plan with the largest excess; the launcher keeps what was seen, so that
+        the next launch plans with it.
         """
         memory = None if self.record is None else self.record.memory
         if self.record is None or memory is None or self.plan.pool is None:
             return False
-        excess = self.steps.reserved_bytes - self.plan.pool.planned_bytes
+        planned = self.plan.pool.planned_bytes
+        excess = self.steps.reserved_bytes - planned
+        if self.steps.reserved_bytes <= min(self.plan.budget_bytes, planned + max(_TOLERATED, planned // 50)):
+            excess = 0
         if self.steps.retries:  # what was free in pieces was given back to the driver, so that it was not reserved
             excess = max(excess, memory.settings.large_segment_bytes)
         if (excess := agreement.largest(max(0, excess))) == 0:

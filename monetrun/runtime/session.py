@@ -216,8 +216,9 @@ class Session:
         if self.settings.mode == PROBE:
             from monetrun.runtime import probe
 
-            probe.stand_in_for_the_other_ranks(self.settings.world_size)
-            if self.settings.cost_model != roofline.MEASURED:
+            measured = self.settings.cost_model == roofline.MEASURED
+            probe.stand_in_for_the_other_ranks(self.settings.world_size, on_this_device=measured)
+            if not measured:
                 fake_tensors.start(self._undo)
         atexit.register(self.report)
 

@@ -108,12 +108,23 @@ def seen(reserved_bytes, retries=0):
     return running
 
 
+@pytest.mark.parametrize(
+    ("more", "room", "retries", "again"), [(5, 9, 0, False), (5, 0, 0, True), (-1, 9, 1, True), (33, 99, 0, True)]
+)
+def test_a_little_more_than_planned_within_the_budget_needs_no_other_plan(ranks, more, room, retries, again):
+    planned = DEVICE_PLAN.pool.planned_bytes
+    one = seen(planned + more * MIB, retries)
+    one.plan = replace(DEVICE_PLAN, budget_bytes=planned + room * MIB)
+    assert ranks(partial(RunningPlan.correct, one, lambda said: None)) == [again]
+    assert bool(one.followed) == again
+
+
 def test_ranks_plan_again_together_where_one_of_them_reserved_more(ranks):
     planned, said = DEVICE_PLAN.pool.planned_bytes, []
-    two = seen(planned), seen(planned + 5 * MIB)
+    two = seen(planned), seen(planned + 33 * MIB)
     assert ranks(*(partial(RunningPlan.correct, rank, said.append) for rank in two)) == [True, True]
-    assert [rank.excess_bytes for rank in two] == [5 * MIB] * 2
-    assert [rank.record.memory.excess_bytes for rank in two] == [5 * MIB] * 2
+    assert [rank.excess_bytes for rank in two] == [33 * MIB] * 2
+    assert [rank.record.memory.excess_bytes for rank in two] == [33 * MIB] * 2
     assert two[0].followed == two[1].followed
     assert two[0].followed[0].pool.planned_bytes <= DEVICE_PLAN.budget_bytes
     assert len(said) == 2

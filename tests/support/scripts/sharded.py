@@ -33,10 +33,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self):
+    def __init__(self, blocks=2):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, x):
@@ -54,10 +54,11 @@ def main():
     parser.add_argument("--load", default="")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=2)
     args = parser.parse_args()
     rank, device, mesh = sharded_ranks.begin(args.device)
     torch.manual_seed(0)
-    model = GPT().to(device)
+    model = GPT(args.blocks).to(device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
