@@ -14,7 +14,7 @@ from monetrun.core.budget import format_bytes
 from monetrun.core.errors import InfeasibleBudget, MemoryShort, MonetrunError, NoPlanInTime, PlanMismatch, ScheduleError
 from monetrun.core.graph import Graph
 from monetrun.core.keeping import as_planned
-from monetrun.core.plan import Plan, Schedule
+from monetrun.core.plan import Plan, Pool, Schedule
 from monetrun.core.simulate import judge
 from monetrun.core.step import LIBRARIES, StepRecord
 from monetrun.core.step_changes import with_excess
@@ -122,13 +122,10 @@ class RunningPlan:
         memory = None if self.record is None else self.record.memory
         if self.record is None or memory is None or self.plan.pool is None:
             return False
-        planned = self.plan.pool.planned_bytes
-        excess = self.steps.reserved_bytes - planned
-        if self.steps.reserved_bytes <= min(self.plan.budget_bytes, planned + max(_TOLERATED, planned // 50)):
-            excess = 0
-        if self.steps.retries:  # what was free in pieces was given back to the driver, so that it was not reserved
-            excess = max(excess, memory.settings.large_segment_bytes)
-        if (excess := agreement.largest(max(0, excess))) == 0:
+        # what was free in pieces was given back to the driver then, so that it was not reserved
+        short = memory.settings.large_segment_bytes if self.steps.retries else 0
+        excess = max(short, _far_beyond(self.plan.pool, self.plan.budget_bytes, self.steps.reserved_bytes))
+        if (excess := agreement.largest(excess)) == 0:
             return False
         self.excess_bytes = memory.excess_bytes + excess
         record = with_excess(self.record, self.excess_bytes)
@@ -238,6 +235,14 @@ class RunningPlan:
         if not self.schedules.keys() >= set(fingerprints):
             return ()
         return intervals(self.record, [self.schedules[f] for f in fingerprints], self.steps.stretches)
+
+
+def _far_beyond(pool: Pool, budget_bytes: int, reserved_bytes: int) -> int:
+    """Bytes that steps reserved beyond what was planned; 0 where that is little and within the budget."""
+    planned = pool.planned_bytes
+    if reserved_bytes <= min(budget_bytes, planned + max(_TOLERATED, planned // 50)):
+        return 0
+    return max(0, reserved_bytes - planned)
 
 
 def _is_sound(graph: Graph, schedule: Schedule, settings: Settings) -> bool:
