@@ -116,8 +116,7 @@ class RunningPlan:
         """Plan again, with a warning, where the first planned steps of any rank reserved far more than the plan says.
 
         Gives whether that was done: not where it is within the budget and ``_TOLERATED``, and nothing was short. All
-        ranks come here in the same step, and plan with the largest excess; the launcher keeps what was seen, so that
-        the next launch plans with it.
+        ranks come here in the same step, and plan with the largest excess; the launcher keeps it for the next launch.
         """
         memory = None if self.record is None else self.record.memory
         if self.record is None or memory is None or self.plan.pool is None:
@@ -125,7 +124,7 @@ class RunningPlan:
         # what was free in pieces was given back to the driver then, so that it was not reserved
         short = memory.settings.large_segment_bytes if self.steps.retries else 0
         excess = max(short, _far_beyond(self.plan.pool, self.plan.budget_bytes, self.steps.reserved_bytes))
-        if (excess := agreement.largest(excess)) == 0:
+        if not (excess := agreement.largest(excess)):
             return False
         self.excess_bytes = memory.excess_bytes + excess
         record = with_excess(self.record, self.excess_bytes)
