@@ -77,8 +77,8 @@ class GradientOrder:
         present = [(k, n) for k, (n, g) in enumerate(zip(primals, gradients, strict=False)) if g is not None]
         traced = [k for k, absent in enumerate(self._absent) if not absent]
         inputs = {k: i for k, n in present if (i := getattr(n.meta.get("desc"), "idx", None)) is not None}
-        if not len(traced) == len(present) == len(inputs):
-            return  # gradients of something else than inputs
+        if not len(traced) == len(present) == len(inputs) or any(k != i for k, i in inputs.items()):
+            return  # gradients of something else than inputs, or inputs in another order
         place = {k: position for k, (position, _) in zip(traced, present, strict=True)}
         arrived = [(place[a.k], a.final) for a in self._arrived if a.k in place]
         if sorted(k for k, final in arrived if final) != sorted(inputs):
@@ -147,12 +147,34 @@ class GradientOrder:
         all_of_it._boxed_call = True  # type: ignore[attr-defined]
         return all_of_it
 
-    def kept(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, which takes the graph's inputs; if its backward gives gradients by turns, behind gates."""
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """While AOTAutograd compiles: if the graph's backward gives gradients by turns, it is called behind gates.
 
-        def gated(*inputs: Any) -> Any:
-            return run(*(_behind_gates(inputs, self.turns) if self.turns else inputs))
+        They lie within what AOTAutograd calls it in: outputs that are views of inputs are not made behind them.
+        """
+        from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper  # imports Dynamo
 
+        original = RuntimeWrapper.post_compile
+
+        def post_compile(wrapper: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return original(wrapper, self._gated(run) if wrapper.trace_joint else run, *args, **kwargs)
+
+        RuntimeWrapper.post_compile = post_compile  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            RuntimeWrapper.post_compile = original  # type: ignore[method-assign]
+
+    def _gated(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        boxed = getattr(run, "_boxed_call", False)
+
+        def gated(inputs: list[Any]) -> Any:
+            given = list(_behind_gates(inputs, self.turns) if self.turns else inputs)
+            inputs.clear()
+            return run(given) if boxed else run(*given)
+
+        gated._boxed_call = True  # type: ignore[attr-defined]
         return gated
 
 

@@ -14,6 +14,7 @@ from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 from torch.fx.node import _side_effectful_functions
 
+from monetrun.capture.filled_strides import kept_where_eager_fills_in_place
 from monetrun.capture.python_entries import replace_entry
 from monetrun.ops.families import cudnn_batch_norm
 from monetrun.ops.registry import call_of
@@ -51,7 +52,8 @@ def operators_kept_whole() -> Iterator[None]:
     dense: dict[Any, Any] = {norm: _with_dense_result(norm, fake) for norm, fake in fakes.items()}
     decomposition_table.update(dense)
     try:
-        yield
+        with kept_where_eager_fills_in_place():
+            yield
     finally:
         decomposition_table.update(fakes)
         _side_effectful_functions.difference_update(random)

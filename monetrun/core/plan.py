@@ -237,8 +237,7 @@ class Pool:
         plain_bytes: what the plain run reserves.
         small_bytes: reserved for requests of up to 1 MiB.
         large_bytes: reserved for larger ones.
-        other_streams_bytes: part of ``large_bytes`` that is not reserved in advance: that of streams on which no graph
-            runs, and what earlier steps were seen to reserve beyond their plan.
+        other_streams_bytes: part of ``large_bytes``: reserved on streams on which no graph runs.
         plain_is_estimated: the plain run's peaks, reserved and allocated, were derived and not measured (no trial run).
     """
 

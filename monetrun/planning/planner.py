@@ -192,7 +192,7 @@ def _plan(
             plain_reserved_bytes(record),
             reserve.small_bytes,
             reserve.large_bytes,
-            memory.other_streams_bytes + memory.excess_bytes,
+            memory.other_streams_bytes,
             plain_is_estimated=not memory.plain_reserved_bytes,
         )
         rows[FRAGMENTATION] = pool.planned_bytes - timeline.peak_bytes

@@ -164,10 +164,10 @@ class Backend:
         self._traced = TracedBackward()
         without_donation = torch._functorch.config.patch(donated_buffer=False)
         with operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
-            with backward_autocast.traced_under(self.autocast) as autocast, casts_once(module, inputs):
+            with backward_autocast.traced_under(self.autocast) as autocast, casts_once(module, inputs), order.kept():
                 compiled = stay_absent(self._aot(module, inputs))
             traced = dataclasses.replace(self._traced, autocast=autocast)
-            return repeatable(order.kept(compiled), module, traced)
+            return repeatable(compiled, module, traced)
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""

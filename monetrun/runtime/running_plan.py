@@ -121,9 +121,7 @@ class RunningPlan:
         memory = None if self.record is None else self.record.memory
         if self.record is None or memory is None or self.plan.pool is None:
             return False
-        # what was free in pieces was given back to the driver then, so that it was not reserved
-        short = memory.settings.large_segment_bytes if self.steps.retries else 0
-        excess = max(short, _far_beyond(self.plan.pool, self.plan.budget_bytes, self.steps.reserved_bytes))
+        excess = _far_beyond(self.plan.pool, self.plan.budget_bytes, self.steps, memory.settings.large_segment_bytes)
         if not (excess := agreement.largest(excess)):
             return False
         self.excess_bytes = memory.excess_bytes + excess
@@ -236,12 +234,14 @@ class RunningPlan:
         return intervals(self.record, [self.schedules[f] for f in fingerprints], self.steps.stretches)
 
 
-def _far_beyond(pool: Pool, budget_bytes: int, reserved_bytes: int) -> int:
-    """Bytes that steps reserved beyond what was planned; 0 where that is little and within the budget."""
-    planned = pool.planned_bytes
-    if reserved_bytes <= min(budget_bytes, planned + max(_TOLERATED, planned // 50)):
-        return 0
-    return max(0, reserved_bytes - planned)
+def _far_beyond(pool: Pool, budget_bytes: int, steps: StepMeter, page: int) -> int:
+    """What steps reserved beyond what was planned, in whole pages; 0 where that is little and within the budget.
+
+    Where requests were short, what was free in pieces was given back to the driver, so that it was not reserved.
+    """
+    planned, found = pool.planned_bytes, steps.reserved_bytes
+    beyond = found - planned if found > min(budget_bytes, planned + max(_TOLERATED, planned // 50)) else 0
+    return -(-max(beyond, steps.retries > 0) // page) * page
 
 
 def _is_sound(graph: Graph, schedule: Schedule, settings: Settings) -> bool:

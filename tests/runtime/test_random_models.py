@@ -9,8 +9,8 @@ from monetrun.capture import cpu_allocator
 from support import random_models
 
 # others are run by hand: python -m support.random_models [--small] FIRST END
-FOUND = (2, 4, 11, 13, 14, 18, 20, 21, 101, 106, 107, 114, 128, 133, 1001)  # those that have found something
-SMALL = (*range(24), 33, 70, 74, 132, 134, 156, 165, 213, 228, 254)  # the latter have found something
+FOUND = (2, 4, 11, 13, 14, 18, 20, 21, 101, 106, 107, 114, 128, 133, 460, 1001)  # those that have found something
+SMALL = (*range(24), 33, 70, 74, 132, 134, 156, 165, 213, 228, 254, 331)  # the latter have found something
 _AVERAGE = "torch 2.11: a mean that a buffer is updated with differs in its last bit after the batch size has changed"
 _OLD = torch.__version__ < "2.12"
 OPEN = {13: _AVERAGE} if _OLD else {}
@@ -71,4 +71,27 @@ def test_numbers_that_nothing_reads_are_drawn_and_batch_norms_and_gradients_have
     found, session = random_models.train_within("2x", Found, how)
     assert session.engine.plan is not None
     plain = random_models.train(Found, how)
+    assert not random_models.differences(plain, found)
+
+
+class ViewsOfAnInput(nn.Module):
+    """Outputs of a second part that are views of its input, of which the part itself has several terms."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(random_models.VOCABULARY, 16)
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, tokens):
+        x = self.linear(self.token(tokens))
+        torch._dynamo.graph_break()
+        return (x * torch.sigmoid(x)).square().mean(), x.transpose(1, 2), x
+
+
+@pytest.mark.parametrize("used", [2, 3])
+def test_gradients_of_views_of_an_input_are_added_as_in_eager_where_it_gets_terms(used):
+    how = random_models.Script(2, (8,), 1, True, (used,), (1,), "SGD", True, False, False, False)
+    plain = random_models.train(ViewsOfAnInput, how)
+    found, session = random_models.train_within("2x", ViewsOfAnInput, how)
+    assert session.engine.terms.needed
     assert not random_models.differences(plain, found)

@@ -37,6 +37,9 @@ def minimize(m: Matrices, stop: StopRule, x0: Vector | None, progress: Progress 
     highs.cbMipInterrupt += stop_if_pressed
     with _noting_interrupts(pressed):
         highs.run()
+        if x0 is not None and not pressed.is_set() and not _has_its_objective(highs, m):
+            highs.clearSolver()  # without the start
+            highs.run()
     return _outcome(highs, m, pressed.is_set())
 
 
@@ -65,6 +68,15 @@ def _model(m: Matrices) -> highspy.HighsLp:
     kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
     model.integrality_ = [kinds[int(i)] for i in m.integral] if m.integral.any() else []
     return model
+
+
+def _has_its_objective(highs: highspy.Highs, m: Matrices) -> bool:
+    """Whether the solution that HiGHS gives has the objective that it says.
+
+    HiGHS 1.16 has reductions of its presolve improve a start, says that it is optimal, and gives the start as it was.
+    """
+    x, objective = np.array(highs.getSolution().col_value), highs.getInfo().objective_function_value
+    return len(x) != len(m.cost) or not np.isfinite(objective) or bool(np.isclose(m.cost @ x, objective, rtol=1e-6))
 
 
 def _outcome(highs: highspy.Highs, m: Matrices, interrupted: bool) -> Outcome:
