@@ -7,6 +7,7 @@ returned.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +23,16 @@ _COPIED = {
     "reduce_scatter_tensor": (1, "input"),
 }
 
-_MARK = "monetrun_copies"  # of a collective that copies
-
 _asked: str | None = None
 
 
 def asked_for(backend: str | None) -> None:
-    """The script of a trial run asks for this backend (None: torch's defaults), and gets the fake one."""
+    """The script of a trial run asks for this backend (empty: torch's defaults), and gets the fake one.
+
+    None: this is no trial run.
+    """
     global _asked
-    _asked = backend or ""
+    _asked = backend
 
 
 def through_gloo(device: torch.device, group: distributed.ProcessGroup | None = None) -> bool:
@@ -42,11 +44,13 @@ def through_gloo(device: torch.device, group: distributed.ProcessGroup | None = 
     return chosen.get_device_backend_map().get(device.type) == distributed.Backend.GLOO
 
 
-def copy_as_gloo() -> None:
-    """Let the collectives that FSDP2 calls allocate what gloo's would, where they would be gloo's."""
+def copy_as_gloo(undo: contextlib.ExitStack) -> None:
+    """Let the collectives that FSDP2 calls allocate what gloo's would, where they would be gloo's; ``undo`` ends it."""
+    undo.callback(asked_for, _asked)
     for name, copied in _COPIED.items():
         original = getattr(distributed, name, None)
-        if original is not None and not hasattr(original, _MARK):
+        if original is not None:
+            undo.callback(setattr, distributed, name, original)
             setattr(distributed, name, _copying(original, *copied))
 
 
@@ -60,5 +64,4 @@ def _copying(run: Callable[..., Any], place: int, keyword: str) -> Callable[...,
         del copy
         return result
 
-    setattr(copying, _MARK, True)
     return copying

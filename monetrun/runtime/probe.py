@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,30 +32,30 @@ VALUES = ".values"
 NO_OPTIMIZER = "it computes gradients without an optimizer of torch.optim"
 
 
-def stand_in_for_the_other_ranks(world_size: int, *, on_this_device: bool = True) -> None:
+def stand_in_for_the_other_ranks(world_size: int, *, on_this_device: bool = True) -> Callable[[], object]:
     """Make ``init_process_group`` create torch's fake process group: collectives return at once, without other ranks.
 
     What gloo's would allocate they do, too, if the step is for this device (``on_this_device``) and not for another.
-
     Such a collective returns None, which DistributedDataParallel rejects: a hook leaves its gradients as they are. It
     compares its parameters' shapes with no one's, which would read memory that fake tensors do not have.
+
+    Returns:
+        What undoes it.
     """
+    undo = contextlib.ExitStack()
     if not torch.distributed.is_available():
-        return
+        return undo.close
     original = torch.distributed.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         if on_this_device:
-            collectives.asked_for(backend)
+            collectives.asked_for(backend or "")
         original(backend="fake", store=FakeStore(), rank=0, world_size=world_size)
 
     if on_this_device:
-        collectives.copy_as_gloo()
-
-    torch.distributed.init_process_group = init_process_group
-    torch.distributed.distributed_c10d.init_process_group = init_process_group
+        collectives.copy_as_gloo(undo)
     parallel: Any = torch.nn.parallel.DistributedDataParallel
     initialize, register = parallel.__init__, parallel.register_comm_hook
 
@@ -61,9 +63,16 @@ def stand_in_for_the_other_ranks(world_size: int, *, on_this_device: bool = True
         initialize(self, *args, **kwargs)
         register(self, None, lambda _, bucket: _future(bucket.buffer()))
 
-    parallel.__init__ = initialize_alone
-    torch.distributed._verify_params_across_processes = lambda *args: None  # type: ignore[attr-defined]
-    parallel.register_comm_hook = lambda self, state, hook: None
+    for owner, name, stand_in in (
+        (torch.distributed, "init_process_group", init_process_group),
+        (torch.distributed.distributed_c10d, "init_process_group", init_process_group),
+        (parallel, "__init__", initialize_alone),
+        (parallel, "register_comm_hook", lambda self, state, hook: None),
+        (torch.distributed, "_verify_params_across_processes", lambda *args: None),
+    ):
+        undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, stand_in)
+    return undo.close
 
 
 def _future(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -217,7 +217,8 @@ class Session:
             from monetrun.runtime import probe
 
             measured = self.settings.cost_model == roofline.MEASURED
-            probe.stand_in_for_the_other_ranks(self.settings.world_size, on_this_device=measured)
+            undo = probe.stand_in_for_the_other_ranks(self.settings.world_size, on_this_device=measured)
+            self._undo.callback(undo)
             if not measured:
                 fake_tensors.start(self._undo)
         atexit.register(self.report)

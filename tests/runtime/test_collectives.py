@@ -7,7 +7,7 @@ import torch.distributed as dist
 from monetrun.capture import cpu_allocator
 from monetrun.core.event import FREE, GATHER, OUTSIDE, REDUCE, Action, Event
 from monetrun.core.sharding import ShardedModule
-from monetrun.runtime import collectives
+from monetrun.runtime import collectives, probe
 from monetrun.runtime.resharding import with_lingering_copies
 
 MIB = 2**20
@@ -15,22 +15,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def in_a_trial(monkeypatch):
+def in_a_trial():
     """A trial run's process group of four ranks, whose script asks for the backend that is given."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    monkeypatch.setattr(collectives, "_asked", None)
-    for name in collectives._COPIED:
-        if hasattr(dist, name):
-            monkeypatch.setattr(dist, name, getattr(dist, name))  # put back afterwards
-
-    def ask(backend):
-        collectives.asked_for(backend)
-        collectives.copy_as_gloo()
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield ask
+    undo = probe.stand_in_for_the_other_ranks(4)
+    yield dist.init_process_group
     dist.destroy_process_group()
+    undo()
+    assert collectives._asked is None
 
 
 def peak_of(run):
