@@ -11,11 +11,13 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <limits>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 
 namespace {
@@ -92,12 +94,32 @@ std::string readable(int64_t nbytes) {
   std::abort();  // not reached; TORCH_CHECK_WITH is not declared noreturn
 }
 
+// What a thread that has run a collective still holds is freed once it gets a core.
+constexpr auto kPatience = std::chrono::milliseconds(100);
+constexpr auto kPause = std::chrono::microseconds(200);
+
+// Whether there is room for nbytes within the limit, or others make it before long; held: what is allocated by then.
+bool has_room(int64_t nbytes, int64_t& held) {
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  while (true) {
+    const int64_t cap = limit.load(kRelaxed);
+    if (cap == kNoLimit || nbytes <= cap - held) {
+      return true;
+    }
+    if (nbytes > cap || std::chrono::steady_clock::now() >= until) {
+      return false;
+    }
+    std::this_thread::sleep_for(kPause);
+    held = allocated.load(kRelaxed);
+  }
+}
+
 // Adds nbytes if the sum stays within the limit, in one atomic step, and gives the sum.
 int64_t reserve(int64_t nbytes) {
   int64_t held = allocated.load(kRelaxed);
   do {
     const int64_t cap = limit.load(kRelaxed);
-    if (cap != kNoLimit && nbytes > cap - held) {
+    if (cap != kNoLimit && nbytes > cap - held && !has_room(nbytes, held)) {
       refuse(nbytes, held, cap);
     }
   } while (!allocated.compare_exchange_weak(held, held + nbytes, kRelaxed));

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -339,3 +341,20 @@ def test_without_a_compiler_it_gives_the_reason_and_torch_works():
         """
     )
     assert out.splitlines() == ["False True True", "True", "10"]
+
+
+def test_what_another_thread_frees_in_a_moment_is_waited_for():
+    held = torch.empty(MIB, dtype=torch.uint8)
+    cpu.set_limit(cpu.allocated_bytes() + MIB // 2)
+
+    def free():
+        time.sleep(0.03)
+        held.untyped_storage().resize_(0)
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    try:
+        torch.empty(MIB, dtype=torch.uint8)
+    finally:
+        thread.join()
+        cpu.set_limit(None)

@@ -49,7 +49,7 @@ def budgets(own, shares):
 def test_the_step_is_as_fast_as_under_the_best_of_all_sets_of_modules(seconds):
     own = record(seconds)
     below_both = 0
-    for budget_bytes in budgets(own, (0.0, 0.3, 0.6, 0.9, 1.0)):
+    for budget_bytes in budgets(own, (0.0, 0.6, 1.0)):
         plan = kept_parameters.plan_step(own, budget_bytes, options=OPTIONS)
         chosen = as_planned(own, plan.keeps_parameters)
         assert replay(chosen, [g.schedule for g in plan.graphs]).peak_bytes == plan.planned_peak_bytes <= budget_bytes

@@ -286,7 +286,7 @@ def launched(module, out, *words, script="sharded.py", ranks=2):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words", "ranks", "budget"),
-    [("sharded.py", (), 4, "0.6x"), ("sharded_network.py", ("--keep",), 2, "0.8x")],
+    [("sharded.py", (), 4, "0.6x"), ("sharded_network.py", ("--keep", "--size", "112", "--steps", "3"), 2, "0.8x")],
 )
 def test_ranks_train_as_under_torchrun_at_the_planned_peak(tmp_path, monkeypatch, script, words, ranks, budget):
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
