@@ -30,8 +30,9 @@ from monetrun.runtime.step_meter import StepMeter
 
 _log = logging.getLogger("monetrun")
 
-# So many bytes more than planned, or a 50th part, may be reserved within the budget without another plan.
-_TOLERATED = 32 << 20
+# So many bytes more than planned may be reserved within the budget without another plan: small segments, which every
+# stream has of its own. Where a page of a large segment more was taken, another one may be, beyond the budget.
+_TOLERATED = 8 << 20
 
 
 class RunningPlan:
@@ -240,7 +241,7 @@ def _far_beyond(pool: Pool, budget_bytes: int, steps: StepMeter, page: int) -> i
     Where requests were short, what was free in pieces was given back to the driver, so that it was not reserved.
     """
     planned, found = pool.planned_bytes, steps.reserved_bytes
-    beyond = found - planned if found > min(budget_bytes, planned + max(_TOLERATED, planned // 50)) else 0
+    beyond = found - planned if found > min(budget_bytes, planned + _TOLERATED) else 0
     return -(-max(beyond, steps.retries > 0) // page) * page
 
 

@@ -109,7 +109,7 @@ def seen(reserved_bytes, retries=0):
 
 
 @pytest.mark.parametrize(
-    ("more", "room", "retries", "again"), [(5, 9, 0, False), (5, 0, 0, True), (-1, 9, 1, True), (33, 99, 0, True)]
+    ("more", "room", "retries", "again"), [(5, 9, 0, False), (5, 0, 0, True), (-1, 9, 1, True), (18, 99, 0, True)]
 )
 def test_a_little_more_than_planned_within_the_budget_needs_no_other_plan(ranks, more, room, retries, again):
     planned = DEVICE_PLAN.pool.planned_bytes
