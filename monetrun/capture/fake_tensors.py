@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from monetrun.capture import fake_values
 from monetrun.capture.peaks import Peaks
+from monetrun.core.patched import patched
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -158,8 +159,7 @@ def start(undo: contextlib.ExitStack) -> None:
     undo.callback(stop)
     patches = (*_loader_patches(), *_tensor_patches(mode), *_mesh_patches(), *fake_values.patches())
     for owner, name, function in patches:
-        undo.callback(setattr, owner, name, inspect.getattr_static(owner, name))
-        setattr(owner, name, function)
+        undo.enter_context(patched(owner, name, function))
 
 
 def _loader_patches() -> list[tuple[Any, str, Callable[..., Any]]]:

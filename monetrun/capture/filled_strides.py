@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+from monetrun.core.patched import patched
+
 aten = torch.ops.aten
 
 _FILL = aten.masked_fill.Scalar
@@ -39,11 +41,8 @@ def kept_where_eager_fills_in_place() -> Iterator[None]:
         filled = run(func, run(aten.permute.default, x, order), turned, value)
         return run(aten.permute.default, filled, [order.index(d) for d in range(x.dim())])
 
-    FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
-    try:
+    with patched(FunctionalTensorMode, "__torch_dispatch__", dispatch):
         yield
-    finally:
-        FunctionalTensorMode.__torch_dispatch__ = original  # type: ignore[method-assign]
 
 
 def _run(dispatch: Callable[..., Any], mode: Any, types: Any, func: Any, *args: Any) -> Any:

@@ -26,6 +26,7 @@ from torch import fx
 from monetrun.capture.gradient_terms import Arrival, Edge, arrivals, in_terms, mark_sums, used_elsewhere
 from monetrun.capture.in_turn import InTurn, Turns, in_turn
 from monetrun.capture.output_gradients import is_tangent
+from monetrun.core.patched import patched
 
 
 class GradientOrder:
@@ -63,11 +64,8 @@ class GradientOrder:
             self._arrived, self._absent = arrived, [g is None for g in gradients]
             return gradients
 
-        torch.autograd.grad = grad
-        try:
+        with patched(torch.autograd, "grad", grad):
             yield
-        finally:
-            torch.autograd.grad = original
 
     def traced(self, module: fx.GraphModule, forward_outputs: int) -> None:
         """The observed backward is that of ``module``, a joint one: find its results, and the inputs they belong to."""
@@ -160,11 +158,8 @@ class GradientOrder:
         def post_compile(wrapper: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return original(wrapper, self._gated(run) if wrapper.trace_joint else run, *args, **kwargs)
 
-        RuntimeWrapper.post_compile = post_compile  # type: ignore[assignment, method-assign]
-        try:
+        with patched(RuntimeWrapper, "post_compile", post_compile):
             yield
-        finally:
-            RuntimeWrapper.post_compile = original  # type: ignore[method-assign]
 
     def _gated(self, run: Callable[..., Any]) -> Callable[..., Any]:
         boxed = getattr(run, "_boxed_call", False)

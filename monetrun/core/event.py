@@ -11,6 +11,11 @@ GATHER, WAIT, FREE, REDUCE = "gather", "wait", "free", "reduce"
 ACTIONS = (GATHER, WAIT, FREE, REDUCE)
 
 
+def is_optimizer_step(kind: str, name: str) -> bool:
+    """Whether a stretch of this kind and name is an optimizer's step."""
+    return kind == OUTSIDE and name.endswith(".step")
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """What FSDP2 does with a sharded module between calls of graphs.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.event import is_optimizer_step
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Requests
 from monetrun.core.last_outputs import dropped_later, last_outputs_bytes
@@ -202,7 +203,7 @@ class StepReplay:
     def _outside(self, event: Event, requests: int, first: bool) -> None:
         """The script's own requests; where they were not recorded, what it allocates is one block."""
         before = self._held_bytes()
-        state = event.name.endswith(".step")
+        state = is_optimizer_step(event.kind, event.name)
         freed_here = {-n for n in event.requests if n < 0}
         end = len(event.requests)
         after = event.dropped_after or (end,) * len(event.dropped)

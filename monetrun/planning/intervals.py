@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monetrun.core import codec
+from monetrun.core.event import is_optimizer_step
 from monetrun.core.plan import Schedule
 from monetrun.core.step import OUTSIDE, StepRecord, replay
 
@@ -152,7 +153,7 @@ def intervals(record: StepRecord, schedules: Sequence[Schedule], measured: Seque
 
 def optimizer_steps(record: StepRecord) -> int:
     """How many optimizer steps the recorded training step has."""
-    return sum(_is_optimizer_step(event.kind, event.name) for event in record.events)
+    return sum(is_optimizer_step(event.kind, event.name) for event in record.events)
 
 
 def _planned(record: StepRecord, schedules: Sequence[Schedule]) -> list[Stretch]:
@@ -171,13 +172,9 @@ def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:
     for stretch in stretches:
         if stretch.kind != OUTSIDE:
             found.append(stretch)
-        elif _is_optimizer_step(stretch.kind, stretch.name) or (found and found[-1].kind != OUTSIDE):
-            name = stretch.name if _is_optimizer_step(stretch.kind, stretch.name) else ""
+        elif is_optimizer_step(stretch.kind, stretch.name) or (found and found[-1].kind != OUTSIDE):
+            name = stretch.name if is_optimizer_step(stretch.kind, stretch.name) else ""
             found.append(replace(stretch, name=name))
         elif found:
             found[-1] = replace(found[-1], peak_bytes=max(found[-1].peak_bytes, stretch.peak_bytes))
     return found
-
-
-def _is_optimizer_step(kind: str, name: str) -> bool:
-    return kind == OUTSIDE and name.endswith(".step")

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from monetrun.core.patched import patched
+
 # Of torch's collectives, by name (two names of each in newer versions): the place and the name of what is copied.
 _COPIED = {
     "all_gather_single": (0, "output_tensor"),
@@ -35,11 +37,11 @@ def asked_for(backend: str | None) -> None:
     _asked = backend
 
 
-def through_gloo(device: torch.device, group: distributed.ProcessGroup | None = None) -> bool:
+def through_gloo(device: torch.device) -> bool:
     """Whether collectives of tensors on ``device`` run through gloo, or would if this was not a trial run."""
     if not distributed.is_available() or not distributed.is_initialized():
         return False
-    backend = distributed.get_backend_config(group) if _asked is None else _asked
+    backend = distributed.get_backend_config() if _asked is None else _asked
     chosen = distributed.distributed_c10d.BackendConfig(distributed.Backend(backend or "undefined"))
     return chosen.get_device_backend_map().get(device.type) == distributed.Backend.GLOO
 
@@ -50,8 +52,7 @@ def copy_as_gloo(undo: contextlib.ExitStack) -> None:
     for name, copied in _COPIED.items():
         original = getattr(distributed, name, None)
         if original is not None:
-            undo.callback(setattr, distributed, name, original)
-            setattr(distributed, name, _copying(original, *copied))
+            undo.enter_context(patched(distributed, name, _copying(original, *copied)))
 
 
 def _copying(run: Callable[..., Any], place: int, keyword: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from monetrun.core.imports import without_collection
+from monetrun.core.patched import patched
 
 
 class TrainingObserver(Protocol):
@@ -120,8 +121,7 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         (nn.Module, "zero_grad", observed_zero_module, zero_module),
     ):
         functools.update_wrapper(function, original)
-        setattr(owner, name, function)
-        undo.callback(setattr, owner, name, original)
+        undo.enter_context(patched(owner, name, function))
 
     def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         observer.step_begins(optimizer)

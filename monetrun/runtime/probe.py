@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from monetrun.core import codec
+from monetrun.core.patched import patched
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.planning.check import CheckedRun
@@ -70,8 +71,7 @@ def stand_in_for_the_other_ranks(world_size: int, *, on_this_device: bool = True
         (parallel, "register_comm_hook", lambda self, state, hook: None),
         (torch.distributed, "_verify_params_across_processes", lambda *args: None),
     ):
-        undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, stand_in)
+        undo.enter_context(patched(owner, name, stand_in))
     return undo.close
 
 

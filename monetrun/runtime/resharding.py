@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from monetrun.core.event import FREE, GATHER, OUTSIDE, REDUCE, WAIT, Action, Event
+from monetrun.core.event import FREE, GATHER, OUTSIDE, REDUCE, WAIT, Action, Event, is_optimizer_step
 from monetrun.core.plan import Plan
 from monetrun.core.sharding import ShardedModule
 from monetrun.runtime.collectives import through_gloo
@@ -175,7 +175,7 @@ def with_lingering_copies(
         return list(events)
     found, copied, reduced = [], 0, None
     for event in events:
-        if event.kind != OUTSIDE or event.name.endswith(".step"):
+        if event.kind != OUTSIDE or is_optimizer_step(event.kind, event.name):
             copied = 0
         high = max(event.peak_bytes, event.delta_bytes) if copied else 0
         found.append(replace(event, peak_bytes=high + copied) if copied else event)

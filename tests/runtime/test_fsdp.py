@@ -260,11 +260,11 @@ def test_the_planned_choice_of_kept_parameters_holds_in_training_alone_and_withi
         built.append(sharded(model, model.blocks, reshard_after_forward=scripted))
         return model
 
-    engine = check(build, "1.1x" if scripted else "0.5x")
+    engine = check(build, "1.1x" if scripted else "0.3x")  # all four kept take more
     plan, sharding = engine.plan, engine.running.record.sharding
     assert plan.keeps_parameters == {m.name: i in sharding.kept for i, m in enumerate(sharding.modules) if m.choice}
     kept = sum(plan.keeps_parameters.values())
-    assert kept == 4 if scripted else kept <= 4  # none in the script, or all
+    assert kept == 4 if scripted else kept < 4  # none in the script, or all
     assert [m.kept for m in sharding.modules if m.choice] == [not scripted] * 4
     assert resharding(built[-1]) == [scripted] * 4  # evaluation does as the script says
     for interval in engine.running.intervals():
