@@ -53,7 +53,7 @@ class CheckedSession(Session):
     def watch_process(self) -> None:
         """As ``Session``; without other ranks, and with the same random numbers in each run."""
         super().watch_process()
-        probe.stand_in_for_the_other_ranks(self.settings.world_size)
+        probe.stand_in_for_the_other_ranks(self.settings.world_size, self._undo)
         torch.manual_seed(0)  # a script that sets no seed begins with another one each time
         random.seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:

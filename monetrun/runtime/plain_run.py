@@ -52,7 +52,7 @@ class PlainRun:
         """Patch torch to notice optimizers and their steps."""
         hooks.install(self, self._undo)
         if self.settings.mode == MEASURE:
-            probe.stand_in_for_the_other_ranks(self.settings.world_size)
+            probe.stand_in_for_the_other_ranks(self.settings.world_size, self._undo)
             with contextlib.suppress(DeviceQueryFailed):
                 count = torch.cuda.device_count()
                 self._free_before = tuple(info.free_bytes for info in query("cuda", count)) if count else ()

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,19 +32,16 @@ VALUES = ".values"
 NO_OPTIMIZER = "it computes gradients without an optimizer of torch.optim"
 
 
-def stand_in_for_the_other_ranks(world_size: int, *, on_this_device: bool = True) -> Callable[[], object]:
+def stand_in_for_the_other_ranks(world_size: int, undo: contextlib.ExitStack, *, on_this_device: bool = True) -> None:
     """Make ``init_process_group`` create torch's fake process group: collectives return at once, without other ranks.
 
     What gloo's would allocate they do, too, if the step is for this device (``on_this_device``) and not for another.
     Such a collective returns None, which DistributedDataParallel rejects: a hook leaves its gradients as they are. It
-    compares its parameters' shapes with no one's, which would read memory that fake tensors do not have.
-
-    Returns:
-        What undoes it.
+    compares its parameters' shapes with no one's, which would read memory that fake tensors do not have. ``undo`` gets
+    what takes it back.
     """
-    undo = contextlib.ExitStack()
     if not torch.distributed.is_available():
-        return undo.close
+        return
     original = torch.distributed.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +68,6 @@ def stand_in_for_the_other_ranks(world_size: int, *, on_this_device: bool = True
         (torch.distributed, "_verify_params_across_processes", lambda *args: None),
     ):
         undo.enter_context(patched(owner, name, stand_in))
-    return undo.close
 
 
 def _future(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

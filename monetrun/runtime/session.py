@@ -217,8 +217,7 @@ class Session:
             from monetrun.runtime import probe
 
             measured = self.settings.cost_model == roofline.MEASURED
-            undo = probe.stand_in_for_the_other_ranks(self.settings.world_size, on_this_device=measured)
-            self._undo.callback(undo)
+            probe.stand_in_for_the_other_ranks(self.settings.world_size, self._undo, on_this_device=measured)
             if not measured:
                 fake_tensors.start(self._undo)
         atexit.register(self.report)

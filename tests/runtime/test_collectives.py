@@ -1,5 +1,10 @@
 """What gloo's collectives allocate is in the record, also of a trial run, in which none of them runs."""
 
+import atexit
+import contextlib
+import gc
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +13,11 @@ from monetrun.capture import cpu_allocator
 from monetrun.core.event import FREE, GATHER, OUTSIDE, REDUCE, Action, Event
 from monetrun.core.sharding import ShardedModule
 from monetrun.runtime import collectives, probe
+from monetrun.runtime.checked_session import CheckedSession
+from monetrun.runtime.plain_run import PlainRun
 from monetrun.runtime.resharding import with_lingering_copies
+from monetrun.runtime.session import Session
+from monetrun.runtime.settings import MEASURE, PROBE, Settings
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -17,11 +26,25 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def in_a_trial():
     """A trial run's process group of four ranks, whose script asks for the backend that is given."""
-    undo = probe.stand_in_for_the_other_ranks(4)
-    yield dist.init_process_group
-    dist.destroy_process_group()
-    undo()
+    with contextlib.ExitStack() as undo:
+        probe.stand_in_for_the_other_ranks(4, undo)
+        yield dist.init_process_group
+        dist.destroy_process_group()
     assert collectives._asked is None
+
+
+@pytest.mark.parametrize(("of", "mode"), [(PlainRun, MEASURE), (CheckedSession, PROBE), (Session, PROBE)])
+def test_a_trial_waits_for_no_other_rank(monkeypatch, tmp_path, of, mode):
+    monkeypatch.setattr(atexit, "register", lambda end: end)
+    trial = of(Settings(mode=mode, budget="1x", world_size=2, record_file=str(tmp_path / "record.json")))
+    trial.watch_process()
+    gc.collect()
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+        assert (dist.get_backend(), dist.get_world_size()) == ("fake", 2)
+        dist.destroy_process_group()
+    finally:
+        trial._undo.close()
 
 
 def peak_of(run):

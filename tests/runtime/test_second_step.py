@@ -68,7 +68,7 @@ def recorded(monkeypatch, tmp_path):
         monkeypatch.setattr(probe, "leave", leave)
         monkeypatch.setattr(second_step, "atexit", SimpleNamespace(register=lambda end: None))
         monkeypatch.setattr(second_step, "_PATIENCE_SECONDS", 1e6)
-        monkeypatch.setattr(probe, "stand_in_for_the_other_ranks", lambda *args, **kwargs: lambda: None)
+        monkeypatch.setattr(probe, "stand_in_for_the_other_ranks", lambda *args, **kwargs: None)
         gc.collect()
         before = cpu_allocator.allocated_bytes()
         session = Session(Settings(mode=PROBE, budget="1x", record_file=str(tmp_path / "record.json")))

@@ -6,15 +6,20 @@ The launcher is the same code in a process of its own; what it starts are new in
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 MONETRUN, TORCHRUN = "monetrun", "torch.distributed.run"
+LIMIT_SECONDS = 300.0  # for one launch: where ranks wait for each other, torch does for half an hour
 
 # variables that are read when libraries are loaded, before torch is imported
 _OF_LIBRARIES = ("LD_", "STANDIN_GPU")
@@ -52,12 +57,23 @@ def run(
         assert server.stdout is not None
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
+        ended = select.select([server.stdout], [], [], LIMIT_SECONDS)[0]
+        if not ended:
+            _end(server)
         answer = server.stdout.readline()
-        assert answer, "the process that launches has ended"
         out, err = (Path(path).read_text() for path in paths)
+        assert ended, f"it did not end within {LIMIT_SECONDS} s: {out}\n{err}"
+        assert answer, "the process that launches has ended"
     done = subprocess.CompletedProcess([module, *map(str, words)], json.loads(answer), out, err)
     assert expect is None or done.returncode == expect, done.stderr
     return done
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    """With all that it started."""
+    for process in [*psutil.Process(server.pid).children(recursive=True), server]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _started(variables: Mapping[str, str], number: int) -> subprocess.Popen[str]:
