@@ -1,39 +1,55 @@
 // Max pooling that keeps one byte for each window, or nothing. The gradient is gathered: each element of the input
 // reads the windows that cover it, in the order of the output, so that runs are identical.
+//
+// These kernels are bound by arithmetic, not by memory: within an image all indices have 32 bits, and divisions are by
+// numbers that the host has inverted.
 
 #pragma once
 
 #include "elements_cuda.cuh"
-#include "window.hpp"
 
 namespace monet {
 
-// The sizes of images, contiguous or channels-last.
-struct Images {
-  int64_t channels, height, width;
+// Division of numbers from 0 to 2^31 - 1, as a product with the reciprocal (Granlund and Montgomery, PLDI 1994).
+struct Divider {
+  uint32_t magic;
+  int shift;
+
+  __device__ explicit Divider(int64_t packed)  // by ops/cuda/pooling.py
+      : magic(static_cast<uint32_t>(packed >> 8)), shift(static_cast<int>(packed & 0xff)) {}
+  __device__ int operator()(int n) const {
+    const uint32_t high = static_cast<uint32_t>((static_cast<uint64_t>(static_cast<uint32_t>(n)) * magic) >> 32);
+    return static_cast<int>((high + static_cast<uint32_t>(n)) >> shift);
+  }
+};
+
+// One image's sizes, contiguous or channels-last.
+struct Image {
+  int channels, height, width;
   bool channels_last;
+
+  __device__ int plane() const { return height * width; }
+  __device__ int elements() const { return channels * height * width; }
 };
 
-// Where an element of images lies: its image, channel, row and column.
+// Where an element of an image lies.
 struct Place {
-  int64_t image, channel, row, column;
+  int channel, row, column;
 };
 
-__device__ inline Place place_of(int64_t i, const Images& of) {
+// inner and outer divide by the sizes of the two innermost dimensions.
+__device__ inline Place place_of(int i, const Image& of, const Divider& inner, const Divider& outer) {
   Place at;
+  const int by_inner = inner(i), by_outer = outer(by_inner);
   if (of.channels_last) {
-    at.channel = i % of.channels;
-    i /= of.channels;
+    at.channel = i - by_inner * of.channels;
+    at.column = by_inner - by_outer * of.width;
+    at.row = by_outer;
+  } else {
+    at.column = i - by_inner * of.width;
+    at.row = by_inner - by_outer * of.height;
+    at.channel = by_outer;
   }
-  at.column = i % of.width;
-  i /= of.width;
-  at.row = i % of.height;
-  i /= of.height;
-  if (!of.channels_last) {
-    at.channel = i % of.channels;
-    i /= of.channels;
-  }
-  at.image = i;
   return at;
 }
 
@@ -41,26 +57,47 @@ __device__ inline Place place_of(int64_t i, const Images& of) {
 template <class E>
 struct Plane {
   const E* data;
-  int64_t height, width, step;
+  int height, width, step;
 
-  __device__ Plane(const E* all, const Images& of, const Place& at)
-      : data(all + at.image * of.channels * of.height * of.width +
-             (of.channels_last ? at.channel : at.channel * of.height * of.width)),
+  __device__ Plane(const E* all, const Image& of, int64_t image, int channel)
+      : data(all + image * of.elements() + (of.channels_last ? channel : channel * of.plane())),
         height(of.height),
         width(of.width),
         step(of.channels_last ? of.channels : 1) {}
-  __device__ E operator()(int64_t row, int64_t column) const { return data[(row * width + column) * step]; }
+  __device__ E operator()(int row, int column) const { return data[(row * width + column) * step]; }
+};
+
+// Which elements of a plane a window covers, along each dimension.
+struct Covers {
+  int size[2], stride[2], padding[2], dilation[2];
+
+  __device__ int start(int output, int d) const { return output * stride[d] - padding[d]; }
+  __device__ int steps(int length, int d) const {  // so many steps of the dilation reach as far as length
+    return dilation[d] == 1 ? length : (length + dilation[d] - 1) / dilation[d];
+  }
+  // The first place k of the window for which start + k * dilation is within the input, and the one after the last.
+  __device__ int first(int start, int d) const { return start >= 0 ? 0 : steps(-start, d); }
+  __device__ int last(int start, int d, int input) const {
+    if (start >= input) return 0;
+    const int within = steps(input - start, d);
+    return within < size[d] ? within : size[d];
+  }
+  // The place that an element has in the window that starts `after` elements before it; -1 where it has none.
+  __device__ int place(int after, int d) const {
+    if (dilation[d] == 1) return after;
+    return after % dilation[d] == 0 ? after / dilation[d] : -1;
+  }
 };
 
 // The place of the largest element of the window that starts at (top, left): as ATen picks it.
-__device__ inline int largest(const Plane<T>& x, const Window& w, int64_t top, int64_t left) {
-  const int64_t last_row = w.last(top, 0, x.height), last_column = w.last(left, 1, x.width);
-  const int64_t first_row = w.first(top, 0), first_column = w.first(left, 1);
-  int64_t place = first_row * w.size[1] + first_column;
+__device__ inline int largest(const Plane<T>& x, const Covers& w, int top, int left) {
+  const int last_row = w.last(top, 0, x.height), last_column = w.last(left, 1, x.width);
+  const int first_row = w.first(top, 0), first_column = w.first(left, 1);
+  int place = first_row * w.size[1] + first_column;
   bool any = false;  // the first element is the largest so far, whatever it is
   A best = 0;
-  for (int64_t i = first_row; i < last_row; ++i) {
-    for (int64_t j = first_column; j < last_column; ++j) {
+  for (int i = first_row; i < last_row; ++i) {
+    for (int j = first_column; j < last_column; ++j) {
       const A value = static_cast<A>(x(top + i * w.dilation[0], left + j * w.dilation[1]));
       if (!any || value > best || value != value) {
         best = value;
@@ -69,72 +106,133 @@ __device__ inline int largest(const Plane<T>& x, const Window& w, int64_t top, i
       }
     }
   }
-  return static_cast<int>(place);
+  return place;
 }
 
-extern "C" __global__ void max_pool2d_index(const T* x, uint8_t* index, int64_t count, int64_t channels,
-                                            int64_t height, int64_t width, int64_t channels_last, int64_t rows,
-                                            int64_t columns, int64_t size_h, int64_t size_w, int64_t stride_h,
-                                            int64_t stride_w, int64_t padding_h, int64_t padding_w,
-                                            int64_t dilation_h, int64_t dilation_w) {
-  const Window w{{size_h, size_w}, {stride_h, stride_w}, {padding_h, padding_w}, {dilation_h, dilation_w}};
-  const Images in{channels, height, width, channels_last != 0}, out{channels, rows, columns, channels_last != 0};
-  for (int64_t o = first_index(); o < count; o += index_step()) {
-    const Place at = place_of(o, out);
-    index[o] = static_cast<uint8_t>(largest(Plane<T>(x, in, at), w, w.start(at.row, 0), w.start(at.column, 1)));
+// Whether `largest` gives this place, which has this value: no NaN follows a NaN; any other value is above all before
+// it, and no value after it is above it.
+__device__ inline bool is_largest(const Plane<T>& x, const Covers& w, int top, int left, int place, A value) {
+  const int last_row = w.last(top, 0, x.height), last_column = w.last(left, 1, x.width);
+  const bool nan = value != value;
+  for (int i = w.first(top, 0); i < last_row; ++i) {
+    for (int j = w.first(left, 1); j < last_column; ++j) {
+      const int other_place = i * w.size[1] + j;
+      if (other_place == place) continue;
+      const A other = static_cast<A>(x(top + i * w.dilation[0], left + j * w.dilation[1]));
+      const bool above = other_place < place ? other >= value : other > value;
+      if (nan ? other_place > place && other != other : above || other != other) return false;
+    }
+  }
+  return true;
+}
+
+// Calls body(image, i) for all elements of all images: a block takes kRun * blockDim.x of one image's at a time.
+constexpr int kRun = 4;  // as ops/cuda/pooling.py has it
+
+template <class Body>
+__device__ inline void for_each_element(int64_t images, int elements, Body body) {
+  const int run = kRun * static_cast<int>(blockDim.x);
+  const int64_t runs = (elements + run - 1) / run;
+  for (int64_t block = blockIdx.x; block < images * runs; block += gridDim.x) {
+    const int64_t image = block / runs;
+    int i = static_cast<int>(block - image * runs) * run + static_cast<int>(threadIdx.x);
+    for (int k = 0; k < kRun && i < elements; ++k, i += static_cast<int>(blockDim.x)) body(image, i);
   }
 }
 
-// The output whose window has the element at `at` in its place k, along one dimension; -1 where there is none.
-__device__ inline int64_t output_of(int64_t at, int64_t k, const Window& w, int d, int64_t outputs) {
-  const int64_t start = at + w.padding[d] - k * w.dilation[d];
-  return start >= 0 && start % w.stride[d] == 0 && start / w.stride[d] < outputs ? start / w.stride[d] : -1;
+extern "C" __global__ void max_pool2d_index(const T* x, uint8_t* index, int64_t images, int64_t channels,
+                                            int64_t height, int64_t width, int64_t channels_last, int64_t rows,
+                                            int64_t columns, int64_t size_h, int64_t size_w, int64_t stride_h,
+                                            int64_t stride_w, int64_t padding_h, int64_t padding_w,
+                                            int64_t dilation_h, int64_t dilation_w, int64_t inner, int64_t outer) {
+  const Covers w{{int(size_h), int(size_w)},
+                 {int(stride_h), int(stride_w)},
+                 {int(padding_h), int(padding_w)},
+                 {int(dilation_h), int(dilation_w)}};
+  const Image in{int(channels), int(height), int(width), channels_last != 0};
+  const Image out{int(channels), int(rows), int(columns), channels_last != 0};
+  const Divider by_inner(inner), by_outer(outer);
+  for_each_element(images, out.elements(), [&](int64_t image, int o) {
+    const Place at = place_of(o, out, by_inner, by_outer);
+    const int place = largest(Plane<T>(x, in, image, at.channel), w, w.start(at.row, 0), w.start(at.column, 1));
+    index[image * out.elements() + o] = static_cast<uint8_t>(place);
+  });
 }
 
-// Element i of the input's gradient; place_at(at, row, column) is the place that an output of at's plane has picked.
-template <class PlaceAt>
-__device__ inline T gathered(int64_t i, const T* grad, const Images& in, const Images& out, const Window& w,
-                             PlaceAt place_at) {
-  const Place at = place_of(i, in);
-  const Plane<T> gradient(grad, out, at);
+// The outputs whose windows may cover the element at `at` along one dimension: from `first` to `last`.
+struct Outputs {
+  int first, last;
+
+  __device__ Outputs(int at, const Covers& w, int d, int outputs, const Divider& stride) {
+    const int reach = at + w.padding[d], before = reach - w.dilation[d] * (w.size[d] - 1);
+    first = before <= 0 ? 0 : stride(before + w.stride[d] - 1);
+    last = stride(reach);
+    if (last >= outputs) last = outputs - 1;
+  }
+};
+
+// The gradient of the element at `at`; picks(output row, its column, place) tells whether that output has picked it.
+template <class Picks>
+__device__ inline T gathered(const Plane<T>& grad, const Place& at, const Covers& w, const Divider& stride_h,
+                             const Divider& stride_w, Picks picks) {
+  const Outputs rows(at.row, w, 0, grad.height, stride_h), columns(at.column, w, 1, grad.width, stride_w);
   A sum = 0;
-  for (int64_t kh = w.size[0] - 1; kh >= 0; --kh) {
-    const int64_t oh = output_of(at.row, kh, w, 0, out.height);
-    if (oh < 0) continue;
-    for (int64_t kw = w.size[1] - 1; kw >= 0; --kw) {
-      const int64_t ow = output_of(at.column, kw, w, 1, out.width);
-      if (ow >= 0 && place_at(at, oh, ow) == kh * w.size[1] + kw) sum += static_cast<A>(gradient(oh, ow));
+  for (int oh = rows.first; oh <= rows.last; ++oh) {
+    const int kh = w.place(at.row - w.start(oh, 0), 0);
+    if (kh < 0) continue;
+    for (int ow = columns.first; ow <= columns.last; ++ow) {
+      const int kw = w.place(at.column - w.start(ow, 1), 1);
+      if (kw >= 0 && picks(oh, ow, kh * w.size[1] + kw)) sum += static_cast<A>(grad(oh, ow));
     }
   }
   return T(sum);
 }
 
-extern "C" __global__ void max_pool2d_index_backward(const T* grad, const uint8_t* index, T* to, int64_t count,
+extern "C" __global__ void max_pool2d_index_backward(const T* grad, const uint8_t* index, T* to, int64_t images,
                                                      int64_t channels, int64_t height, int64_t width,
                                                      int64_t channels_last, int64_t rows, int64_t columns,
                                                      int64_t size_h, int64_t size_w, int64_t stride_h,
                                                      int64_t stride_w, int64_t padding_h, int64_t padding_w,
-                                                     int64_t dilation_h, int64_t dilation_w) {
-  const Window w{{size_h, size_w}, {stride_h, stride_w}, {padding_h, padding_w}, {dilation_h, dilation_w}};
-  const Images in{channels, height, width, channels_last != 0}, out{channels, rows, columns, channels_last != 0};
-  for (int64_t i = first_index(); i < count; i += index_step())
-    to[i] = gathered(i, grad, in, out, w, [&](const Place& at, int64_t oh, int64_t ow) {
-      return static_cast<int>(Plane<uint8_t>(index, out, at)(oh, ow));
-    });
+                                                     int64_t dilation_h, int64_t dilation_w, int64_t inner,
+                                                     int64_t outer, int64_t by_stride_h, int64_t by_stride_w) {
+  const Covers w{{int(size_h), int(size_w)},
+                 {int(stride_h), int(stride_w)},
+                 {int(padding_h), int(padding_w)},
+                 {int(dilation_h), int(dilation_w)}};
+  const Image in{int(channels), int(height), int(width), channels_last != 0};
+  const Image out{int(channels), int(rows), int(columns), channels_last != 0};
+  const Divider by_inner(inner), by_outer(outer), h(by_stride_h), v(by_stride_w);
+  for_each_element(images, in.elements(), [&](int64_t image, int i) {
+    const Place at = place_of(i, in, by_inner, by_outer);
+    const Plane<uint8_t> picked(index, out, image, at.channel);
+    const auto picks = [&](int oh, int ow, int place) { return picked(oh, ow) == place; };
+    to[image * in.elements() + i] = gathered(Plane<T>(grad, out, image, at.channel), at, w, h, v, picks);
+  });
 }
 
-extern "C" __global__ void max_pool2d_input_backward(const T* grad, const T* x, T* to, int64_t count,
+extern "C" __global__ void max_pool2d_input_backward(const T* grad, const T* x, T* to, int64_t images,
                                                      int64_t channels, int64_t height, int64_t width,
                                                      int64_t channels_last, int64_t rows, int64_t columns,
                                                      int64_t size_h, int64_t size_w, int64_t stride_h,
                                                      int64_t stride_w, int64_t padding_h, int64_t padding_w,
-                                                     int64_t dilation_h, int64_t dilation_w) {
-  const Window w{{size_h, size_w}, {stride_h, stride_w}, {padding_h, padding_w}, {dilation_h, dilation_w}};
-  const Images in{channels, height, width, channels_last != 0}, out{channels, rows, columns, channels_last != 0};
-  for (int64_t i = first_index(); i < count; i += index_step())
-    to[i] = gathered(i, grad, in, out, w, [&](const Place& at, int64_t oh, int64_t ow) {
-      return largest(Plane<T>(x, in, at), w, w.start(oh, 0), w.start(ow, 1));
-    });
+                                                     int64_t dilation_h, int64_t dilation_w, int64_t inner,
+                                                     int64_t outer, int64_t by_stride_h, int64_t by_stride_w) {
+  const Covers w{{int(size_h), int(size_w)},
+                 {int(stride_h), int(stride_w)},
+                 {int(padding_h), int(padding_w)},
+                 {int(dilation_h), int(dilation_w)}};
+  const Image in{int(channels), int(height), int(width), channels_last != 0};
+  const Image out{int(channels), int(rows), int(columns), channels_last != 0};
+  const Divider by_inner(inner), by_outer(outer), h(by_stride_h), v(by_stride_w);
+  for_each_element(images, in.elements(), [&](int64_t image, int i) {
+    const Place at = place_of(i, in, by_inner, by_outer);
+    const Plane<T> plane(x, in, image, at.channel);
+    const A value = static_cast<A>(plane(at.row, at.column));
+    const auto picks = [&](int oh, int ow, int place) {
+      return is_largest(plane, w, w.start(oh, 0), w.start(ow, 1), place, value);
+    };
+    to[image * in.elements() + i] = gathered(Plane<T>(grad, out, image, at.channel), at, w, h, v, picks);
+  });
 }
 
 }  // namespace monet

@@ -63,11 +63,13 @@ class Network:
         make: the model for a size.
         paper: the size of the paper's batch, for the five of the paper.
         small: a small one, yet large enough that activations take most of the memory.
+        example_mib: what training in float32 takes for one of the paper's examples: the peak divided by the batch.
     """
 
     make: Callable[[Size], nn.Module]
     paper: Size
     small: Size
+    example_mib: float
 
 
 def gpt(size: Size) -> nn.Module:
@@ -82,12 +84,12 @@ def googlenet(size: Size) -> nn.Module:
 
 
 NETWORKS = {
-    "resnet50": Network(lambda size: tv.resnet50(), Size(184, (224, 224)), Size(256, (64, 64))),
-    "googlenet": Network(googlenet, Size(320, (224, 224)), Size(64, (64, 64))),
-    "mobilenet_v2": Network(lambda size: tv.mobilenet_v2(), Size(272, (224, 224)), Size(64, (64, 64))),
-    "vgg16": Network(lambda size: tv.vgg16(init_weights=False), Size(176, (224, 224)), Size(512, (64, 64))),
-    "unet": Network(lambda size: UNet(), Size(11, (416, 608)), Size(64, (64, 64))),
-    "gpt": Network(gpt, Size(16, (1024,), 16384), Size(64, (256,), 512)),
+    "resnet50": Network(lambda size: tv.resnet50(), Size(184, (224, 224)), Size(256, (64, 64)), 84),
+    "googlenet": Network(googlenet, Size(320, (224, 224)), Size(64, (64, 64)), 47),
+    "mobilenet_v2": Network(lambda size: tv.mobilenet_v2(), Size(272, (224, 224)), Size(64, (64, 64)), 76),
+    "vgg16": Network(lambda size: tv.vgg16(init_weights=False), Size(176, (224, 224)), Size(512, (64, 64)), 80),
+    "unet": Network(lambda size: UNet(), Size(11, (416, 608)), Size(64, (64, 64)), 1282),
+    "gpt": Network(gpt, Size(16, (1024,), 16384), Size(64, (256,), 512), 869),
 }
 
 
@@ -195,6 +197,9 @@ def highest(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
 @click.argument("name", metavar="NETWORK", type=click.Choice(list(NETWORKS)))
 @click.option("--small", is_flag=True, help="A small batch of small images or short texts.")
 @click.option("--batch", type=click.IntRange(1), help="Examples in a batch; default: the paper's.")
+@click.option(
+    "--fill", type=click.FloatRange(0, min_open=True), help="A batch for about so much of the device's memory."
+)
 @click.option("--precision", type=click.Choice(("fp32", "bf16", "fp16")), default="fp32", help="fp16: with GradScaler.")
 @click.option("--compile", "backend", default="", metavar="BACKEND", help="Run torch.compile with this backend.")
 @click.option("--memory-budget", type=float, help="With --compile: torch's activation_memory_budget, from 0 to 1.")
@@ -207,6 +212,7 @@ def main(
     name: str,
     small: bool,
     batch: int | None,
+    fill: float | None,
     precision: str,
     backend: str,
     memory_budget: float | None,
@@ -226,6 +232,8 @@ def main(
     torch.manual_seed(0)
     network = NETWORKS[name]
     size = network.small if small else network.paper
+    if fill is not None:
+        batch = int(fill * torch.cuda.mem_get_info(device)[1] / (network.example_mib * 2**20))
     size = replace(size, batch=batch or size.batch)
     model = network.make(size).to(device).train()
     if process_group:

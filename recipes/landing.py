@@ -1,11 +1,12 @@
-"""Make the README's figure and table from the committed results.
+"""Make the README's figure and table, and the page of a GPU's figures, from the committed results.
 
     python recipes/landing.py
 
 The figure (``docs/overhead.svg``) has the points that torch's ``activation_memory_budget`` reaches, and the plans found
 within the same peaks, both by recomputation and in-place operators alone (``recipes/results/partitioner.json``). The
 table has, for each network of MONeT's paper, the least memory in the paper at which there is a plan
-(``recipes/results/paper_table.json``). Both are planned under ``roofline:p100``; neither was measured on a GPU.
+(``recipes/results/paper_table.json``). Both are planned under ``roofline:p100``; neither was measured on a GPU. The
+table of ``docs/recipes.md`` was: it has the launches of ``gpu_check.py`` (``recipes/results/gpu_*.json``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+from lib.gpu_table import eager_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "recipes" / "results"
@@ -47,10 +50,32 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def with_table(text: str) -> str:
-    """``text`` with the table between its two marks."""
+def gpu_table() -> str:
+    """A line for each launch that trained on a GPU; the eager step is of the same network and batch."""
+    lines = ["| GPU | training | budget | reserved: plain | planned | measured | retries | step | eager's |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for path in sorted(RESULTS.glob("gpu_*.json")):
+        document = json.loads(path.read_text())
+        for entry in document["sections"]:
+            report, training = (entry["figures"].get(name, {}) for name in ("report", "training"))
+            if report.get("planned_reserved_bytes") is None:
+                continue
+            budget = entry["command"][entry["command"].index("--budget") + 1]
+            name = " ".join(str(training[k]) for k in ("network", "batch", "precision"))
+            name += " NCCL, one rank" * (entry["name"] == "nccl")
+            kinds = ("plain", "planned", "measured")
+            cells = [document["device"].removeprefix("NVIDIA "), name, budget]
+            cells += [f"{report[f'{kind}_reserved_bytes'] / 2**20:,.0f} MiB" for kind in kinds]
+            cells += [str(report["allocation_retries"]), f"{training['step_seconds'] * 1e3:.1f} ms"]
+            eager = eager_of(document, entry).get("step_seconds")
+            lines.append(f"| {' | '.join([*cells, '' if eager is None else f'{eager * 1e3:.1f} ms'])} |")
+    return "\n".join(lines)
+
+
+def with_table(text: str, made: str) -> str:
+    """``text`` with the table that was ``made`` between its two marks."""
     before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}"
 
 
 def points() -> dict[str, list[dict[str, Any]]]:
@@ -108,8 +133,8 @@ def draw(path: Path) -> None:
 
 @click.command(help=__doc__)
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, made in ((ROOT / "README.md", table()), (ROOT / "docs" / "recipes.md", gpu_table())):
+        page.write_text(with_table(page.read_text(encoding="utf-8"), made), encoding="utf-8")
     draw(ROOT / "docs" / "overhead.svg")
 
 

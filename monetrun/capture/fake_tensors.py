@@ -209,7 +209,7 @@ def _mesh_patches() -> list[tuple[Any, str, Any]]:
 
 
 def _tensor_patches(mode: FakeTensors) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Copying, swapping and saving of fake tensors: (owner, name, replacement)."""
+    """Copying, swapping and saving of fake tensors, and steps under a scaler: (owner, name, replacement)."""
     deep: Any = torch.Tensor.__deepcopy__
     swap: Any = torch.utils.swap_tensors
     resize: Any = torch.UntypedStorage.resize_
@@ -238,6 +238,9 @@ def _tensor_patches(mode: FakeTensors) -> list[tuple[Any, str, Callable[..., Any
             mode.meter.resized(self)
         return result
 
+    def stepped(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)  # no gradient has overflown
+
     def unsaved(*args: Any, **kwargs: Any) -> None:
         """Fake tensors have nothing to save, and an existing checkpoint must not be overwritten."""
 
@@ -246,4 +249,5 @@ def _tensor_patches(mode: FakeTensors) -> list[tuple[Any, str, Callable[..., Any
         (torch.utils, "swap_tensors", swapped),
         (torch.UntypedStorage, "resize_", resized),
         (torch, "save", unsaved),
+        (torch.amp.GradScaler, "_maybe_opt_step", stepped),
     ]

@@ -18,9 +18,10 @@ from lib.sections import Check, Found, Section, json_lines
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = ROOT / "recipes"
 NETWORKS = ("resnet50", "googlenet", "mobilenet_v2", "vgg16", "unet", "gpt")
+FILL = 1.25  # of the device's memory would be the plain peak of auto:large
 SHARE = "0.5x"  # the budget beside which the others are seen
 GROUPS = {
-    "product": "doctor, and launches as users make them: a share, auto, one NCCL rank, GradScaler",
+    "product": "doctor, and launches as users make them: a share, auto, a batch that is too large, NCCL, GradScaler",
     "networks": f"each network in eager mode and within {SHARE} of its plain peak",
     "compile": "each network under torch.compile, without and with its activation_memory_budget",
     "kernels": "CUDA kernels beside a copy of the same bytes",
@@ -90,6 +91,8 @@ def product(settings: Settings) -> Iterable[Section]:
     yield Section("doctor", "product", (*monetrun(), "doctor", "--json"), 60, read_doctor)
     yield half(settings, settings.networks[0], "product", 300)
     yield Section("auto", "product", planned(settings, "auto", settings.networks[0]), 150, read_launch)
+    command = planned(settings, "auto", settings.networks[0], "--fill", str(FILL))
+    yield Section("auto:large", "product", command, 300, read_launch, "--small" if settings.small else "")
     group = "gloo" if settings.stand_in else "nccl"
     words = ("--process-group", group) if settings.small else ("--process-group", group, "--batch", "64")
     network = "gpt" if settings.small else "resnet50"

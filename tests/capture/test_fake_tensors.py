@@ -112,6 +112,19 @@ def test_a_loss_can_be_logged_and_averaged_but_not_compared():
         assert torch.tensor(3.5).item() == 3.5  # a fake tensor made of a number has a value
 
 
+def test_a_scaler_finds_no_overflow():
+    with running_fake():
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters())
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(optimizer.state) == 2
+
+
 @pytest.mark.parametrize(
     "look",
     [

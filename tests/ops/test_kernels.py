@@ -10,9 +10,12 @@ import sys
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from monetrun.core.native import included, source_folder
 from monetrun.ops import cuda, definition, kernels, registry
+from monetrun.ops.cuda import pooling
 from monetrun.ops.families import cross_entropy
 from support.kernel_cases import DEVICE, INF, NAN, assert_same, dtypes, laid_out, layouts, numbers, operators, shapes
 
@@ -212,6 +215,19 @@ def test_pooling_by_one_byte_is_bitwise_identical_to_atens(kernel, layout, dtype
         expected = aten.max_pool2d_with_indices_backward(*wide, *place, ceil_mode, flat).to(dtype)
         assert_same(kernel("max_pool2d_index_backward")(grad, index, list(x.shape), *place), expected)
         assert_same(kernel("max_pool2d_input_backward")(grad, x, *place, ceil_mode), expected)
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+@example(1, 2**31 - 1)
+@example(2**31 - 1, 2**31 - 1)
+@example(2**30 + 1, 2**31 - 1)
+@example(3, 2**31 - 2)
+def test_the_kernels_divide_by_multiplying(divisor, number):
+    factor, shift = divmod(pooling._divider(divisor), 1 << 8)
+    assert factor < 1 << 32
+    high = number * factor >> 32
+    assert high + number < 1 << 32
+    assert (high + number) >> shift == number // divisor
 
 
 def test_a_window_that_a_byte_cannot_name_is_refused(kernel):

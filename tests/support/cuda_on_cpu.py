@@ -77,7 +77,7 @@ def _start(name: str, dtype: torch.dtype, device: int, blocks: int, arguments: t
     run = getattr(_library(dtype), f"run_{name}")
     run.argtypes = [ctypes.c_uint, ctypes.c_uint, *(_TYPES[letter] for letter in letters)]
     run.restype = None
-    run(blocks, launch._THREADS, *(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
+    run(blocks, launch.THREADS, *(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ DTYPES = {
 }
 WARP = 32
 _WARPS = 8
-_THREADS = WARP * _WARPS
+THREADS = WARP * _WARPS
 _MOST_BLOCKS = 1 << 16  # fill any device several times over; each kernel's loop does the rest
 
 
@@ -98,7 +98,7 @@ def launch(name: str, like: Tensor, threads: int, *arguments: Any, dtype: torch.
         RuntimeError: there is no kernel for the dtype, or the driver refuses, which it does for a tensor of the CPU.
     """
     if threads:
-        blocks = min((threads + _THREADS - 1) // _THREADS, _MOST_BLOCKS)
+        blocks = min((threads + THREADS - 1) // THREADS, _MOST_BLOCKS)
         _start(name, dtype or like.dtype, like.get_device(), blocks, arguments)
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from monetrun.ops.cuda.launch import launch
+from monetrun.ops.cuda.launch import THREADS, launch
 from monetrun.ops.cuda.operands import is_channels_last
+
+_RUN = 4  # elements of a thread, as kRun in cuda_ops/pooling_cuda.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,46 @@ class _Window:
     def numbers(self) -> tuple[int, ...]:
         return (*self.size, *self.stride, *self.padding, *self.dilation)
 
+    @property
+    def strides(self) -> tuple[int, int]:
+        return _divider(self.stride[0]), _divider(self.stride[1])
+
     def outputs(self, length: int, d: int, ceil_mode: bool) -> int:
         stride, padding = self.stride[d], self.padding[d]
         span = length + 2 * padding - self.dilation[d] * (self.size[d] - 1) - 1
         count = (span + (stride - 1 if ceil_mode else 0)) // stride + 1
         # torch drops a window that would start in the padding behind the input
         return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
+
+
+def _divider(divisor: int) -> int:
+    """What ``Divider`` in ``cuda_ops/pooling_cuda.cuh`` divides numbers below 2^31 with: a factor and a shift."""
+    shift = (divisor - 1).bit_length()
+    factor = ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1
+    return factor << 8 | shift
+
+
+def _dividers(size: Sequence[int], last: bool) -> tuple[int, int]:
+    """By the sizes of the two innermost dimensions of images of [..., C, H, W]."""
+    channels, height, width = size[-3:]
+    inner, outer = (channels, width) if last else (width, height)
+    return _divider(inner), _divider(outer)
+
+
+def _start(name: str, like: Tensor, over: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    """Launch a kernel over all elements of the images ``over``.
+
+    Raises:
+        RuntimeError: an image has more elements than the kernels can count.
+    """
+    if not over.numel():
+        return
+    images = over.shape[0] if over.dim() == 4 else 1
+    elements = max(t[0].numel() if t.dim() == 4 else t.numel() for t in tensors)
+    if elements >= 1 << 31:
+        raise RuntimeError(f"an image of {elements} elements is larger than 2^31")
+    runs = -(-(over.numel() // images) // (_RUN * THREADS))
+    launch(name, like, images * runs * THREADS, *tensors, images, *numbers)
 
 
 def _last(images: Tensor, name: str) -> bool:
@@ -72,8 +108,9 @@ def max_pool2d_index(
     if rows <= 0 or columns <= 0:
         raise RuntimeError(f"the input of {height} x {width} is smaller than the window")
     index = _new(x, (*x.shape[:-2], rows, columns), torch.uint8, last)
-    sizes = (index.numel(), channels, height, width, last, rows, columns)
-    launch("max_pool2d_index", x, index.numel(), x, index, *sizes, *window.numbers)
+    sizes = (channels, height, width, last, rows, columns)
+    dividers = _dividers(index.shape, last)
+    _start("max_pool2d_index", x, index, (x, index), (*sizes, *window.numbers, *dividers))
     return index
 
 
@@ -95,8 +132,9 @@ def max_pool2d_index_backward(
     if len(input_size) != grad.dim():
         raise RuntimeError("input_size and grad differ in dimensions")
     to = _new(grad, input_size, grad.dtype, last)
-    sizes = (to.numel(), *input_size[-3:], last, *grad.shape[-2:])
-    launch("max_pool2d_index_backward", grad, to.numel(), grad, index, to, *sizes, *window.numbers)
+    sizes = (*input_size[-3:], last, *grad.shape[-2:])
+    dividers = (*_dividers(to.shape, last), *window.strides)
+    _start("max_pool2d_index_backward", grad, to, (grad, index, to), (*sizes, *window.numbers, *dividers))
     return to
 
 
@@ -118,6 +156,7 @@ def max_pool2d_input_backward(
     if not (is_channels_last(grad) if last else grad.is_contiguous()):
         raise RuntimeError("grad and x differ in layout")
     to = torch.empty_like(x)
-    sizes = (to.numel(), *x.shape[-3:], last, *pooled)
-    launch("max_pool2d_input_backward", x, to.numel(), grad, x, to, *sizes, *window.numbers)
+    sizes = (*x.shape[-3:], last, *pooled)
+    dividers = (*_dividers(to.shape, last), *window.strides)
+    _start("max_pool2d_input_backward", x, to, (grad, x, to), (*sizes, *window.numbers, *dividers))
     return to
