@@ -108,7 +108,7 @@ class Outcome:
     """What the ranks measured, together.
 
     Attributes:
-        plan: the plan they ran, if any.
+        plan: the plan they ran last, if any.
         measured_peak_bytes: the most that any rank allocated in a training step; None if that was not counted.
         measured_reserved_bytes: the most that any rank's CUDA allocator reserved; None on a CPU.
         retries: how often an allocator gave cached memory back in settled steps; None on a CPU.
@@ -120,6 +120,8 @@ class Outcome:
         measured_step: planned and measured bytes of one settled step; None if no rank measured them.
         needed_bytes: where memory has run out: the least budget that the failed allocation needs; 0 if not known.
         held: then, by kind, in the rank that needed most.
+        most_planned: allocated bytes, and those that the budget bounds, the most that a plan had under which they
+            trained: a step for which more is held is planned again.
     """
 
     plan: Plan | None
@@ -133,6 +135,11 @@ class Outcome:
     measured_step: MeasuredStep | None
     needed_bytes: int = 0
     held: Mapping[str, int] = field(default_factory=dict)
+    most_planned: tuple[int, int] = (0, 0)
+
+    def planned(self, plan: Plan) -> tuple[int, int]:
+        """``most_planned``, and at least what ``plan`` has."""
+        return max(plan.planned_peak_bytes, self.most_planned[0]), max(planned_bytes(plan), self.most_planned[1])
 
 
 def read_outcome(folder: Path) -> Outcome:
@@ -161,7 +168,13 @@ def read_outcome(folder: Path) -> Outcome:
         measured_step=_measured_step(reports),
         needed_bytes=int(short.get("needed_bytes", 0)),
         held=short.get("held", {}),
+        most_planned=_most_planned(reports),
     )
+
+
+def _most_planned(reports: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    found = [r["most_planned"] for r in reports if r.get("most_planned")]
+    return max((int(a) for a, _ in found), default=0), max((int(r) for _, r in found), default=0)
 
 
 def _measured_step(reports: Sequence[Mapping[str, Any]]) -> MeasuredStep | None:
@@ -189,12 +202,12 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     if measured is not None:
         peak += f" ({share(measured, plan.plain_peak_bytes)})"
     overhead = outcome.measured_overhead
+    planned, _ = outcome.planned(plan)
     return [
         f"[bold]monetrun[/bold]  {outcome.steps} training steps",
         f"  plain peak     {format_bytes(plan.plain_peak_bytes)}",
         f"  budget         {format_bytes(plan.budget_bytes)}{_budget_share(plan.budget_bytes, plan.plain_peak_bytes)}",
-        f"  planned peak   {format_bytes(plan.planned_peak_bytes)} "
-        f"({share(plan.planned_peak_bytes, plan.plain_peak_bytes)})",
+        f"  planned peak   {format_bytes(planned)} ({share(planned, plan.plain_peak_bytes)})",
         f"  measured peak  {peak}",
         f"  overhead       {plan.overhead:+.1%} planned; extra work "
         + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
@@ -230,6 +243,7 @@ def _held(outcome: Outcome) -> str:
 def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
     """The report of a run on CUDA: reserved and allocated bytes."""
     plain = pool.plain_bytes
+    planned_allocated, planned_reserved = outcome.planned(plan)
 
     def row(name: str, reserved: int | None, allocated: int | None) -> str:
         if reserved is None or allocated is None:
@@ -243,7 +257,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
         f"[bold]monetrun[/bold]  {outcome.steps} training steps",
         row("plain peak", plain, plan.plain_peak_bytes) + (", estimated" if pool.plain_is_estimated else ""),
         f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved{_budget_share(plan.budget_bytes, plain)}",
-        row("planned peak", pool.planned_bytes, plan.planned_peak_bytes),
+        row("planned peak", planned_reserved, planned_allocated),
         row("measured peak", outcome.measured_reserved_bytes, outcome.measured_peak_bytes) + retries,
         f"  {'overhead':<15}{plan.overhead:+.1%} planned; extra work "
         + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
@@ -256,10 +270,10 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "plain_peak_bytes": plan and plan.plain_peak_bytes,
         "budget_bytes": plan and plan.budget_bytes,
-        "planned_peak_bytes": plan and plan.planned_peak_bytes,
+        "planned_peak_bytes": plan and outcome.planned(plan)[0],
         "measured_peak_bytes": outcome.measured_peak_bytes,
         "plain_reserved_bytes": plan and plan.pool and plan.pool.plain_bytes,
-        "planned_reserved_bytes": plan and plan.pool and plan.pool.planned_bytes,
+        "planned_reserved_bytes": plan and plan.pool and outcome.planned(plan)[1],
         "measured_reserved_bytes": outcome.measured_reserved_bytes,
         "allocation_retries": outcome.retries,
         "planned_overhead": plan and plan.overhead,

@@ -351,6 +351,7 @@ def _findings(engine: Engine) -> dict[str, Any]:
     return {
         "measured_peak_bytes": engine.peak_bytes,
         "measured_reserved_bytes": steps.reserved_bytes,
+        "most_planned": steps.most_planned,
         "excess_bytes": 0 if running is None else running.excess_bytes,
         "allocation_retries": steps.retries,
         "measured_overhead": engine.meters.timing.overhead(),

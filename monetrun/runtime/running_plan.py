@@ -20,6 +20,7 @@ from monetrun.core.step import LIBRARIES, StepRecord
 from monetrun.core.step_changes import with_excess
 from monetrun.planning import kept, planner
 from monetrun.planning.intervals import Interval, intervals, optimizer_steps
+from monetrun.planning.summary import planned_bytes
 from monetrun.runtime import adaptation, agreement, moved_memory
 from monetrun.runtime.enforcement import Enforcement
 from monetrun.runtime.other_shapes import OtherShapes
@@ -90,6 +91,7 @@ class RunningPlan:
         self.schedules: dict[str, Schedule] = {g.fingerprint: g.schedule for g in plan.graphs}
         self.enforcement.plan_is(plan.budget_bytes, plan.pool, bool(plan.ledger.get(LIBRARIES)))
         self.room.plan_is(self.record, self.schedules, moved_memory.allocated_limit(plan))
+        self.steps.plan_is(plan.planned_peak_bytes, planned_bytes(plan))
         self.steps.measure_a_settled_step(0 if self.record is None else optimizer_steps(self.record))
 
     def replan_without(self, failed: FailedGuards) -> None:

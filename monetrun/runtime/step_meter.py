@@ -24,6 +24,7 @@ class StepMeter:
         steps: completed so far.
         peak_bytes: the most allocated in any of them.
         reserved_bytes: the most that CUDA's allocator reserved in any of them.
+        most_planned: allocated bytes, and those that the budget bounds, the most of the plans of these steps.
         retries: how often it gave cached memory back to serve a request, in settled steps.
         stretches: of the step that was measured in detail, empty until it has ended.
     """
@@ -33,6 +34,7 @@ class StepMeter:
         self.steps = 0
         self.peak_bytes = 0
         self.reserved_bytes = 0
+        self.most_planned = self._planned = (0, 0)
         self.retries = 0
         self._retries_before = 0  # settled steps
         self.stretches: Sequence[Stretch] = ()
@@ -41,6 +43,11 @@ class StepMeter:
         self._optimizer_steps = 0  # since ``measure_a_settled_step``
         self._optimizers = 0  # optimizer steps in a whole training step; 0: no step is to be measured in detail
         self._detail: StretchMeter | None = None
+
+    def plan_is(self, allocated_bytes: int, bounded_bytes: int) -> None:
+        """Steps run under this plan from now on."""
+        self._planned = allocated_bytes, bounded_bytes
+        self.most_planned = max(self.most_planned[0], allocated_bytes), max(self.most_planned[1], bounded_bytes)
 
     def measure_a_settled_step(self, optimizers: int) -> None:
         """Measure the third training step from now on in detail, if the meter is exact.
@@ -105,6 +112,7 @@ class StepMeter:
 
     def forget_peaks(self) -> None:
         """Another plan runs from now on: the peaks are its own."""
+        self.most_planned = self._planned
         self.peak_bytes = self.reserved_bytes = self.retries = 0
         self._recent = (0, 0)
         self._retries_before = self.meter.peaks().retries

@@ -12,7 +12,7 @@ from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, parse_plan
 from monetrun.launcher import keys
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import launch_parser
-from monetrun.launcher.report import outcome_lines, read_outcome
+from monetrun.launcher.report import outcome_json, outcome_lines, read_outcome
 from monetrun.machine.store import Store, default_root
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 
@@ -23,8 +23,8 @@ def interval(measured_bytes):
     return Interval("forward", "Net", 10, 100, 11, measured_bytes)
 
 
-def write_report(folder, rank, *intervals, plan=PLAN):
-    found = {"rank": rank, "plan": plan and codec.to_plain(plan), "intervals": codec.to_plain(intervals)}
+def write_report(folder, rank, *intervals, plan=PLAN, **more):
+    found = {"rank": rank, "plan": plan and codec.to_plain(plan), "intervals": codec.to_plain(intervals), **more}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
@@ -68,3 +68,17 @@ def test_a_budgets_share_is_left_out_where_it_is_more_than_the_plain_peak(pool, 
     (line,) = [line for line in outcome_lines(read_outcome(tmp_path), 0) if line.startswith("  budget ")]
     assert ("x)" in line) == bool(said)
     assert line.endswith(said)
+
+
+@pytest.mark.parametrize("pool", [None, Pool(9 << 20, 1 << 20, 3 << 20)])
+def test_planned_figures_are_the_most_that_a_plan_had_in_any_rank(pool, tmp_path):
+    plan = replace(PLAN, budget_bytes=8 << 20, plain_peak_bytes=9 << 20, planned_peak_bytes=4 << 20, pool=pool)
+    for rank, most in enumerate([(5 << 20, 6 << 20), (4 << 20, 7 << 20), (0, 0)]):
+        write_report(tmp_path, rank, plan=plan, most_planned=most)
+    outcome = read_outcome(tmp_path)
+    found = outcome_json(outcome)
+    assert found["planned_peak_bytes"] == 5 << 20
+    assert found["planned_reserved_bytes"] == (pool and 7 << 20)
+    (line,) = [line for line in outcome_lines(outcome, 0) if line.startswith("  planned peak")]
+    assert "5.0 MiB" in line
+    assert ("7.0 MiB reserved" in line) == bool(pool)

@@ -132,3 +132,14 @@ def test_nothing_is_measured_in_detail_where_bytes_are_not_counted_exactly():
     for _ in range(5):
         train(steps, meter)
     assert steps.stretches == ()
+
+
+def test_peaks_are_of_the_plan_that_had_the_most_until_they_are_forgotten():
+    steps = StepMeter(Allocated())
+    for plan in ((10, 20), (8, 25)):
+        steps.plan_is(*plan)
+    assert steps.most_planned == (10, 25)
+    steps.forget_peaks()
+    assert steps.most_planned == (8, 25)
+    steps.plan_is(7, 7)
+    assert steps.most_planned == (8, 25)
