@@ -1,6 +1,7 @@
 """Costs of operators that are hard to measure."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,3 +154,20 @@ def test_only_what_was_measured_now_is_added_to_the_store(tmp_path, tanh):
     known = cost_store.measure([tanh], {"measured elsewhere": cost.OperatorCost(1.0, 0)}, meter, device, store)
     assert known.keys() == {"measured elsewhere", *tanh.timed}
     assert cost_store.load(store, device).keys() == set(tanh.timed)
+
+
+@pytest.mark.parametrize(
+    ("exact", "seconds", "measured", "least"),
+    [
+        (False, 0.99, True, 1.0),  # noise: nothing is gained by results that differ
+        (False, 0.95, True, 0.0),
+        (False, 1.2, True, 1.0),
+        (True, 0.99, True, 0.0),
+        (False, 0.99, False, 0.0),  # a model has no noise
+    ],
+)
+def test_what_differs_by_rounding_counts_as_faster_only_where_it_clearly_is(exact, seconds, measured, least):
+    op = SimpleNamespace(id=0, implementations=[SimpleNamespace(exact=True), SimpleNamespace(exact=exact)])
+    costs = [cost.OperatorCost(1.0, 0), cost.OperatorCost(seconds, 0, measured=measured)]
+    joint = SimpleNamespace(no_faster_than_default=frozenset())
+    assert cost._least_seconds(joint, op, 1, costs) == least
