@@ -1,4 +1,7 @@
-"""Measured costs of operators in the store, where later runs and other ranks find them."""
+"""Measured costs of operators in the store, where later runs and other ranks find them; and the names of cuDNN's plans.
+
+To find the plans of one convolution worth a choice, dozens are built.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,19 @@ from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
 from monetrun.machine.store import Store, key
+from monetrun.ops import cudnn
+from monetrun.ops.cudnn import PlanNames
 
-_KIND = "costs"
+_KIND, _PLANS = "costs", "cudnn"
 
 
 def load(store: Store | None, device: torch.device) -> dict[str, OperatorCost]:
-    """All costs that were measured on such a device, by the operators' signatures."""
-    return {} if store is None else store.get_mapping(_KIND, _key(device), OperatorCost)
+    """All costs that were measured on such a device, by the operators' signatures; cuDNN's plans are told."""
+    if store is None:
+        return {}
+    if _has_plans(device):
+        cudnn.tell(device, store.get_mapping(_PLANS, _plans_key(device), PlanNames))
+    return store.get_mapping(_KIND, _key(device), OperatorCost)
 
 
 def measure(
@@ -38,8 +47,19 @@ def measure(
         new.update(cost.measure(joint, {**known, **new}, meter, device))
     if new and device.type == "cuda":
         torch.cuda.empty_cache()  # what the measurement took beyond what training takes
+    if store is not None and _has_plans(device) and (plans := cudnn.named(device)):
+        store.update(_PLANS, _plans_key(device), plans, PlanNames)
     found = {**known, **new}
     return found if store is None else {**found, **store.update(_KIND, _key(device), new, OperatorCost)}
+
+
+def _has_plans(device: torch.device) -> bool:
+    return device.type == "cuda" and cudnn.unavailable_reason() is None
+
+
+def _plans_key(device: torch.device) -> str:
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return key(device_name(device), multiprocessors, torch.__version__, cudnn.version())
 
 
 def device_name(device: torch.device) -> str:

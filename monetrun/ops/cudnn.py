@@ -21,7 +21,7 @@ import importlib
 import importlib.util
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,13 @@ class Problem:
         image, filter, response = map(tuple, sizes)
         stride, padding, dilation = map(tuple, window)
         return cls(operation, image, filter, response, stride, padding, dilation, dtype, channels_last)
+
+    @property
+    def text(self) -> str:
+        """All of it, the same in every process."""
+        sizes = (self.image, self.filter, self.response, self.stride, self.padding, self.dilation)
+        form = "channels-last" if self.channels_last else "contiguous"
+        return " ".join([self.operation, *("x".join(map(str, size)) for size in sizes), str(self.dtype), form])
 
     @property
     def roles(self) -> tuple[str, str, str]:
@@ -243,11 +250,39 @@ def plans_of(problem: Problem, tensor_float: bool, **where: Any) -> list[tuple[s
     return front((name, workspace) for name, workspace in sized if workspace is not None)
 
 
-@functools.cache
+@dataclass(frozen=True, slots=True)
+class PlanNames:
+    """Of the plans worth a choice, the one expected to be fastest first."""
+
+    names: tuple[str, ...]
+
+
+_named: dict[torch.device, dict[str, PlanNames]] = {}  # by the problems' texts
+
+
 def plans_on(problem: Problem, tensor_float: bool, device: torch.device) -> tuple[str, ...]:
-    """The names of ``plans_of`` on a CUDA device."""
-    with _handle(device) as handle:
-        return tuple(name for name, _ in plans_of(problem, tensor_float, handle=handle))
+    """The names of ``plans_of`` on a CUDA device; to find them, dozens of plans are built."""
+    known, text = _named.setdefault(device, {}), f"{problem.text} tf32={tensor_float}"
+    if text not in known:
+        with _handle(device) as handle:
+            known[text] = PlanNames(tuple(name for name, _ in plans_of(problem, tensor_float, handle=handle)))
+    return known[text].names
+
+
+def named(device: torch.device) -> Mapping[str, PlanNames]:
+    """The plans that ``plans_on`` has found on a device so far, or was told."""
+    return _named.get(device, {})
+
+
+def tell(device: torch.device, plans: Mapping[str, PlanNames]) -> None:
+    """Tell ``plans_on`` what another process ``named`` on such a device, with the same cuDNN."""
+    _named.setdefault(device, {}).update(plans)
+
+
+def version() -> str:
+    """Of the package and of cuDNN, which decide the plans."""
+    package = importlib.import_module("cudnn")
+    return f"{getattr(package, '__version__', '')}, cuDNN {package.backend_version()}"
 
 
 # ---- running one

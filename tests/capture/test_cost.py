@@ -11,6 +11,7 @@ from monetrun.capture import cost, cost_store, roofline
 from monetrun.capture.meter import NoMeter, meter_for
 from monetrun.capture.timer import HostTimer
 from monetrun.machine.store import Store
+from monetrun.ops import cudnn
 from support.captured import captured
 from support.kernel_cases import DEVICE
 
@@ -154,6 +155,18 @@ def test_only_what_was_measured_now_is_added_to_the_store(tmp_path, tanh):
     known = cost_store.measure([tanh], {"measured elsewhere": cost.OperatorCost(1.0, 0)}, meter, device, store)
     assert known.keys() == {"measured elsewhere", *tanh.timed}
     assert cost_store.load(store, device).keys() == set(tanh.timed)
+
+
+def test_another_process_is_told_which_plans_cudnn_has(tmp_path, tanh, monkeypatch):
+    monkeypatch.setattr(cost_store, "_has_plans", lambda device: True)
+    monkeypatch.setattr(cost_store, "_plans_key", lambda device: "device")
+    found = {"a convolution": cudnn.PlanNames(("eng1", "eng2_k2=0")), "another": cudnn.PlanNames(())}
+    store, device = Store(tmp_path), torch.device(DEVICE)
+    monkeypatch.setattr(cudnn, "_named", {device: found})
+    cost_store.measure([tanh], {}, meter_for(device), device, store)
+    monkeypatch.setattr(cudnn, "_named", {})
+    cost_store.load(Store(tmp_path), device)
+    assert cudnn.named(device) == found
 
 
 @pytest.mark.parametrize(

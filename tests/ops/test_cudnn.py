@@ -11,6 +11,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -177,7 +178,8 @@ def frontend(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", stand_in)
     monkeypatch.setattr(cudnn, "_handle", lambda device: contextlib.nullcontext("handle"))
     monkeypatch.setattr(cudnn, "_new_handle", lambda device: "handle")
-    caches = cudnn._built, cudnn.plans_on, cudnn.agrees
+    monkeypatch.setattr(cudnn, "_named", {})
+    caches = cudnn._built, cudnn.agrees
     for cached in caches:
         cached.cache_clear()
     cudnn._failed.clear()
@@ -212,6 +214,18 @@ def test_plans_that_are_refused_or_not_cudnns_are_left_out(frontend):
     assert frontend.deselected == ["n", "d", "t"]
     frontend.plans = []
     assert cudnn.plans_of(PROBLEM, True, handle="handle") == []
+
+
+def test_plans_are_looked_for_once_on_a_device_and_not_where_another_process_did(frontend):
+    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert cudnn.plans_on(PROBLEM, True, one) == ("eng1", "eng2_k2=0")
+    frontend.plans = []
+    assert cudnn.plans_on(PROBLEM, True, one) == ("eng1", "eng2_k2=0")
+    assert cudnn.plans_on(PROBLEM, False, one) == ()
+    assert cudnn.plans_on(replace(PROBLEM, channels_last=True), True, one) == ()
+    cudnn.tell(other, cudnn.named(one))
+    assert cudnn.plans_on(PROBLEM, True, other) == ("eng1", "eng2_k2=0")
+    assert len(cudnn.named(other)) == 3
 
 
 # ---- running one
