@@ -9,13 +9,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lib.child import Ended
-from lib.sections import Check, Found, Section, json_lines
+from lib.sections import ROOT, Check, Found, Section, json_lines
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = ROOT / "recipes"
 NETWORKS = ("resnet50", "googlenet", "mobilenet_v2", "vgg16", "unet", "gpt")
 FILL = 1.25  # of the device's memory would be the plain peak of auto:large

@@ -6,6 +6,7 @@ import fnmatch
 import json
 import math
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ import click
 from lib.child import Ended, run_child
 
 OK, FAILED, TIMEOUT, SKIPPED = "ok", "failed", "timeout", "skipped"
+ROOT = Path(__file__).resolve().parent.parent.parent
 LEAST_SECONDS = 5.0  # with less time left, a section is not begun
 
 
@@ -113,7 +115,7 @@ def json_lines(text: str) -> Iterator[dict[str, Any]]:
 def run_section(section: Section, environment: Mapping[str, str], seconds: float, work: Path) -> dict[str, Any]:
     """Run a section for ``seconds`` at most, and give its entry of the document."""
     limit = min(section.limit_seconds, seconds)
-    base = {"name": section.name, "group": section.group, "command": list(section.command)}
+    base = {"name": section.name, "group": section.group, "command": [_anywhere(w) for w in section.command]}
     if section.needs:
         return {**base, "status": SKIPPED, "reason": section.needs, "seconds": 0.0}
     if seconds < LEAST_SECONDS:
@@ -152,6 +154,11 @@ def run_section(section: Section, environment: Mapping[str, str], seconds: float
         "failures": [dict(f) for f in failures],
         "left_over": list(ended.left_over) if ended.exit_code is not None else [],
     }
+
+
+def _anywhere(word: str) -> str:
+    """A command's word without this machine's folders."""
+    return "python" if word == sys.executable else word.removeprefix(f"{ROOT}{os.sep}")
 
 
 def failed_check(check: Check) -> str:

@@ -297,7 +297,7 @@ def test_sections_are_in_the_order_of_their_importance(tmp_path):
     done = check("--list", "--work", tmp_path, "--networks", "unet,gpt", "--shares", "0.8x")
     names = [line.split()[0] for line in done.stdout.splitlines()]
     assert names == [
-        *("doctor", "unet:0.5x", "auto", "nccl", "scaler"),
+        *("doctor", "unet:0.5x", "auto", "auto:large", "nccl", "scaler"),
         *("unet:eager", "gpt:eager", "gpt:0.5x"),
         *("unet:compile", "unet:compile-budget", "gpt:compile", "gpt:compile-budget"),
         *("kernels", "cudnn", "cudnn-benchmark", "unet:0.8x", "gpt:0.8x"),
@@ -391,8 +391,9 @@ def test_the_whole_of_it_runs_on_a_stand_in_gpu(on_a_stand_in):
     done, found = on_a_stand_in
     assert (found["device"], found["stand_in"]) == ("Stand-in GPU", True)
     entries = {e["name"]: e for e in found["sections"]}
-    assert [n for n, e in entries.items() if e["status"] == "skipped"] == ["cudnn"]
+    assert [n for n, e in entries.items() if e["status"] == "skipped"] == ["auto:large", "cudnn"]
     assert [n for n, e in entries.items() if e["status"] == "timeout"] == []
+    assert entries["gpt:eager"]["command"][:3] == ["python", "recipes/gpu_training.py", "gpt"]
     for name in ("doctor", "gpt:eager", "gpt:compile", "gpt:compile-budget"):
         assert entries[name]["status"] == "ok", entries[name]["failures"]
     peak = {w: entries[f"gpt:{w}"]["figures"]["training"]["allocated_bytes"] for w in ("eager", "compile-budget")}
