@@ -184,7 +184,7 @@ class PlannedCall:
                 engine.plan_without(failure.failed)
             except MemoryShort as failure:  # ends: each time there is room for what is held, or an error
                 engine.make_room(failure.shortage)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except _capture_errors() as error:
                 if self.broken is not None:
                     raise  # a part of the forward may have run
                 if (
@@ -326,6 +326,13 @@ def _autograd_is_at_work() -> bool:
     """Whether a backward runs, or the script's hooks take what is saved for one, as in a checkpointed region."""
     autograd = torch._C._autograd
     return torch._C._current_graph_task_id() != -1 or autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _capture_errors() -> tuple[type[Exception], ...]:
+    """What Dynamo raises where it cannot capture a model whole; the second is raised as it is by its bookkeeping."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode
 
 
 def _without_dynamo(run: Callable[..., Any], *args: Any) -> Any:

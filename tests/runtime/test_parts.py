@@ -158,6 +158,24 @@ class SharedAndSkipped(Net):
         return checkpoint(self.blocks[4], self.blocks[3](x), use_reentrant=False) + y
 
 
+class Experts(nn.Module):
+    """A mixture of experts: which rows an expert gets follows from the data, and so does whether it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x):
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == k)
+            if rows.numel():
+                out.index_add_(0, rows, expert(x[rows]))
+        return self.head(out)
+
+
 def batch(step):
     generator = torch.Generator().manual_seed(step)
     return torch.randn(256, WIDTH, generator=generator), torch.randint(0, 5, (256,), generator=generator)
@@ -194,6 +212,7 @@ def session(**options):
         (Recurrent, {"Recurrent"}, "self.blocks[1]"),
         (Hooked, {"Block"}, "module.py"),
         (SharedAndSkipped, {"Block", "Dict"}, "torch.rand([])"),
+        (Experts, {"Block"}, "if rows.numel():"),
     ],
 )
 def test_a_model_in_parts_trains_bitwise_as_eager_within_its_budget(capsys, kind, parts, where):
