@@ -7,6 +7,7 @@
 #pragma once
 
 #include "elements_cuda.cuh"
+#include "window.hpp"
 
 namespace monet {
 
@@ -67,30 +68,8 @@ struct Plane {
   __device__ E operator()(int row, int column) const { return data[(row * width + column) * step]; }
 };
 
-// Which elements of a plane a window covers, along each dimension.
-struct Covers {
-  int size[2], stride[2], padding[2], dilation[2];
-
-  __device__ int start(int output, int d) const { return output * stride[d] - padding[d]; }
-  __device__ int steps(int length, int d) const {  // so many steps of the dilation reach as far as length
-    return dilation[d] == 1 ? length : (length + dilation[d] - 1) / dilation[d];
-  }
-  // The first place k of the window for which start + k * dilation is within the input, and the one after the last.
-  __device__ int first(int start, int d) const { return start >= 0 ? 0 : steps(-start, d); }
-  __device__ int last(int start, int d, int input) const {
-    if (start >= input) return 0;
-    const int within = steps(input - start, d);
-    return within < size[d] ? within : size[d];
-  }
-  // The place that an element has in the window that starts `after` elements before it; -1 where it has none.
-  __device__ int place(int after, int d) const {
-    if (dilation[d] == 1) return after;
-    return after % dilation[d] == 0 ? after / dilation[d] : -1;
-  }
-};
-
 // The place of the largest element of the window that starts at (top, left): as ATen picks it.
-__device__ inline int largest(const Plane<T>& x, const Covers& w, int top, int left) {
+__device__ inline int largest(const Plane<T>& x, const WindowOf<int>& w, int top, int left) {
   const int last_row = w.last(top, 0, x.height), last_column = w.last(left, 1, x.width);
   const int first_row = w.first(top, 0), first_column = w.first(left, 1);
   int place = first_row * w.size[1] + first_column;
@@ -111,7 +90,7 @@ __device__ inline int largest(const Plane<T>& x, const Covers& w, int top, int l
 
 // Whether `largest` gives this place, which has this value: no NaN follows a NaN; any other value is above all before
 // it, and no value after it is above it.
-__device__ inline bool is_largest(const Plane<T>& x, const Covers& w, int top, int left, int place, A value) {
+__device__ inline bool is_largest(const Plane<T>& x, const WindowOf<int>& w, int top, int left, int place, A value) {
   const int last_row = w.last(top, 0, x.height), last_column = w.last(left, 1, x.width);
   const bool nan = value != value;
   for (int i = w.first(top, 0); i < last_row; ++i) {
@@ -140,22 +119,35 @@ __device__ inline void for_each_element(int64_t images, int elements, Body body)
   }
 }
 
+// What the kernels are told of a pooling.
+struct Pooling {
+  WindowOf<int> window;
+  Image in, out;
+
+  __device__ Pooling(int64_t channels, int64_t height, int64_t width, int64_t channels_last, int64_t rows,
+                     int64_t columns, int64_t size_h, int64_t size_w, int64_t stride_h, int64_t stride_w,
+                     int64_t padding_h, int64_t padding_w, int64_t dilation_h, int64_t dilation_w)
+      : window{{int(size_h), int(size_w)},
+               {int(stride_h), int(stride_w)},
+               {int(padding_h), int(padding_w)},
+               {int(dilation_h), int(dilation_w)}},
+        in{int(channels), int(height), int(width), channels_last != 0},
+        out{int(channels), int(rows), int(columns), channels_last != 0} {}
+};
+
 extern "C" __global__ void max_pool2d_index(const T* x, uint8_t* index, int64_t images, int64_t channels,
                                             int64_t height, int64_t width, int64_t channels_last, int64_t rows,
                                             int64_t columns, int64_t size_h, int64_t size_w, int64_t stride_h,
                                             int64_t stride_w, int64_t padding_h, int64_t padding_w,
                                             int64_t dilation_h, int64_t dilation_w, int64_t inner, int64_t outer) {
-  const Covers w{{int(size_h), int(size_w)},
-                 {int(stride_h), int(stride_w)},
-                 {int(padding_h), int(padding_w)},
-                 {int(dilation_h), int(dilation_w)}};
-  const Image in{int(channels), int(height), int(width), channels_last != 0};
-  const Image out{int(channels), int(rows), int(columns), channels_last != 0};
+  const Pooling p(channels, height, width, channels_last, rows, columns, size_h, size_w, stride_h, stride_w, padding_h,
+                  padding_w, dilation_h, dilation_w);
   const Divider by_inner(inner), by_outer(outer);
-  for_each_element(images, out.elements(), [&](int64_t image, int o) {
-    const Place at = place_of(o, out, by_inner, by_outer);
-    const int place = largest(Plane<T>(x, in, image, at.channel), w, w.start(at.row, 0), w.start(at.column, 1));
-    index[image * out.elements() + o] = static_cast<uint8_t>(place);
+  const WindowOf<int>& w = p.window;
+  for_each_element(images, p.out.elements(), [&](int64_t image, int o) {
+    const Place at = place_of(o, p.out, by_inner, by_outer);
+    const int place = largest(Plane<T>(x, p.in, image, at.channel), w, w.start(at.row, 0), w.start(at.column, 1));
+    index[image * p.out.elements() + o] = static_cast<uint8_t>(place);
   });
 }
 
@@ -163,7 +155,7 @@ extern "C" __global__ void max_pool2d_index(const T* x, uint8_t* index, int64_t 
 struct Outputs {
   int first, last;
 
-  __device__ Outputs(int at, const Covers& w, int d, int outputs, const Divider& stride) {
+  __device__ Outputs(int at, const WindowOf<int>& w, int d, int outputs, const Divider& stride) {
     const int reach = at + w.padding[d], before = reach - w.dilation[d] * (w.size[d] - 1);
     first = before <= 0 ? 0 : stride(before + w.stride[d] - 1);
     last = stride(reach);
@@ -173,7 +165,7 @@ struct Outputs {
 
 // The gradient of the element at `at`; picks(output row, its column, place) tells whether that output has picked it.
 template <class Picks>
-__device__ inline T gathered(const Plane<T>& grad, const Place& at, const Covers& w, const Divider& stride_h,
+__device__ inline T gathered(const Plane<T>& grad, const Place& at, const WindowOf<int>& w, const Divider& stride_h,
                              const Divider& stride_w, Picks picks) {
   const Outputs rows(at.row, w, 0, grad.height, stride_h), columns(at.column, w, 1, grad.width, stride_w);
   A sum = 0;
@@ -188,6 +180,18 @@ __device__ inline T gathered(const Plane<T>& grad, const Place& at, const Covers
   return T(sum);
 }
 
+// The gradients of all elements; picks_of(image, at) gives `picks` for the element at `at`.
+template <class PicksOf>
+__device__ inline void gather(const Pooling& p, const T* grad, T* to, int64_t images, int64_t inner, int64_t outer,
+                              int64_t by_stride_h, int64_t by_stride_w, PicksOf picks_of) {
+  const Divider by_inner(inner), by_outer(outer), stride_h(by_stride_h), stride_w(by_stride_w);
+  for_each_element(images, p.in.elements(), [&](int64_t image, int i) {
+    const Place at = place_of(i, p.in, by_inner, by_outer);
+    const Plane<T> gradient(grad, p.out, image, at.channel);
+    to[image * p.in.elements() + i] = gathered(gradient, at, p.window, stride_h, stride_w, picks_of(image, at));
+  });
+}
+
 extern "C" __global__ void max_pool2d_index_backward(const T* grad, const uint8_t* index, T* to, int64_t images,
                                                      int64_t channels, int64_t height, int64_t width,
                                                      int64_t channels_last, int64_t rows, int64_t columns,
@@ -195,18 +199,11 @@ extern "C" __global__ void max_pool2d_index_backward(const T* grad, const uint8_
                                                      int64_t stride_w, int64_t padding_h, int64_t padding_w,
                                                      int64_t dilation_h, int64_t dilation_w, int64_t inner,
                                                      int64_t outer, int64_t by_stride_h, int64_t by_stride_w) {
-  const Covers w{{int(size_h), int(size_w)},
-                 {int(stride_h), int(stride_w)},
-                 {int(padding_h), int(padding_w)},
-                 {int(dilation_h), int(dilation_w)}};
-  const Image in{int(channels), int(height), int(width), channels_last != 0};
-  const Image out{int(channels), int(rows), int(columns), channels_last != 0};
-  const Divider by_inner(inner), by_outer(outer), h(by_stride_h), v(by_stride_w);
-  for_each_element(images, in.elements(), [&](int64_t image, int i) {
-    const Place at = place_of(i, in, by_inner, by_outer);
-    const Plane<uint8_t> picked(index, out, image, at.channel);
-    const auto picks = [&](int oh, int ow, int place) { return picked(oh, ow) == place; };
-    to[image * in.elements() + i] = gathered(Plane<T>(grad, out, image, at.channel), at, w, h, v, picks);
+  const Pooling p(channels, height, width, channels_last, rows, columns, size_h, size_w, stride_h, stride_w, padding_h,
+                  padding_w, dilation_h, dilation_w);
+  gather(p, grad, to, images, inner, outer, by_stride_h, by_stride_w, [&](int64_t image, const Place& at) {
+    const Plane<uint8_t> picked(index, p.out, image, at.channel);
+    return [picked](int oh, int ow, int place) { return picked(oh, ow) == place; };
   });
 }
 
@@ -217,21 +214,15 @@ extern "C" __global__ void max_pool2d_input_backward(const T* grad, const T* x, 
                                                      int64_t stride_w, int64_t padding_h, int64_t padding_w,
                                                      int64_t dilation_h, int64_t dilation_w, int64_t inner,
                                                      int64_t outer, int64_t by_stride_h, int64_t by_stride_w) {
-  const Covers w{{int(size_h), int(size_w)},
-                 {int(stride_h), int(stride_w)},
-                 {int(padding_h), int(padding_w)},
-                 {int(dilation_h), int(dilation_w)}};
-  const Image in{int(channels), int(height), int(width), channels_last != 0};
-  const Image out{int(channels), int(rows), int(columns), channels_last != 0};
-  const Divider by_inner(inner), by_outer(outer), h(by_stride_h), v(by_stride_w);
-  for_each_element(images, in.elements(), [&](int64_t image, int i) {
-    const Place at = place_of(i, in, by_inner, by_outer);
-    const Plane<T> plane(x, in, image, at.channel);
+  const Pooling p(channels, height, width, channels_last, rows, columns, size_h, size_w, stride_h, stride_w, padding_h,
+                  padding_w, dilation_h, dilation_w);
+  const WindowOf<int>& w = p.window;
+  gather(p, grad, to, images, inner, outer, by_stride_h, by_stride_w, [&](int64_t image, const Place& at) {
+    const Plane<T> plane(x, p.in, image, at.channel);
     const A value = static_cast<A>(plane(at.row, at.column));
-    const auto picks = [&](int oh, int ow, int place) {
+    return [=](int oh, int ow, int place) {
       return is_largest(plane, w, w.start(oh, 0), w.start(ow, 1), place, value);
     };
-    to[image * in.elements() + i] = gathered(Plane<T>(grad, out, image, at.channel), at, w, h, v, picks);
   });
 }
 

@@ -58,8 +58,12 @@ def _has_plans(device: torch.device) -> bool:
 
 
 def _plans_key(device: torch.device) -> str:
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return key(device_name(device), multiprocessors, torch.__version__, cudnn.version())
+    return key(device_name(device), _multiprocessors(device), torch.__version__, cudnn.version())
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Fewer in a part of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def device_name(device: torch.device) -> str:
@@ -71,6 +75,5 @@ def _key(device: torch.device) -> str:
     """Device, torch, and how many threads compute; on CUDA also cuDNN, and the settings that decide kernels."""
     parts: list[Any] = [device_name(device), torch.__version__, torch.get_num_threads()]
     if device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count  # fewer in a part of a GPU
-        parts += [torch.backends.cudnn.version(), multiprocessors, kernel_settings.of_cuda()]
+        parts += [torch.backends.cudnn.version(), _multiprocessors(device), kernel_settings.of_cuda()]
     return key(*parts)
