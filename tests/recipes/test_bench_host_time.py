@@ -22,7 +22,7 @@ def make(size):
     return nn.Sequential(nn.Conv2d(3, 8, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1000))
 
 size = gpu_training.Size(64, (64, 64))
-gpu_training.NETWORKS["small"] = gpu_training.Network(make, size, size)
+gpu_training.NETWORKS["small"] = gpu_training.Network(make, size, size, example_mib=16.0)
 if __name__ == "__main__":
     bench_host_time.main()
 """
