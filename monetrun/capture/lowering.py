@@ -125,7 +125,9 @@ def _take_any_strides(graph: fx.Graph) -> None:
     for node in late:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
-        elif str(getattr(node.target, "overloadpacket", "")) in FORM_BOUND:
+        elif str(getattr(node.target, "overloadpacket", "")) in FORM_BOUND or node.target is aten.convolution.default:
+            # a convolution of a gradient takes the place of a convolution_backward (see ``ops.families.convolution``),
+            # whose result's strides follow the convolution's input and weight
             _with_traced_strides(graph, node, node.args[0])  # type: ignore[arg-type]
         elif str(node.target).startswith("monet.") and node.target is not output_gradients.OPERATOR:
             sources = [n for n in node.all_input_nodes if late.get(n) and has_order(n)]

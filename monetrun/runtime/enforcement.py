@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from monetrun.capture.allocator_history import settings_from_environment
 from monetrun.capture.meter import Meter
 from monetrun.core.budget import format_bytes
 from monetrun.core.plan import Pool
@@ -44,7 +45,7 @@ class Enforcement:
         self._pool, self._libraries = pool, libraries
         self._hold()
         if self.holds:
-            set_limit(self.device, budget_bytes)
+            set_limit(self.device, self._limit_bytes())
 
     @property
     def holds(self) -> bool:
@@ -74,7 +75,7 @@ class Enforcement:
         if not self._lifted:
             return
         self._lifted = False
-        set_limit(self.device, self._budget_bytes)
+        set_limit(self.device, self._limit_bytes())
 
     def suspend(self) -> None:
         """The present step is not held to the budget: a share of what is not known."""
@@ -96,6 +97,19 @@ class Enforcement:
             self._suspended = False
             set_limit(self.device, None)
             self.meter.reset_peak()
+
+    def _limit_bytes(self) -> int:
+        """The budget, or less where cuDNN's search asks for memory until torch refuses it.
+
+        Torch compares the bytes of a request with the limit, and reserves whole pages for it.
+        """
+        if self._pool is None or self.device.type != "cuda" or not torch.backends.cudnn.benchmark:
+            return self._budget_bytes
+        settings = settings_from_environment()
+        if not settings.expandable:
+            return self._budget_bytes
+        planned = self._pool.small_bytes + self._pool.large_bytes
+        return min(self._budget_bytes, max(planned, self._budget_bytes - settings.large_segment_bytes))
 
     def _hold(self) -> None:
         if self._pool is not None and self.device.type == "cuda":

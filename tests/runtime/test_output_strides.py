@@ -5,13 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from monetrun.capture import cpu_allocator
+from monetrun.capture.lowering import lower
 from monetrun.capture.open_strides import open_nodes, with_the_same_strides
 from monetrun.ops import registry
 from support import random_models
 from support.captured import captured
+
+aten = torch.ops.aten
 
 HOW = random_models.Script(3, (8,), 1, False, (3,), (1,), "SGD", True, False, False, False)
 
@@ -114,6 +117,25 @@ class Sums(nn.Module):
         x = torch.tanh(self.linear(x))
         x = torch.tanh(self.linear(x) + x * torch.sigmoid(x))
         return torch.tanh(x) * torch.sigmoid(x)
+
+
+def test_a_convolution_of_a_gradient_gives_the_strides_of_the_operator_whose_place_it_takes():
+    gradient, x, weight = torch.randn(2, 6, 4, 5), torch.randn(2, 8, 4, 5), torch.randn(6, 8, 1, 1)
+    graph = fx.Graph()
+    tangent, given = graph.placeholder("tangents_1"), graph.placeholder("primals_1")
+    tangent.meta["val"], given.meta["val"] = gradient, weight
+    arguments = (None, [1, 1], [0, 0], [1, 1])
+    backward = (gradient, x, weight, *arguments, False, [0, 0], 1, [True, False, False])
+    apart = graph.call_function(aten.convolution.default, (tangent, given, *arguments, True, [0, 0], 1))
+    apart.meta["val"] = x
+    graph.output(apart)
+    lower(graph)
+    run = fx.Interpreter(fx.GraphModule({}, graph)).run
+    for arrives in (gradient, gradient.to(memory_format=torch.channels_last)):
+        expected = aten.convolution_backward.default(arrives, *backward[1:])[0]
+        found = run(arrives, weight)
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
 
 
 def test_strides_are_open_up_to_a_matrix_product():
