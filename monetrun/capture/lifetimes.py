@@ -6,6 +6,7 @@ outputs. Those that only a graph's saved values hold are freed in its backward (
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class _Call:
         self.joint = joint
         self.backward = _NOT_YET
         self.alive: dict[int, StorageWeakRef] = {}
+        self.versions: list[tuple[int, weakref.ref[torch.Tensor], int]] = []  # of the inputs
         self.ended: dict[int, int] = {}
 
     def external(self, t: int) -> bool:
@@ -60,12 +62,24 @@ class _Call:
                 if storage.cdata not in others:
                     self.alive.setdefault(t, storage)
 
+    def note_versions(self, arguments: Sequence[Any]) -> None:
+        """Note the versions that the inputs, but parameters and buffers, have now."""
+        for node, value in zip(self.joint.primals, arguments, strict=True):
+            t = self.joint.storage.get(node)
+            if t in self.joint.transient and isinstance(value, torch.Tensor) and not value.is_inference():
+                self.versions.append((t, weakref.ref(value), value._version))
+
+    def changed(self) -> set[int]:
+        """The inputs that have other versions now."""
+        return {t for t, of, version in self.versions if (value := of()) is not None and value._version != version}
+
 
 class Lifetimes:
     """The lifetimes of the inputs and outputs of all calls of a step."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
+        self._changed: dict[int, set[int]] = {}  # by the id of the joint graph
 
     def forward_begins(self, joint: JointGraph, arguments: Sequence[Any]) -> None:
         """A forward begins. Arguments that are another graph's outputs count as that one's: its backward is later."""
@@ -74,6 +88,7 @@ class Lifetimes:
         )
         self._calls.append(_Call(joint))
         self._calls[-1].watch(joint.primals, arguments, outputs)
+        self._calls[-1].note_versions(arguments)
 
     def forward_ended(self, results: Sequence[Any]) -> None:
         """It has ended with ``results``: its outputs, then its saved values."""
@@ -85,6 +100,7 @@ class Lifetimes:
         for call in reversed(self._calls):
             if call.joint is joint and call.backward == _NOT_YET:
                 call.backward = stretch
+                self._changed.setdefault(id(joint), set()).update(call.changed())
                 tangents = joint.tangents
                 given = arguments[len(arguments) - len(tangents) :]
                 call.watch(
@@ -129,6 +145,10 @@ class Lifetimes:
             for t, at in sorted(call.ended.items())
             if at == stretch and call.waits_at(stretch) and not call.external(t)
         ]
+
+    def changed(self, joint: JointGraph) -> set[int]:
+        """Inputs of ``joint`` that the script changed, in place, between a forward and its backward."""
+        return self._changed.get(id(joint), set())
 
     def held(self) -> list[tuple[JointGraph, int]]:
         """Outputs that were not freed so far."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,6 +95,7 @@ class Operator:
         implementations: at least one; the first is the default.
         replayable: it may run again in the backward pass: it mutates nothing, and draws no random numbers, or reads a
             state that repeats those of its first run.
+        reads_changed: it is not replayable only because the script changes an input of it before the backward.
         optional: a schedule may leave it out of its pass if nothing reads its outputs before they are next written.
         plain: the plain step runs it. False if only other implementations read its outputs (a ReLU's bit mask).
         signature: hash of target, shapes, dtypes, layouts and constants: operators of one signature cost the same.
@@ -119,6 +119,7 @@ class Operator:
     checkpoint: int | None = None
     checkpoint_keeps: bool = False
     one_call_with_next: bool = False
+    reads_changed: bool = False
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -171,7 +172,7 @@ class Graph:
         """Hash of structure, shapes, dtypes, layouts, and each operator's implementations in order.
 
         Two graphs of one fingerprint agree on what an implementation's index means. Left out are the names of tensors
-        and operators, and what changes after capture: ``usable`` (weights change) and ``exact`` (a trial sets it).
+        and operators, and what is known after capture: ``usable``, ``exact``, ``reads_changed``.
         """
         return _digest(
             [
@@ -195,7 +196,7 @@ class Graph:
 
 def _structure(op: Operator) -> tuple[object, ...]:
     """What ``op`` calls, reads and writes, whatever the shapes."""
-    return (op.target, op.phase, op.inputs, op.outputs, op.replayable, op.optional)
+    return (op.target, op.phase, op.inputs, op.outputs, op.replayable or op.reads_changed, op.optional)
 
 
 def _digest(value: object) -> str:
@@ -331,55 +332,6 @@ def check_bytes(**amounts: int) -> None:
     for name, nbytes in amounts.items():
         if not 0 <= nbytes <= MOST_BYTES:
             raise ValueError(f"{name.replace('_', ' ')}: {nbytes} bytes, where 0 to {MOST_BYTES} are possible")
-
-
-def without(graph: Graph, left_out: Collection[tuple[int, int]]) -> Graph:
-    """``graph`` with the implementations ``left_out``, pairs (operator, index), marked as not usable."""
-    if not left_out:
-        return graph
-
-    def marked(op: Operator) -> Operator:
-        implementations = tuple(
-            dataclasses.replace(impl, usable=False) if (op.id, k) in left_out else impl
-            for k, impl in enumerate(op.implementations)
-        )
-        return dataclasses.replace(op, implementations=implementations)
-
-    changed = {operator for operator, _ in left_out}
-    return replace(graph, operators=tuple(marked(op) if op.id in changed else op for op in graph.operators))
-
-
-def dominated(graph: Graph, costs: Costs) -> set[tuple[int, int]]:
-    """The implementations (operator, index) that no schedule needs.
-
-    Another implementation of the operator can replace such a one in every schedule, with no more seconds and no more
-    workspace. It reads nothing else; and it is the default, or of the same kind and as exact, so that all options that
-    allow the dominated one allow it too. Of two that dominate each other the first stays.
-    """
-    found: set[tuple[int, int]] = set()
-    for op in graph.operators:
-        each = range(len(op.implementations))
-        for k in each:
-            better = (j for j in each if j != k and (op.id, j) not in found and _can_replace(op, costs, j, k))
-            if any(j < k or not _can_replace(op, costs, k, j) for j in better):
-                found.add((op.id, k))
-    return found
-
-
-def _can_replace(op: Operator, costs: Costs, j: int, k: int) -> bool:
-    """Whether implementation j can replace k in every schedule, with no more seconds and no more workspace."""
-    one, other = op.implementations[j], op.implementations[k]
-    seconds, workspaces = costs.seconds[op.id], costs.workspace_bytes[op.id]
-    allowed = one.name == "default" or (one.kind == other.kind and one.exact >= other.exact)
-    return (
-        one.usable
-        and other.name != "default"
-        and allowed
-        and one.in_place_of == other.in_place_of
-        and set(one.inputs) <= set(other.inputs)
-        and seconds[j] <= seconds[k]
-        and workspaces[j] <= workspaces[k]
-    )
 
 
 def counterpart(op: Operator, k: int) -> int:

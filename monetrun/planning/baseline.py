@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from monetrun.core.graph import Graph, dominated, without
+from monetrun.core.graph import Graph
+from monetrun.core.left_out import dominated, without
 from monetrun.core.options import Options
 from monetrun.core.plain_step import plain_step, plain_timeline
 from monetrun.core.plan import Schedule, each_once, plain_schedule

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from monetrun.core.errors import PlanMismatch, ScheduleError
-from monetrun.core.graph import Graph, without
+from monetrun.core.graph import Graph
+from monetrun.core.left_out import without
 from monetrun.core.options import Options
 from monetrun.core.plan import PLAN_SCHEMA, Schedule, StepSchedules
 from monetrun.core.simulate import judge

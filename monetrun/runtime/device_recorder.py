@@ -18,6 +18,9 @@ from monetrun.core.step import BETWEEN_STEPS, OUTSIDE, DeviceMemory, Event, Segm
 
 # What a script has at once, at most, while it makes the next batch: so many times the inputs.
 _MOST_OF_BATCH = 4
+# Each process has cuDNN search for algorithms (``cudnn.benchmark``), and may find others than were recorded: pages that
+# are reserved for the workspaces of the search, and of what it finds.
+_SEARCH_PAGES = 2
 
 
 class DeviceRecorder:
@@ -146,6 +149,7 @@ class DeviceRecorder:
             base=self._base,
             library_bytes=self._library_bytes,
             batch=self._batch,
+            excess_bytes=_SEARCH_PAGES * settings.large_segment_bytes if torch.backends.cudnn.benchmark else 0,
             other_streams_bytes=self._other_streams_bytes,
             between=self._between,
             begun_under=self._begun_under,

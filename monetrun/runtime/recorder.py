@@ -18,9 +18,10 @@ from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget
 from monetrun.core.call_footprint import call_footprint
 from monetrun.core.event import Action
-from monetrun.core.graph import BACKWARD, FORWARD, Costs, without
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.core.keeping import as_scripted
 from monetrun.core.last_outputs import with_last_outputs
+from monetrun.core.left_out import without, without_reading_again
 from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
@@ -209,7 +210,7 @@ class Recorder:
         events = with_lingering_copies(events, modules, self.device)
         memory = None if self.memory is None else self.memory.memory()
         record = StepRecord(
-            graphs=tuple(usable_now(j, cost.as_tried(j, self.known)) for j in self.joints),
+            graphs=tuple(self._known_of(joint) for joint in self.joints),
             costs=tuple(costs),
             events=tuple(events),
             base_bytes=first + self._state_bytes,
@@ -231,6 +232,11 @@ class Recorder:
             else None,
         )
         return as_scripted(record)
+
+    def _known_of(self, joint: JointGraph) -> Graph:
+        """The graph of ``joint`` with what the step has shown of it."""
+        graph = usable_now(joint, cost.as_tried(joint, self.known))
+        return without_reading_again(graph, self._lifetimes.changed(joint))
 
 
 def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
@@ -292,7 +298,8 @@ def _reductions(parallel: Any, given: Iterable[tuple[int, int]]) -> Reductions |
 def _most_frugal(joint: JointGraph, budget: Budget | None, held_bytes: int) -> Schedule:
     """The schedule of the least peak without what needs a guard, since the weights are not known here.
 
-    What is not known to be exact is left out, too. A schedule far below the budget ends the search.
+    What is not known to be exact is left out, too, and a batch is not read again, since the script may change it after
+    the forward. A schedule far below the budget ends the search.
 
     Args:
         joint: the graph.
@@ -307,7 +314,17 @@ def _most_frugal(joint: JointGraph, budget: Budget | None, held_bytes: int) -> S
         enough = 0.5 * (budget.value - held_bytes)
     elif budget is not None and budget.kind == SHARE_OF_PLAIN:
         enough = 0.5 * budget.value * plain_timeline(joint.graph, costs).peak_bytes
-    return greedy.most_frugal(without(joint.graph, unknown), costs, enough_bytes=max(0, int(enough)))
+    allowed = without_reading_again(without(joint.graph, unknown), _batch_of(joint))
+    return greedy.most_frugal(allowed, costs, enough_bytes=max(0, int(enough)))
+
+
+def _batch_of(joint: JointGraph) -> set[int]:
+    """The inputs that have no gradient, without parameters and buffers, and what the plain step's backward reads."""
+    pairs = zip(joint.primals, joint.gradients, strict=False)
+    found = {joint.storage.get(p) for p, gradient in pairs if not isinstance(gradient, fx.Node)} & joint.transient
+    return {t for t in found if t is not None} - {
+        t for op in joint.graph.operators if op.phase == BACKWARD for t in op.inputs
+    }
 
 
 def estimated(joint: JointGraph) -> Costs:

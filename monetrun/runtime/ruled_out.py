@@ -1,4 +1,4 @@
-"""Implementations whose guards failed: the present weights rule them out, and no later schedule may use them."""
+"""What no later schedule may use: implementations whose guards failed, operators that read what the script changes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from dataclasses import replace
 
 from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
-from monetrun.core.graph import Graph, without
+from monetrun.core.graph import Graph
+from monetrun.core.left_out import without
 from monetrun.core.step import StepRecord
 
 
 class RuledOut:
-    """Remembers implementations by their graph's structure, so that the same model at other shapes is without them."""
+    """Remembers by their graph's structure, so that the same model at other shapes is without them."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, int, str]] = set()  # (structural fingerprint, operator, implementation's name)
+        self._read_changed: set[tuple[str, int]] = set()  # (structural fingerprint, operator)
 
     def add_failed(self, failed: FailedGuards) -> None:
         """Remember the implementations of guards that failed."""
@@ -24,19 +26,25 @@ class RuledOut:
             self._known.add((structure, guard.operator, name))
 
     def add_recorded(self, record: StepRecord) -> None:
-        """Remember what is not usable in a record: its guards failed when the step was recorded."""
+        """Remember what a record rules out: guards failed when it was recorded, or the script changed an input."""
         for graph in record.graphs:
             unusable = [(op.id, impl.name) for op in graph.operators for impl in op.implementations if not impl.usable]
-            self._known |= {(graph.structural_fingerprint, *which) for which in unusable}
+            structure = graph.structural_fingerprint
+            self._known |= {(structure, *which) for which in unusable}
+            self._read_changed |= {(structure, op.id) for op in graph.operators if op.reads_changed}
 
     def without(self, graph: Graph) -> Graph:
-        """``graph``, in which the remembered implementations are not usable."""
-        operators = {operator for _, operator, _ in self._known}
-        named = [
-            (op, k, impl) for op in graph.operators if op.id in operators for k, impl in enumerate(op.implementations)
-        ]
-        structure = graph.structural_fingerprint if named else ""
-        return without(graph, {(op.id, k) for op, k, impl in named if (structure, op.id, impl.name) in self._known})
+        """``graph``, in which the remembered implementations are not usable, and such operators not replayable."""
+        operators = {operator for _, operator, *_ in (*self._known, *self._read_changed)}
+        concerned = [op for op in graph.operators if op.id in operators]
+        structure = graph.structural_fingerprint if concerned else ""
+        named = [(op.id, k, impl.name) for op in concerned for k, impl in enumerate(op.implementations)]
+        changed = list(graph.operators)
+        for op in concerned:
+            if op.replayable and (structure, op.id) in self._read_changed:
+                changed[op.id] = replace(op, replayable=False, reads_changed=True)
+        graph = replace(graph, operators=tuple(changed)) if concerned else graph
+        return without(graph, {(op, k) for op, k, name in named if (structure, op, name) in self._known})
 
     def record_without(self, record: StepRecord) -> StepRecord:
         """``record`` with such graphs."""

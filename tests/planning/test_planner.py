@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from monetrun.core.budget import format_bytes, parse, resolve
 from monetrun.core.errors import NoPlanInTime, UsageError
-from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor, dominated, without
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor
+from monetrun.core.left_out import dominated, without
 from monetrun.core.options import Options, parse_kinds
 from monetrun.core.plan import GraphPlan, Schedule, Step, each_once, plain_schedule
 from monetrun.core.simulate import simulate

@@ -7,7 +7,7 @@ from torch import nn
 from monetrun.capture import cpu_allocator
 from monetrun.core import codec
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
-from monetrun.core.graph import without
+from monetrun.core.left_out import without
 from monetrun.core.plan import Plan
 from monetrun.planning import kept, planner
 from monetrun.runtime.engine import Engine
