@@ -85,8 +85,8 @@ class CudaMeter:
     def peaks(self) -> Peaks:
         """What the allocator's counters say."""
         found = self._counters()
-        allocated, reserved = (found[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
-        return Peaks(int(allocated), int(reserved), int(found["num_alloc_retries"]))
+        allocated, reserved = (found[name]["all"] for name in ("allocated_bytes", "reserved_bytes"))
+        return Peaks(allocated["peak"], reserved["peak"], reserved["current"], found["num_alloc_retries"])
 
     def _counters(self) -> dict[str, Any]:
         """By name. ``torch.cuda.memory_stats`` and what calls it take six times as long."""

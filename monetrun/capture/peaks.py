@@ -11,9 +11,11 @@ class Peaks(NamedTuple):
     Attributes:
         allocated_bytes: the most since ``reset_peak``.
         reserved_bytes: the most that the allocator held since then, cached memory included; 0 where it caches none.
+        reserved_now_bytes: what it holds now.
         retries: how often so far the allocator gave its cached memory back to serve a request.
     """
 
     allocated_bytes: int
     reserved_bytes: int = 0
+    reserved_now_bytes: int = 0
     retries: int = 0

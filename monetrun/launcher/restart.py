@@ -1,7 +1,8 @@
-"""A launch whose memory runs out before its first training step has ended begins again, with a tighter plan.
+"""A launch whose memory runs out in its first training steps begins again, with a tighter plan.
 
 The trial run saw less than the run takes: other ranks have larger batches, or the script does more where it is not
-tried. Nothing has been trained then. Budget and batch stay as they are; the plan leaves more of the budget free.
+tried; or, on CUDA, what stays allocated from the first step on lies elsewhere than was planned. At most two steps are
+trained again, from the script's start. Budget and batch stay as they are; the plan leaves more of the budget free.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from monetrun.core.step_changes import with_more_held
 from monetrun.launcher import report
 from monetrun.launcher.options import LaunchOptions
 from monetrun.planning import planner
+from monetrun.runtime.step_meter import SETTLING_STEPS
 
 MOST_RESTARTS = 2
 # Shares of the budget that a restart leaves free beside what the plan left free and what the failed allocation lacked:
@@ -27,7 +29,7 @@ _FREE, _MUCH_FREE = 0.01, 0.08
 
 
 def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, options: LaunchOptions) -> str:
-    """Replace the plan that the workers of a launch get, where they ran out of memory before the first step's end.
+    """Replace the plan that the workers of a launch get, where they ran out of memory in the first steps.
 
     Args:
         environment: that the workers got: names the files of plan, record and reports.
@@ -43,7 +45,7 @@ def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, 
         return ""
     plan_file, record_file, reports = map(Path, files)
     outcome = report.read_outcome(reports)
-    if outcome.steps:
+    if outcome.steps > SETTLING_STEPS:
         return ""
     plan, record = codec.loads(Plan, plan_file.read_text()), codec.loads(StepRecord, record_file.read_text())
     planned = plan.planned_peak_bytes if plan.pool is None else plan.pool.planned_bytes
@@ -60,7 +62,7 @@ def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, 
     for left in reports.glob("rank*.json"):
         left.unlink()
     return (
-        f"memory ran out before the first training step had ended: starting again ({restarts + 1} of {MOST_RESTARTS}"
+        f"memory ran out in training step {outcome.steps + 1}: starting again ({restarts + 1} of {MOST_RESTARTS}"
         f" times at most) with a plan that leaves {format_bytes(free_bytes)} of the budget free"
     )
 

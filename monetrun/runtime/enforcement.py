@@ -33,6 +33,7 @@ class Enforcement:
         self._budget_bytes = 0
         self._pool: Pool | None = None
         self._libraries = False
+        self._held_bytes = 0  # reserved when the pool was held last
         self._lifted = True  # until a captured graph begins its forward
         self._suspended = False  # the present step is not bounded
         self.share_was_estimated = False
@@ -65,8 +66,8 @@ class Enforcement:
                 f"between training steps {format_bytes(peak)} were allocated: evaluation, and what else is no training"
                 f" step, is not planned and may take more than the budget of {format_bytes(self._budget_bytes)}"
             )
-        if peaks.reserved_bytes > self._budget_bytes:
-            self._hold()  # what was cached meanwhile goes back to the device
+        if peaks.reserved_bytes > self._budget_bytes or peaks.reserved_now_bytes < self._held_bytes:
+            self._hold()  # what was cached meanwhile goes back to the device; or the script has given the pool back
 
     def enforce(self, *, suspended: bool = False) -> None:
         """A captured graph begins its forward: the step is held to the budget, or (``suspended``) is not any more."""
@@ -108,10 +109,16 @@ class Enforcement:
         settings = settings_from_environment()
         if not settings.expandable:
             return self._budget_bytes
-        planned = self._pool.small_bytes + self._pool.large_bytes
-        return min(self._budget_bytes, max(planned, self._budget_bytes - settings.large_segment_bytes))
+        return min(self._budget_bytes, max(self._pool.planned_bytes, self._budget_bytes - settings.large_segment_bytes))
+
+    def hold_pool_again(self) -> None:
+        """The plan's pool was given back, or more than it was cached, while graphs are about to begin their forward."""
+        self._hold()
+        if self.holds:
+            set_limit(self.device, self._limit_bytes())
 
     def _hold(self) -> None:
         if self._pool is not None and self.device.type == "cuda":
             set_limit(self.device, None)
             reserved.hold(self.device, self._pool, self._libraries)
+            self._held_bytes = self.meter.peaks().reserved_now_bytes

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from monetrun.capture import kernel_search
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
@@ -165,6 +166,7 @@ class RunningPlan:
             if estimated and moved_memory.is_share(self._budget):
                 self._estimated.add(fingerprint)
             self.room.step_is(step, [self.schedules[fingerprint]])
+        _search_for_kernels(self, joint, self.schedules[fingerprint])
         recorded = () if self.record is None else self.record.graphs
         number = next((k for k, graph in enumerate(recorded) if graph.fingerprint == fingerprint), -1)
         return number, self.schedules[fingerprint]
@@ -235,6 +237,14 @@ class RunningPlan:
         if not self.schedules.keys() >= set(fingerprints):
             return ()
         return intervals(self.record, [self.schedules[f] for f in fingerprints], self.steps.stretches)
+
+
+def _search_for_kernels(running: RunningPlan, joint: JointGraph, schedule: Schedule) -> None:
+    if kernel_search.is_needed(running.device):
+        running.steps.interrupt()
+        kernel_search.search(joint, schedule, running.device)
+        running.enforcement.hold_pool_again()
+        running.steps.meter.reset_peak()  # that of the search
 
 
 def _far_beyond(pool: Pool, budget_bytes: int, steps: StepMeter, page: int) -> int:

@@ -12,7 +12,7 @@ from monetrun.runtime.stretches import StretchMeter
 
 # The steps before the one that is measured in detail: by then the optimizer's state and the last step's gradients lie
 # there, and all graphs are compiled.
-_SETTLING_STEPS = 2
+SETTLING_STEPS = 2
 
 
 class StepMeter:
@@ -67,19 +67,19 @@ class StepMeter:
         One with several optimizers has made some of its forwards when the first of them has stepped.
         """
         optimizers = max(1, self._optimizers)
-        return self.steps > _SETTLING_STEPS * optimizers and self._optimizer_steps % optimizers == 0
+        return self.steps > SETTLING_STEPS * optimizers and self._optimizer_steps % optimizers == 0
 
     def forward_begins(self) -> None:
         """A planned model is called in training."""
         if self._within_step:
             return
         self._within_step = True
-        if self._optimizer_steps < max(1, self._optimizers) * _SETTLING_STEPS or not self.steps:
+        if self._optimizer_steps < max(1, self._optimizers) * SETTLING_STEPS or not self.steps:
             self._retries_before = self.meter.peaks().retries
         if self._detail is not None:
             return  # a training step with several optimizers
         self.meter.reset_peak()
-        settled = self._optimizer_steps >= _SETTLING_STEPS * self._optimizers
+        settled = self._optimizer_steps >= SETTLING_STEPS * self._optimizers
         if self._optimizers and settled and not self.stretches and self._optimizer_steps % self._optimizers == 0:
             self._detail = StretchMeter(self.meter)
             self._detail.begin()

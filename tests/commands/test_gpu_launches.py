@@ -232,3 +232,44 @@ def test_what_a_plan_holds_beside_a_step_is_allocated_there_and_freed(machine, t
     graph["schedule"]["holds"] = [{"step": 1, "nbytes": 8 << 30}]
     (tmp_path / "held.json").write_text(json.dumps(plan))
     assert "out of memory" in launch(machine, "--plan", str(tmp_path / "held.json"), SCRIPT).stderr
+
+
+GIVES_BACK = """
+import json, sys, torch
+from torch import nn
+torch.backends.cudnn.benchmark = "search" in sys.argv
+torch.manual_seed(0)
+layers = [nn.Conv2d(3, 48, 3, padding=1), nn.ReLU()]
+for _ in range(6):
+    layers += [nn.Conv2d(48, 48, 3, padding=1, bias=False), nn.BatchNorm2d(48), nn.ReLU()]
+model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 10)).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+reserved = []
+for step in range(10):
+    x = torch.randn(16, 3, 96, 96, device="cuda")
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    reserved.append(torch.cuda.memory_reserved())
+    loss.backward()
+    optimizer.step()
+    if "empty" in sys.argv:
+        torch.cuda.empty_cache()
+    if "evaluate" in sys.argv and step % 3 == 1:
+        with torch.no_grad():
+            model.eval()(torch.randn(8, 3, 64 + step, 64, device="cuda"))
+            model.train()
+print("RESERVED", json.dumps(reserved))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["search", "search evaluate", "empty"])
+def test_the_pool_is_held_again_after_the_script_or_a_search_for_kernels_has_given_it_back(machine, tmp_path, what):
+    """torch empties its cache after each search of cuDNN's; before, the first planned step began without a pool."""
+    script = tmp_path / "gives_back.py"
+    script.write_text(GIVES_BACK)
+    done = launch(machine, "--budget", "0.7x", script, *what.split())
+    figures = report_as_planned(done)
+    reserved = json.loads(next(line.split("RESERVED")[1] for line in done.stdout.splitlines() if "RESERVED" in line))
+    assert reserved == [figures["planned_reserved_bytes"]] * 10
+    assert figures["measured_reserved_bytes"] <= figures["budget_bytes"]

@@ -411,8 +411,6 @@ def test_the_whole_of_it_runs_on_a_stand_in_gpu(on_a_stand_in):
 def test_its_launches_hold_their_budgets_on_a_stand_in_gpu(on_a_stand_in):
     entries = {e["name"]: e for e in on_a_stand_in[1]["sections"]}
     failed = {n: [f["what"] for f in e["failures"]] for n, e in entries.items() if e["status"] == "failed"}
-    searched = failed.pop("cudnn-benchmark", [])  # cuDNN's search may ask for a workspace that the cap refuses
-    assert [what for what in searched if not what.startswith("allocation retries <= 0")] == []
     assert failed == {}
     for name, entry in entries.items():
         if name not in ("auto", "kernels") and "report" in entry.get("figures", {}):

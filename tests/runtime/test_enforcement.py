@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from monetrun.capture.peaks import Peaks
 from monetrun.core.plan import Pool
 from monetrun.runtime import enforcement
 
@@ -12,6 +13,9 @@ POOL = Pool(2000 * MIB, 4 * MIB, 900 * MIB)
 
 class NoMeter:
     exact = False
+
+    def peaks(self):
+        return Peaks(0)
 
 
 @pytest.mark.parametrize(

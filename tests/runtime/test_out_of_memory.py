@@ -57,7 +57,8 @@ def test_the_closing_line_names_amounts_by_kind_and_a_budget(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_restart_leaves_free_what_was_lacking_and_a_second_one_much_more(tmp_path):
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_restart_leaves_free_what_was_lacking_and_a_second_one_much_more(tmp_path, steps):
     record, plan = a_plan()
     lacking = plan.budget_bytes // 50
     plan_file, record_file = tmp_path / "plan.json", tmp_path / "record.json"
@@ -68,9 +69,10 @@ def test_a_restart_leaves_free_what_was_lacking_and_a_second_one_much_more(tmp_p
     options.solver_options = lambda: Settings(solver_seconds=1.0).solver_options()
     peaks = []
     for restarts in range(2):
-        written(tmp_path, plan=codec.to_plain(plan), short={"needed_bytes": plan.budget_bytes + lacking, "held": {}})
+        short = {"needed_bytes": plan.budget_bytes + lacking, "held": {}}
+        written(tmp_path, steps=steps, plan=codec.to_plain(plan), short=short)
         line = restart.tighter_plan(settings.to_environment(), BudgetExceeded.exit_code, restarts, options)
-        assert "starting again" in line
+        assert f"in training step {steps + 1}: starting again" in line
         made = codec.loads(type(plan), plan_file.read_text())
         peaks.append(replay(record, [g.schedule for g in made.graphs]).peak_bytes)
     assert peaks[0] <= plan.budget_bytes - lacking - plan.budget_bytes // 100 + 1
@@ -85,3 +87,13 @@ def test_a_convolution_that_no_engine_computes_within_the_limit_is_out_of_memory
         traceback_file.write(RuntimeError(text), None)
         codes.append(json.loads((tmp_path / "error.json").read_text())["message"].get("errorCode"))
     assert codes == [84, None]
+
+
+def test_once_steps_have_settled_nothing_is_trained_again(tmp_path):
+    record, plan = a_plan()
+    (tmp_path / "plan.json").write_text(codec.dumps(plan))
+    (tmp_path / "record.json").write_text(codec.dumps(record))
+    files = {"plan_file": str(tmp_path / "plan.json"), "record_file": str(tmp_path / "record.json")}
+    settings = Settings(**files, report_folder=str(tmp_path))
+    written(tmp_path, steps=3, plan=codec.to_plain(plan), short={"needed_bytes": plan.budget_bytes + 9, "held": {}})
+    assert restart.tighter_plan(settings.to_environment(), BudgetExceeded.exit_code, 0, None) == ""
