@@ -284,6 +284,9 @@ class Stopwatch:
 
     Args:
         clock: marks moments; they are read later, where that would wait for the device.
+
+    Attributes:
+        stops: how many there were.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -291,6 +294,7 @@ class Stopwatch:
         self._started: Any = None
         self._spans: list[tuple[Any, Any]] = []
         self._seconds = 0.0
+        self.stops = 0
 
     def start(self) -> None:
         """Start to count."""
@@ -299,6 +303,7 @@ class Stopwatch:
     def stop(self) -> None:
         """Stop, and add the time since ``start``."""
         self._spans.append((self._started, self._clock.mark()))
+        self.stops += 1
 
     def spans(self) -> list[float]:
         """The seconds of each, in order, before ``seconds`` has added them up."""

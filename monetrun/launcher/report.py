@@ -19,6 +19,8 @@ from monetrun.core.errors import BudgetExceeded
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Pool
 from monetrun.core.step import StepRecord
+from monetrun.launcher import rank_figures
+from monetrun.launcher.rank_figures import RankFigures
 from monetrun.planning.coverage import coverage
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 from monetrun.planning.summary import planned_bytes, summary_lines
@@ -122,6 +124,7 @@ class Outcome:
         held: then, by kind, in the rank that needed most.
         most_planned: allocated bytes, and those that the budget bounds, the most that a plan had under which they
             trained: a step for which more is held is planned again.
+        ranks: the figures of each.
     """
 
     plan: Plan | None
@@ -136,6 +139,7 @@ class Outcome:
     needed_bytes: int = 0
     held: Mapping[str, int] = field(default_factory=dict)
     most_planned: tuple[int, int] = (0, 0)
+    ranks: tuple[RankFigures, ...] = ()
 
     def planned(self, plan: Plan) -> tuple[int, int]:
         """``most_planned``, and at least what ``plan`` has."""
@@ -169,6 +173,7 @@ def read_outcome(folder: Path) -> Outcome:
         needed_bytes=int(short.get("needed_bytes", 0)),
         held=short.get("held", {}),
         most_planned=_most_planned(reports),
+        ranks=tuple(sorted(map(rank_figures.of_report, reports), key=lambda figures: figures.rank)),
     )
 
 
@@ -211,6 +216,7 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
         f"  measured peak  {peak}",
         f"  overhead       {plan.overhead:+.1%} planned; extra work "
         + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
+        *rank_figures.lines(outcome.ranks),
     ]
 
 
@@ -261,6 +267,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
         row("measured peak", outcome.measured_reserved_bytes, outcome.measured_peak_bytes) + retries,
         f"  {'overhead':<15}{plan.overhead:+.1%} planned; extra work "
         + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
+        *rank_figures.lines(outcome.ranks),
     ]
 
 
@@ -280,4 +287,5 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "measured_recomputation": outcome.measured_overhead,
         "steps": outcome.steps,
         "warnings": list(outcome.warnings),
+        "ranks": [codec.to_plain(figures) for figures in outcome.ranks],
     }

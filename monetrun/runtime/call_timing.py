@@ -83,6 +83,17 @@ class CallTiming:
             return None
         return extra / (calls - extra) if calls > max(0.0, extra) else None
 
+    def call_seconds(self) -> float | None:
+        """Seconds of a timed call, the mean; None before any, and where the device failed before it came to their end.
+
+        Ranks that run the same script time the same calls.
+        """
+        try:
+            return self.calls.seconds / self.calls.stops if self.calls.stops else None
+        except RuntimeError as error:
+            _log.info("the seconds of calls are not known: %s", error)
+            return None
+
     def early_calls(self, run: Run, timed: Run | None = None) -> Run:
         """``run``, timed in a few early calls, in which ``timed`` runs in its place if given."""
         numbers = itertools.count()

@@ -355,6 +355,7 @@ def _findings(engine: Engine) -> dict[str, Any]:
         "excess_bytes": 0 if running is None else running.excess_bytes,
         "allocation_retries": steps.retries,
         "measured_overhead": engine.meters.timing.overhead(),
+        "call_seconds": engine.meters.timing.call_seconds(),
         "steps": steps.steps,
         "exact": engine.meter.exact,
         "plan": None if engine.plan is None else codec.to_plain(engine.plan),

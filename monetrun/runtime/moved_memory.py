@@ -81,6 +81,15 @@ def plan_at_plain_peak(plan: Plan, budget: str, plain_allocated_bytes: int) -> P
     return replace(grown, budget_bytes=budget_bytes) if budget_bytes > plan.budget_bytes else None
 
 
+def plain_peak_beside(plan: Plan, shortage: Shortage) -> int:
+    """The plain step's peak with what is held now; a little more than that where it has grown by less than is followed.
+
+    Else a step for which 8 bytes were lacking would find no schedule at ``1.0x``.
+    """
+    plain = shortage.held_bytes + shortage.need.plain_bytes
+    return max(plain, int(plan.plain_peak_bytes * _GROWTH) + 1) if plain > plan.plain_peak_bytes else plain
+
+
 @own_faults()
 def plan_with_more_held(
     record: StepRecord,

@@ -188,7 +188,7 @@ class RunningPlan:
         shortage = self.room.shortage(fingerprint) if self.enforcement.holds else None
         if shortage is None:
             return
-        plain = shortage.held_bytes + shortage.need.plain_bytes
+        plain = moved_memory.plain_peak_beside(self.plan, shortage)
         self._follow_plain_peak(plain, f"{format_bytes(shortage.excess_bytes)} more are held before a forward")
         if shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_bytes:
             raise MemoryShort("too much is held for this schedule", "monetrun plans again", shortage=shortage)

@@ -82,3 +82,26 @@ def test_planned_figures_are_the_most_that_a_plan_had_in_any_rank(pool, tmp_path
     (line,) = [line for line in outcome_lines(outcome, 0) if line.startswith("  planned peak")]
     assert "5.0 MiB" in line
     assert ("7.0 MiB reserved" in line) == bool(pool)
+
+
+@pytest.mark.parametrize("pool", [None, Pool(9 << 20, 1 << 20, 3 << 20)])
+def test_the_ranks_peaks_and_a_slow_one_are_named(pool, tmp_path):
+    plan = replace(PLAN, pool=pool)
+    for rank, (peak, seconds) in enumerate([(3 << 20, 0.2), (5 << 20, 0.25), (4 << 20, 0.21)]):
+        measured = {"measured_peak_bytes": peak, "measured_reserved_bytes": pool and 2 * peak, "exact": True}
+        write_report(tmp_path, rank, plan=plan, most_planned=(4, 6), call_seconds=seconds, **measured)
+    outcome = read_outcome(tmp_path)
+    (line,) = [line for line in outcome_lines(outcome, 0) if line.startswith("  ranks")]
+    least, most = ("6.0 MiB", "10.0 MiB") if pool else ("3.0 MiB", "5.0 MiB")
+    assert f"3: measured {least} (rank 0) to {most} (rank 1)" in line
+    assert line.endswith("rank 1 is slow: its calls take 1.25 times as long as the fastest rank's")
+    first = {"rank": 0, "planned_bytes": 6, "measured_bytes": (6 if pool else 3) << 20, "call_seconds": 0.2}
+    assert outcome_json(outcome)["ranks"][0] == {**first, "measured_overhead": None}
+
+
+def test_ranks_that_are_alike_are_not_called_slow_and_one_rank_has_no_line(tmp_path):
+    write_report(tmp_path, 0, call_seconds=0.2, measured_peak_bytes=9, exact=True)
+    assert not any(line.startswith("  ranks") for line in outcome_lines(read_outcome(tmp_path), 0))
+    write_report(tmp_path, 1, call_seconds=0.21, measured_peak_bytes=9, exact=True)
+    (line,) = [line for line in outcome_lines(read_outcome(tmp_path), 0) if line.startswith("  ranks")]
+    assert line.split() == ["ranks", "2:", "measured", "9", "bytes", "on", "each"]
