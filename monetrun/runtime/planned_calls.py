@@ -25,7 +25,7 @@ from monetrun.capture.eager_answers import eager_answers, was_asked
 from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
-from monetrun.runtime import resharding, sharding
+from monetrun.runtime import resharding, sharding, unplannable_use
 from monetrun.runtime.trigger import Nesting, Trigger, is_training
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
@@ -116,7 +116,7 @@ class PlannedCall:
             return module._call_impl(*args, **kwargs)
         if self.model is not None:  # Dynamo may be at work on what calls this
             return _without_dynamo(self._run_part, module, args, kwargs)
-        if not self.nesting.is_outermost_training(module):
+        if not self.nesting.is_outermost_training(module) or _hooks_take_what_it_saves(self):
             return module._call_impl(*args, **kwargs)
         result = self._run_outermost(module, args, kwargs)
         if not self._said:
@@ -262,6 +262,14 @@ def _make_parts(call: PlannedCall) -> None:
         part = PlannedCall(child, call.nesting, call.engine, call.reporter, f"{call.path}.{name}", call)
         call.parts.append(part)
         child._compiled_call_impl = part  # type: ignore[assignment]
+
+
+def _hooks_take_what_it_saves(call: PlannedCall) -> bool:
+    """Whether the script's hooks take what is saved: all models run as they are from now on."""
+    if call.abandon is None or not unplannable_use.hooks_take_saved_tensors():
+        return False
+    call.abandon(unplannable_use.saved_tensors_hooks(call.name, call.engine.settings))
+    return True
 
 
 def _as_it_is(call: PlannedCall, fault: PlanningFault, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Uses of a model that cannot be planned: gradients of gradients, and calls within what the script compiles itself."""
+"""Uses of a model that cannot be planned.
+
+Gradients of gradients, hooks that take what autograd saves, and calls within what the script compiles itself.
+"""
 
 from __future__ import annotations
 
@@ -79,6 +82,35 @@ def double_backward(names: Sequence[str], settings: Settings, has_stepped: bool)
     part.write_text(reason)
     part.replace(part.with_name(AS_IS_MARK))
     probe.leave(None, "")
+
+
+def hooks_take_saved_tensors() -> bool:
+    """Whether the script's own hooks (``torch.autograd.graph.saved_tensors_hooks``) take what a forward saves now.
+
+    What lies where, then, only they know. Those of a checkpointed region are torch's.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
+
+
+def saved_tensors_hooks(name: str, settings: Settings) -> str:
+    """The script takes what the model ``name`` saves (see ``hooks_take_saved_tensors``). A trial ends with the reason.
+
+    Returns:
+        Why the models run as they are from now on.
+
+    Raises:
+        CaptureFailed: with ``strict``.
+    """
+    reason = (
+        f"{name} runs without a plan, its budget is not enforced: the script's hooks take what autograd saves "
+        "(torch.autograd.graph.saved_tensors_hooks, as save_on_cpu does)"
+    )
+    if settings.mode == PROBE:
+        probe.leave_unseen(reason, settings.record_file, as_is=True)
+    if settings.strict:
+        raise CaptureFailed(reason, "without --strict it runs as it is, outside the plan")
+    return reason
 
 
 class Compilations:

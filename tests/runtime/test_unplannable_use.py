@@ -191,6 +191,58 @@ def test_gradients_of_gradients_of_what_is_not_planned_leave_the_plan_alone(open
     assert one.engine.plan is not None
 
 
+def saved_elsewhere(steps=3, checkpointed=False):
+    """Losses of training with what autograd saves kept in copies, and how many there were."""
+    net = critic()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    losses, copies = [], []
+
+    def pack(saved):
+        copies.append(saved.clone())
+        return len(copies) - 1
+
+    for step in range(steps):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        if checkpointed:
+            out = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(pack, copies.__getitem__):
+                out = net(x)
+        optimizer.zero_grad()
+        loss = out.square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, len(copies)
+
+
+def test_a_model_whose_saved_tensors_the_scripts_hooks_take_runs_as_it_is(opened, tmp_path, capsys):
+    """Their plan would have on the device what the script has elsewhere: it was refused at the plain run's peak."""
+    plain = saved_elsewhere()
+    one = opened(PROBE)
+    with pytest.raises(Ended, match=str(PROBED)):
+        saved_elsewhere()
+    one.close()
+    found = json.loads((tmp_path / "record.json.unseen").read_text())
+    assert found["as_is"]
+    assert "save_on_cpu" in found["reason"]
+    one = opened(RUN)
+    assert saved_elsewhere() == plain
+    assert one.engine is None
+    assert capsys.readouterr().err == f"monetrun: warning: {found['reason']}\n"
+    one.close()
+    opened(RUN, strict=True)
+    with pytest.raises(CaptureFailed, match="what autograd saves"):
+        saved_elsewhere()
+
+
+def test_a_model_that_is_checkpointed_whole_is_planned(opened):
+    plain, _ = saved_elsewhere(checkpointed=True)
+    one = opened(RUN)
+    assert saved_elsewhere(checkpointed=True)[0] == plain
+    assert one.engine is not None
+
+
 def test_sparse_gradients_run_as_they_are_after_one_warning_and_strict_refuses(opened, capsys):
     def trained():
         torch.manual_seed(0)
