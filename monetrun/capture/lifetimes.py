@@ -25,15 +25,19 @@ class _Call:
 
     Attributes:
         joint: the graph.
-        backward: index of the stretch that is its backward.
+        forward: index of the stretch that is its forward.
+        backward: of the one that is its backward.
         alive: the storages of its tensors (ids in ``joint.graph``) that are not freed yet.
-        ended: the index of the stretch by whose end a tensor was freed.
+        inputs: those of inputs, freed or not.
+        ended: the index of the stretch by whose end a tensor was freed. Inputs that the forward freed: of the next one.
     """
 
-    def __init__(self, joint: JointGraph) -> None:
+    def __init__(self, joint: JointGraph, forward: int) -> None:
         self.joint = joint
+        self.forward = forward
         self.backward = _NOT_YET
         self.alive: dict[int, StorageWeakRef] = {}
+        self.inputs: dict[int, StorageWeakRef] = {}
         self.versions: list[tuple[int, weakref.ref[torch.Tensor], int]] = []  # of the inputs
         self.ended: dict[int, int] = {}
 
@@ -61,6 +65,8 @@ class _Call:
                 storage = StorageWeakRef(value.untyped_storage())
                 if storage.cdata not in others:
                     self.alive.setdefault(t, storage)
+                    if self.external(t):
+                        self.inputs.setdefault(t, storage)
 
     def note_versions(self, arguments: Sequence[Any]) -> None:
         """Note the versions that the inputs, but parameters and buffers, have now."""
@@ -75,18 +81,28 @@ class _Call:
 
 
 class Lifetimes:
-    """The lifetimes of the inputs and outputs of all calls of a step."""
+    """The lifetimes of the inputs and outputs of all calls of a step.
 
-    def __init__(self) -> None:
+    Args:
+        first_inputs_only: the script's dropping of inputs between forward and backward is told of the first call only:
+            the others' are known by what the allocator is asked for.
+    """
+
+    def __init__(self, first_inputs_only: bool = False) -> None:
+        self._first_inputs_only = first_inputs_only
         self._calls: list[_Call] = []
+        self._script: set[int] = set()  # stretches between calls
         self._changed: dict[int, set[int]] = {}  # by the id of the joint graph
 
-    def forward_begins(self, joint: JointGraph, arguments: Sequence[Any]) -> None:
-        """A forward begins. Arguments that are another graph's outputs count as that one's: its backward is later."""
+    def forward_begins(self, joint: JointGraph, stretch: int, arguments: Sequence[Any]) -> None:
+        """A forward begins, in stretch ``stretch``.
+
+        Arguments that are another graph's outputs count as that one's: its backward is later.
+        """
         outputs = frozenset(
             storage.cdata for call in self._calls for t, storage in call.alive.items() if not call.external(t)
         )
-        self._calls.append(_Call(joint))
+        self._calls.append(_Call(joint, stretch))
         self._calls[-1].watch(joint.primals, arguments, outputs)
         self._calls[-1].note_versions(arguments)
 
@@ -114,37 +130,56 @@ class Lifetimes:
         if call is not None:
             call.watch(nodes, gradients)
 
-    def look(self, stretch: int) -> None:
-        """``stretch`` has ended: note the tensors that are freed by now."""
+    def look(self, stretch: int, of_script: bool) -> None:
+        """``stretch``, of the script or of a graph, has ended: note the tensors that are freed by now."""
+        if of_script:
+            self._script.add(stretch)
         for call in self._calls:
             for t in [t for t, storage in call.alive.items() if storage.expired()]:
-                call.ended[t] = stretch
+                call.ended[t] = stretch + (stretch == call.forward and call.external(t))
                 del call.alive[t]
 
     def released(self, stretch: int) -> tuple[int, ...]:
         """Tensors freed in the backward ``stretch``: inputs, tangents, gradients, and the graph's own outputs.
 
-        Outputs freed before it are included, since another schedule may save them until then. Gradients come last, in
-        the order in which they were given.
+        Outputs freed before it, and inputs that the script dropped after the forward, are included, since another
+        schedule may save them until then. Gradients come last, in the order in which they were given.
         """
         freed = [
             (call, t)
             for call in self._calls
             if call.backward == stretch
             for t, at in call.ended.items()
-            if at == stretch or (at < stretch and not call.external(t))
+            if at == stretch or (at < stretch and self._may_be_saved(call, t))
         ]
         gradients = [t for call, t in freed if call.is_gradient(t)]
         return (*sorted(t for call, t in freed if not call.is_gradient(t)), *gradients)
 
     def dropped(self, stretch: int) -> list[tuple[JointGraph, int]]:
-        """Outputs freed in ``stretch`` that ``released`` reports for a later backward, or of which there is none."""
+        """What is freed in ``stretch`` and ``released`` reports for a later backward, or outputs without one."""
         return [
             (call.joint, t)
             for call in self._calls
             for t, at in sorted(call.ended.items())
-            if at == stretch and call.waits_at(stretch) and not call.external(t)
+            if at == stretch and call.waits_at(stretch) and self._may_be_saved(call, t)
         ]
+
+    def _may_be_saved(self, call: _Call, t: int) -> bool:
+        """Whether a schedule may save ``t``, which the script dropped: an output, or an input that it held till then.
+
+        Of calls with the same input the one counts whose backward is the last.
+        """
+        if not call.external(t):
+            return True
+        if (
+            t not in call.inputs
+            or not call.forward < call.ended[t] < call.backward
+            or call.ended[t] not in self._script
+        ):
+            return False
+        of = call.inputs[t].cdata
+        last = max((c for c in self._calls if any(i.cdata == of for i in c.inputs.values())), key=lambda c: c.backward)
+        return last is call and (call is self._calls[0] or not self._first_inputs_only)
 
     def changed(self, joint: JointGraph) -> set[int]:
         """Inputs of ``joint`` that the script changed, in place, between a forward and its backward."""
@@ -155,12 +190,12 @@ class Lifetimes:
         return [(call.joint, t) for call in self._calls for t in sorted(call.alive) if call.is_output(t)]
 
     def absent_bytes(self, stretch: int) -> int:
-        """Bytes of outputs freed by the end of ``stretch``, of calls whose backward comes later or never."""
+        """Bytes of what ``dropped`` has told by ``stretch``'s end, of calls whose backward comes later or never."""
         return sum(
             call.joint.graph.tensors[t].nbytes
             for call in self._calls
             for t, at in call.ended.items()
-            if at <= stretch and call.waits_at(stretch) and not call.external(t)
+            if at <= stretch and call.waits_at(stretch) and self._may_be_saved(call, t)
         )
 
 

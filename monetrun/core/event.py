@@ -57,8 +57,8 @@ class Event:
         released: backward: ids of the graph's external tensors (its arguments, tangents) and outputs that only its
             saved values hold by then, then of gradients that are taken in this order as soon as they are final, and not
             kept; all are freed within the call (see ``freed_after``).
-        dropped: outside: outputs (graph, id) that the script holds no more at its end; they are freed then, beside
-            ``delta_bytes``, if the backward under the schedule does not read them.
+        dropped: outside: outputs and inputs (graph, id) that the script holds no more at its end; they are freed then,
+            beside ``delta_bytes``, if the backward under the schedule does not read them.
         requests: outside, where the allocator records them (CUDA): bytes requested, in order; ``-n`` frees what the
             step's ``n``-th such request got.
         dropped_after: how many of ``requests`` come before each of ``dropped`` is freed; empty: all of them.

@@ -253,8 +253,9 @@ class _RoundBuilder:
             written = (self._new_script_tensor(event.delta_bytes),)
         freed = self._free(-event.delta_bytes) if event.delta_bytes < 0 else []
         self.dropped.update(event.dropped)
-        freed += [self.joined_tensor[output] for output in event.dropped if output in self.joined_tensor]
-        saved = sum(self.record.graphs[k].tensors[t].nbytes for k, t in event.dropped if self._may_be_saved(k, t))
+        outputs = [(k, t) for k, t in event.dropped if not self.record.graphs[k].tensors[t].external]  # inputs stay
+        freed += [self.joined_tensor[output] for output in outputs if output in self.joined_tensor]
+        saved = sum(self.record.graphs[k].tensors[t].nbytes for k, t in outputs if self._may_be_saved(k, t))
         workspace = max(0, event.peak_bytes + saved - max(0, event.delta_bytes))
         self._add_outside_operator(event.name or OUTSIDE, phase, tuple(freed), written, workspace)
         self.script_tensors += written

@@ -18,7 +18,7 @@ from monetrun.core.call_footprint import CallFootprint, call_footprint
 from monetrun.core.errors import ScheduleError
 from monetrun.core.event import OUTSIDE as OUTSIDE
 from monetrun.core.event import Event as Event
-from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, check_bytes
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Tensor, check_bytes
 from monetrun.core.graph import check as check_graph
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
@@ -208,8 +208,8 @@ class StepRecord:
             for k, t in event.dropped:
                 if not 0 <= k < len(self.graphs) or not 0 <= t < len(self.graphs[k].tensors):
                     raise ValueError("it drops a tensor that does not exist")
-                if not self.graphs[k].tensors[t].kept:
-                    raise ValueError("it drops a tensor that is no output")
+                if not (self.graphs[k].tensors[t].kept or self.graphs[k].tensors[t].external):
+                    raise ValueError("it drops a tensor that is neither output nor input")
             batch = () if self.memory is None else self.memory.batch
             if any(not 0 <= i < len(batch) for i, _ in event.batch_freed):
                 raise ValueError("it frees a part of the batch that does not exist")
@@ -268,9 +268,10 @@ def events_under(record: StepRecord, schedules: Sequence[Schedule]) -> list[Even
             places = [i for i, (k, t) in enumerate(event.dropped) if t not in read[k]]
             freed = tuple(event.dropped[i] for i in places)
             after = tuple(event.dropped_after[i] for i in places) if event.dropped_after else ()
-            saved_bytes = sum(record.graphs[k].tensors[t].nbytes for k, t in event.dropped if t in read[k])
-            peak_bytes = event.peak_bytes + saved_bytes
-            event = replace(event, dropped=freed, dropped_after=after, peak_bytes=peak_bytes)
+            saved = [record.graphs[k].tensors[t] for k, t in event.dropped if t in read[k]]
+            peak_bytes = event.peak_bytes + sum(t.nbytes for t in saved)
+            batch_freed = _without_saved(record.memory, event, saved)
+            event = replace(event, dropped=freed, dropped_after=after, peak_bytes=peak_bytes, batch_freed=batch_freed)
             gone.update(freed)
         elif gone and event.kind == BACKWARD:
             absent = {t for t in event.released if gone[event.graph, t]}
@@ -278,6 +279,19 @@ def events_under(record: StepRecord, schedules: Sequence[Schedule]) -> list[Even
             event = replace(event, released=tuple(t for t in event.released if t not in absent))
         found.append(event)
     return found
+
+
+def _without_saved(memory: DeviceMemory | None, event: Event, saved: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """``event.batch_freed`` without the inputs among ``saved``."""
+    rest = list(event.batch_freed)
+    for tensor in saved:
+        if memory is None:
+            break
+        nbytes = memory.settings.rounded(tensor.nbytes)
+        found = next((freed for freed in rest if memory.batch[freed[0]] == nbytes), None)
+        if tensor.external and found is not None:
+            rest.remove(found)
+    return tuple(rest)
 
 
 def replay(record: StepRecord, schedules: Sequence[Schedule]) -> StepTimeline:

@@ -13,6 +13,7 @@ from monetrun.capture.allocator_history import AllocatorHistory
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.storages import block_bytes
 from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.graph import Tensor
 from monetrun.core.plan import Schedule
 from monetrun.core.step import BETWEEN_STEPS, OUTSIDE, DeviceMemory, Event, Segment
 
@@ -76,21 +77,23 @@ class DeviceRecorder:
         self._batch_frees.append(self._history.batch_frees if kind == OUTSIDE else [])
         self._other_frees.append(self._history.other_frees if kind == OUTSIDE else [])
 
-    def seen_outside(self, stretch: int, dropped: Iterable[int]) -> dict[str, Any]:
+    def seen_outside(self, stretch: int, dropped: Iterable[Tensor]) -> dict[str, Any]:
         """What the allocator saw in a stretch outside of graphs, as fields of its event.
 
         Args:
             stretch: its number.
-            dropped: sizes of the outputs that the script has dropped in it.
+            dropped: outputs, and inputs of the first call, that the script has dropped in it.
         """
         settings = allocator_history.settings_from_environment()
         requests = self._requests[stretch]
         frees = [(settings.rounded(nbytes), place) for nbytes, place in self._other_frees[stretch]]
         places = []
-        for nbytes in dropped:
-            found = next((f for f in frees if f[0] == nbytes), None)
+        batch = [(self._batch[i], place) for i, place in self._batch_frees[stretch]]
+        for tensor in dropped:
+            among = batch if tensor.external else frees
+            found = next((f for f in among if f[0] == settings.rounded(tensor.nbytes)), None)
             if found is not None:
-                frees.remove(found)
+                among.remove(found)
             places.append(len(requests) if found is None else found[1])
         return {
             "requests": requests,

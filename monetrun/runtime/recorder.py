@@ -71,7 +71,7 @@ class Recorder:
         self.schedules: list[Schedule] = []
         self._numbers: dict[str, int] = {}  # index of a graph, by its fingerprint
         self._stretch_meter = StretchMeter(meter)
-        self._lifetimes = Lifetimes()
+        self._lifetimes = Lifetimes(first_inputs_only=isinstance(meter, CudaMeter))
         self._state_bytes = 0
         self._parameters: list[torch.Tensor] = []
         self._gradient_bytes: dict[int, int] = {}  # by the parameter's id
@@ -112,7 +112,7 @@ class Recorder:
         self._end_stretch(OUTSIDE)
         if phase == FORWARD:
             self._parallel = DistributedDataParallel._get_active_ddp_module() or self._parallel
-            self._lifetimes.forward_begins(self.joints[graph], arguments)
+            self._lifetimes.forward_begins(self.joints[graph], len(self.stretches), arguments)
         else:
             self._lifetimes.backward_begins(self.joints[graph], len(self.stretches), arguments)
 
@@ -178,7 +178,7 @@ class Recorder:
     def _end_stretch(self, kind: str, graph: int = -1, name: str = "") -> None:
         self.meter.synchronize()
         self._stretch_meter.end(kind, graph, name)
-        self._lifetimes.look(len(self.stretches) - 1)
+        self._lifetimes.look(len(self.stretches) - 1, kind == OUTSIDE)
         if self.memory is not None:
             self.memory.stretch_ended(kind)
 
@@ -251,9 +251,9 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
             delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
             grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
             dropped = tuple((recorder.joints.index(joint), t) for joint, t in recorder._lifetimes.dropped(i))
-            sizes = [recorder.joints[k].graph.tensors[t].nbytes for k, t in dropped]
-            seen = {} if recorder.memory is None else recorder.memory.seen_outside(i, sizes)
-            high, action = max(0, peak - grown - sum(sizes)), recorder._actions.get(i)
+            tensors = [recorder.joints[k].graph.tensors[t] for k, t in dropped]
+            seen = {} if recorder.memory is None else recorder.memory.seen_outside(i, tensors)
+            high, action = max(0, peak - grown - sum(t.nbytes for t in tensors)), recorder._actions.get(i)
             event = Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen)
             events.append(event)
             now = stretch.end_bytes + absent
