@@ -234,10 +234,16 @@ def _holding_device(joint: JointGraph) -> torch.device | None:
 
 
 def _views_by_storage(joint: JointGraph) -> dict[int, list[fx.Node]]:
-    views: dict[int, list[fx.Node]] = {}
+    """The nodes that give a tensor or views of it, several at once (``split``) too."""
+    operators = set(joint.nodes)
+    views: dict[int, dict[fx.Node, None]] = {}
     for node, tensor in joint.storage.items():
-        views.setdefault(tensor, []).append(node)
-    return views
+        of = views.setdefault(tensor, {})
+        of[node] = None
+        several = node.args[0] if node.target is operator.getitem else None
+        if isinstance(several, fx.Node) and several not in operators:
+            of[several] = None
+    return {tensor: list(of) for tensor, of in views.items()}
 
 
 def _metadata(node: fx.Node) -> dict[str, Any]:
