@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from monetrun.commands import SUMMARIES
 from monetrun.launcher.agent import launch, launch_until_decided
-from monetrun.launcher.job import open_job
+from monetrun.launcher.job import as_it_is, open_job
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.page import check_folder, check_tensorboard
 from monetrun.launcher.parser import LaunchParser, launch_parser
 from monetrun.launcher.process import restored_environment
-from monetrun.launcher.restart import tighter_plan
+from monetrun.launcher.restart import forget_reports, ran_short_early, tighter_plan
 from monetrun.launcher.script import check_script
 
 
@@ -51,5 +51,9 @@ def run_launch(options: LaunchOptions) -> int:
                 print(f"monetrun: {line}", file=sys.stderr, flush=True)
                 restarts += 1
                 exit_code = launch(options, environment)
+            short = ran_short_early(environment, exit_code)
+            if short and (instead := as_it_is(job, "memory ran out under each plan")) is not None:
+                forget_reports(environment)
+                exit_code = launch(options, job.follow(instead))
         job.finish(exit_code)
     return exit_code

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from monetrun.core.budget import Budget, parse, resolve
-from monetrun.core.errors import NeverTrained, PlanningFault, UsageError, own_faults
+from monetrun.core.errors import InfeasibleBudget, NeverTrained, NoPlanInTime, PlanningFault, UsageError, own_faults
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
@@ -24,7 +25,7 @@ from monetrun.launcher import keys, memory, page, report
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.kept import keep_measured_step, kept_plan, kept_record, kept_schedules
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.plain import budget_that_fits, find_plain
+from monetrun.launcher.plain import budget_that_fits, find_plain, plain_instead
 from monetrun.launcher.plan_file import read_plan
 from monetrun.launcher.process import exit_on_signals, full_disks_explained, restored_environment, temporary_folder
 from monetrun.launcher.progress import SolverProgress
@@ -129,8 +130,8 @@ class Job:
             if budget_bytes := budget_that_fits(self.plain, self.budget, self.ranks):
                 return Decision(PLAIN, self.budget, budget_bytes, None, None, self.plain, plan_given=False)
             self._find_record(needed=False)
-            if self.record is not None:
-                self.settings = replace(self.settings, as_is=_why_no_plan(self, self.record))
+            if self.record is not None and (instead := _planned_or_as_it_is(self, self.record)) is not None:
+                return instead
         budget_bytes = self.plan.budget_bytes if self.plan else memory.given_bytes(self.budget)
         found = self.plan, self.record, self.plain
         return Decision(RUN, self.budget, budget_bytes, *found, bool(self.options.plan_file), self.settings.as_is)
@@ -258,6 +259,31 @@ class Job:
         if not self.options.quiet:
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
+
+
+def _planned_or_as_it_is(job: Job, record: StepRecord) -> Decision | None:
+    """Plan ``record``; gives a decision where no plan keeps the budget, but the plain run does.
+
+    Raises:
+        InfeasibleBudget, NoPlanInTime: nothing keeps it.
+    """
+    try:
+        job.settings = replace(job.settings, as_is=_why_no_plan(job, record))
+    except (InfeasibleBudget, NoPlanInTime) as refused:
+        if (instead := as_it_is(job, refused.message)) is None:
+            raise
+        return instead
+    return None
+
+
+def as_it_is(job: Job, why: str) -> Decision | None:
+    """Have models run as they are, after one warning, if no plan keeps the budget, but the plain run does."""
+    instead = None if job.options.strict else plain_instead(job.plain, job.budget, job.ranks)
+    if instead is None:
+        return None
+    line, cap_bytes = instead
+    print(f"monetrun: warning: {why}; {line}", file=sys.stderr, flush=True)
+    return Decision(PLAIN, job.budget, cap_bytes, None, None, None, plan_given=False)
 
 
 def _known(job: Job, base: planner.Baseline) -> list[tuple[Schedule, ...]]:

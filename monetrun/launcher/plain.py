@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from monetrun.core.budget import Budget, resolve
+from monetrun.core.budget import SHARE_OF_PLAIN, Budget, format_bytes, resolve
 from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import keys, memory
 from monetrun.launcher.options import LaunchOptions
@@ -47,9 +47,25 @@ def find_plain(
 
 def budget_that_fits(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> int | None:
     """The budget in bytes, if the plain run fits it with room, so that there is nothing to plan."""
-    if plain is None:
+    budget_bytes = _in_bytes(plain, budget, ranks)
+    return budget_bytes if plain is not None and plain.fits(budget_bytes) else None
+
+
+def plain_instead(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> tuple[str, int] | None:
+    """Where the plain run keeps the budget, if only just: why it trains in place of a plan, and its cap in bytes.
+
+    A share of the plain run's peak is no cap for it (0): what it takes later is what the share is of.
+    """
+    budget_bytes = _in_bytes(plain, budget, ranks)
+    if plain is None or plain.reserved_bytes > budget_bytes:
         return None
+    taken, given = format_bytes(plain.reserved_bytes), format_bytes(budget_bytes)
+    line = f"models run as they are: the plain run's first steps took {taken}, the budget is {given}"
+    return line, 0 if budget.kind == SHARE_OF_PLAIN else budget_bytes
+
+
+def _in_bytes(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> int:
+    if plain is None:
+        return 0
     budget_bytes = memory.budget_bytes(budget, ranks, 0, plain)
-    if budget_bytes is None:
-        budget_bytes = resolve(budget, None, plain.reserved_bytes)
-    return budget_bytes if plain.fits(budget_bytes) else None
+    return resolve(budget, None, plain.reserved_bytes) if budget_bytes is None else budget_bytes

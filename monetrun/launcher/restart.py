@@ -41,12 +41,10 @@ def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, 
         A line for the user; empty where the launch has ended.
     """
     files = [environment.get(f"MONETRUN_{name}", "") for name in ("PLAN_FILE", "RECORD_FILE", "REPORT_FOLDER")]
-    if exit_code != BudgetExceeded.exit_code or restarts >= MOST_RESTARTS or not all(files):
+    if restarts >= MOST_RESTARTS or not all(files) or not ran_short_early(environment, exit_code):
         return ""
     plan_file, record_file, reports = map(Path, files)
     outcome = report.read_outcome(reports)
-    if outcome.steps > SETTLING_STEPS:
-        return ""
     plan, record = codec.loads(Plan, plan_file.read_text()), codec.loads(StepRecord, record_file.read_text())
     planned = plan.planned_peak_bytes if plan.pool is None else plan.pool.planned_bytes
     lacking_bytes = max(0, outcome.needed_bytes - plan.budget_bytes)
@@ -59,12 +57,25 @@ def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, 
         return ""
     _replace(plan_file, codec.dumps(made))
     _replace(record_file, codec.dumps(more))
-    for left in reports.glob("rank*.json"):
-        left.unlink()
+    forget_reports(environment)
     return (
         f"memory ran out in training step {outcome.steps + 1}: starting again ({restarts + 1} of {MOST_RESTARTS}"
         f" times at most) with a plan that leaves {format_bytes(free_bytes)} of the budget free"
     )
+
+
+def ran_short_early(environment: Mapping[str, str], exit_code: int) -> bool:
+    """Whether workers of a launch ran out of memory in the first steps. Arguments as for ``tighter_plan``."""
+    reports = environment.get("MONETRUN_REPORT_FOLDER", "")
+    if exit_code != BudgetExceeded.exit_code or not reports:
+        return False
+    return report.read_outcome(Path(reports)).steps <= SETTLING_STEPS
+
+
+def forget_reports(environment: Mapping[str, str]) -> None:
+    """Remove what the workers have reported: they start again."""
+    for left in Path(environment["MONETRUN_REPORT_FOLDER"]).glob("rank*.json"):
+        left.unlink()
 
 
 def _replace(path: Path, text: str) -> None:

@@ -3,12 +3,13 @@
 import pytest
 
 from monetrun.commands.main import main
-from monetrun.core.errors import InfeasibleBudget, ScheduleError
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
+from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import job as jobs
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import launch_parser
 from monetrun.planning import planner
-from monetrun.runtime.settings import RUN
+from monetrun.runtime.settings import PLAIN, RUN
 from support.paths import SCRIPTS
 from support.step_records import chain_record
 
@@ -48,3 +49,32 @@ def test_a_refusal_and_a_fault_under_strict_end_the_launch(fails_with, capsys):
     fails_with(ScheduleError("operator 1 is missing"))
     assert main(["--budget", "0.7x", "--strict", TINY]) == 70
     assert "operator 1 is missing" in capsys.readouterr().err
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("budget", "cap"), [("1.0x", 0), ("100MiB", 100 * MIB)])
+@pytest.mark.parametrize("error", [InfeasibleBudget("too small"), NoPlanInTime("too slow")])
+def test_a_budget_that_the_plain_run_keeps_is_not_refused(budget, cap, error, fails_with, capsys):
+    """The plan of a script that keeps what is saved on the host took 1.7 times what its plain run takes."""
+    fails_with(error)
+    with open_job(launch_parser().parse_launch(["--budget", budget, TINY])[0]) as job:
+        job._find_plain = lambda: PlainPeaks(90 * MIB, 100 * MIB, 0, 2)
+        decision = job.decide()
+        variables = job.follow(decision)
+    assert (decision.mode, decision.budget_bytes) == (PLAIN, cap)
+    assert variables["MONETRUN_PLAN_FILE"] == ""
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"monetrun: warning: {error.message}; models run as they are: the plain run's first steps took"
+    )
+
+
+@pytest.mark.parametrize(("budget", "words"), [("0.99x", []), ("99MiB", []), ("1.0x", ["--strict"])])
+def test_a_smaller_one_is_and_so_is_each_under_strict(budget, words, fails_with):
+    fails_with(InfeasibleBudget("too small"))
+    with open_job(launch_parser().parse_launch(["--budget", budget, *words, TINY])[0]) as job:
+        job._find_plain = lambda: PlainPeaks(90 * MIB, 100 * MIB, 0, 2)
+        with pytest.raises(InfeasibleBudget):
+            job.decide()
