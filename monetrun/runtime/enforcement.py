@@ -62,8 +62,9 @@ class Enforcement:
         peak = max(peaks.allocated_bytes, peaks.reserved_bytes) if self.meter.exact else 0
         if peak > max(self._budget_bytes, self._noted_bytes):
             self._noted_bytes = peak + peak // 100
+            taken = "reserved" if peaks.reserved_bytes else "allocated"
             self.note(
-                f"between training steps {format_bytes(peak)} were allocated: evaluation, and what else is no training"
+                f"between training steps {format_bytes(peak)} were {taken}: evaluation, and what else is no training"
                 f" step, is not planned and may take more than the budget of {format_bytes(self._budget_bytes)}"
             )
         if peaks.reserved_bytes > self._budget_bytes or peaks.reserved_now_bytes < self._held_bytes:

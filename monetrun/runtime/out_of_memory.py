@@ -42,9 +42,12 @@ def lines(running: RunningPlan) -> list[str]:
     plan, meter = running.plan, running.steps.meter
     held = meter.current_bytes()
     now = holdings.holdings(running.device, held)
+    of_budget = f"the budget is {format_bytes(plan.budget_bytes)}"
+    if plan.pool is not None:
+        of_budget = f"it reserves {format_bytes(plan.pool.planned_bytes)}, {of_budget} reserved"
     return [
-        f"out of memory: {format_bytes(held)} are held; the planned step takes {format_bytes(plan.planned_peak_bytes)}"
-        f" at its peak, the budget is {format_bytes(plan.budget_bytes)}",
+        f"out of memory: {format_bytes(held)} are held; the planned step allocates"
+        f" {format_bytes(plan.planned_peak_bytes)} at its peak, {of_budget}",
         holdings.table(now, plan.ledger, plan.planned_peak_bytes),
     ]
 

@@ -187,7 +187,7 @@ def test_memory_that_runs_out_before_the_first_steps_end_restarts_with_a_tighter
     done = monetrun("--budget", "0.75x", "--solver-seconds", "2", TINY, "out", "--untried", str(2300 << 10))
     same(plain / "one.0", "out.0")
     assert 1 <= done.stderr.count("starting again") <= 2
-    assert "are held; the planned step takes" in done.stderr
+    assert "are held; the planned step allocates" in done.stderr
 
 
 @pytest.mark.slow
