@@ -123,6 +123,16 @@ def check_same_model(graph: Graph, plan: Plan) -> None:
         )
 
 
+def is_known(joint: JointGraph, record: StepRecord | None) -> bool:
+    """Whether what a step of this graph leaves to the script follows from ``record``, which has it at other shapes.
+
+    Not where the model is not captured whole, nor where its forward takes another way than in the recorded step.
+    """
+    if record is None or record.breaks:
+        return False
+    return any(g.structural_fingerprint == joint.graph.structural_fingerprint for g in record.graphs)
+
+
 def outside(joint: JointGraph, record: StepRecord | None, schedules: Sequence[Schedule]) -> Outside:
     """An estimate of what the step allocates outside this graph between its forward and its backward.
 

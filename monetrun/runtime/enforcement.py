@@ -88,8 +88,8 @@ class Enforcement:
         if not self.share_was_estimated:
             self.share_was_estimated = True
             self.note(
-                "what is not captured is known at the recorded shapes only: at others the plain step's peak is an"
-                " estimate, and a share of it is planned for, but not enforced"
+                "what is not captured is known of the recorded step only: at other shapes, or where the model takes"
+                " another way, the plain step's peak is an estimate, and a share of it is planned for, but not enforced"
             )
 
     def lift(self) -> None:

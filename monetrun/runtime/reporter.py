@@ -1,4 +1,4 @@
-"""What one rank reports: warnings on stderr, and at its end a file for the launcher."""
+"""What one rank reports: warnings on stderr, and a file for the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from monetrun.core.errors import CaptureFailed
 from monetrun.runtime.settings import PROBE, Settings
 
 _SLOW_SECONDS = 2.0  # what takes longer is told
+_EVERY_SECONDS = 120.0  # a report is left so often while training goes on
 
 
 class Reporter:
@@ -28,6 +29,7 @@ class Reporter:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.warned: set[str] = set()
+        self._written = time.monotonic()
 
     def warn(self, message: str) -> None:
         """Print a line on stderr, once, in rank 0. A trial run prints nothing: the run itself warns again."""
@@ -70,8 +72,14 @@ class Reporter:
             raise CaptureFailed(message, "without --strict it runs as it is, outside the plan")
         self.warn(message)
 
+    def write_now_and_then(self, findings: Callable[[], Mapping[str, Any]]) -> None:
+        """``write``, if that was long ago: a process that is killed leaves what it had found."""
+        if time.monotonic() - self._written > _EVERY_SECONDS:
+            self.write(findings())
+
     def write(self, findings: Mapping[str, Any]) -> None:
         """Leave ``findings`` and the warnings in the report folder, if the launcher named one."""
+        self._written = time.monotonic()
         if not self.settings.report_folder:
             return
         report = {"rank": self.settings.rank, "warnings": sorted(self.warned), **findings}

@@ -161,7 +161,7 @@ class RunningPlan:
         if fingerprint not in self.schedules:
             step, plain_bytes = self._other_shapes.step(joint, self._ruled_out, self.record, self.plan)
             self._follow_plain_peak(plain_bytes, f"inputs of {adaptation.input_shapes(joint)}")
-            estimated = self.record is None or bool(self.record.breaks)
+            estimated = not adaptation.is_known(joint, self.record)
             self.schedules[fingerprint] = self._other_shapes.schedule(joint, step, self.plan, estimated=estimated)
             if estimated and moved_memory.is_share(self._budget):
                 self._estimated.add(fingerprint)

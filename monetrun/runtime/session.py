@@ -317,6 +317,7 @@ class Session:
         all_stepped = hooks.all_trained(self.optimizers, self.stepped)
         if self.engine is not None:
             self.engine.optimizer_ended(type(optimizer).__name__, all_stepped)
+            self.reporter.write_now_and_then(self.engine.findings)
             if all_stepped and self.engine.records_again():
                 self.stepped.clear()
         elif self.settings.mode == PROBE and all_stepped:

@@ -1,0 +1,19 @@
+"""What a rank leaves for the launcher."""
+
+import json
+import time
+
+from monetrun.runtime.reporter import Reporter
+from monetrun.runtime.settings import RUN, Settings
+
+
+def test_a_process_that_is_killed_leaves_what_it_had_found_minutes_before(monkeypatch, tmp_path):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    reporter = Reporter(Settings(mode=RUN, report_folder=str(tmp_path)))
+    found = []
+    for now[0], steps in [(1001.0, 3), (1119.0, 40), (1121.0, 41), (1130.0, 45), (1250.0, 80)]:
+        reporter.write_now_and_then(lambda s=steps: {"steps": s})
+        files = list(tmp_path.glob("rank0.json"))
+        found.append(json.loads(files[0].read_text())["steps"] if files else None)
+    assert found == [None, None, 41, 41, 80]
