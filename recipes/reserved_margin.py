@@ -23,7 +23,7 @@ from rich.table import Table
 SCRIPT = Path(__file__).with_name("gpu_training.py")
 NETWORKS = ("resnet50", "googlenet", "mobilenet_v2", "vgg16", "unet", "gpt")
 MIB = 1 << 20
-_OF_TIMES = ("planned_overhead", "measured_recomputation")
+_OF_TIMES = ("planned_overhead", "measured_recomputation", "ranks")
 
 
 def run(command: Sequence[str]) -> tuple[int, list[dict[str, Any]], str]:
