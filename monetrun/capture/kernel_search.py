@@ -10,12 +10,14 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 from monetrun.capture import operands
 from monetrun.capture.joint import JointGraph
 from monetrun.core.plan import Schedule, Step
+from monetrun.ops import device_errors
 from monetrun.ops.registry import Call
 
 _log = logging.getLogger("monetrun")
@@ -29,11 +31,14 @@ def is_needed(device: torch.device) -> bool:
 def search(joint: JointGraph, schedule: Schedule, device: torch.device) -> int:
     """Call each convolution of the schedule once, on made-up operands, in the thread in which it will run.
 
-    Gives the number of calls. Those whose operands do not fit in memory now are left to the step.
+    Gives the number of calls. Those that fail, such as for lack of memory now, are left to the step.
+
+    Raises:
+        RuntimeError: the device itself failed (see ``device_errors``): torch's own error.
     """
     forward, backward = (_convolutions(joint, steps) for steps in (schedule.forward, schedule.backward))
-    made = _call_each(forward)
-    made += _in_autograds_thread(device, lambda: _call_each(backward)) if backward else 0
+    made = _call_each(forward, device)
+    made += _in_autograds_thread(device, lambda: _call_each(backward, device)) if backward else 0
     return made
 
 
@@ -44,14 +49,16 @@ def _convolutions(joint: JointGraph, steps: Iterable[Step]) -> list[Call]:
     return [call for call in calls if "conv" in str(call.target)]
 
 
-def _call_each(calls: Iterable[Call]) -> int:
+def _call_each(calls: Iterable[Call], device: torch.device) -> int:
     made = 0
     with torch.no_grad(), torch.autocast("cuda", enabled=False):
         for call in calls:
             try:
                 arguments, keywords = operands.make(call)
                 call.target(*arguments, **keywords)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if device_errors.is_sticky(error, partial(torch.cuda.synchronize, device)):
+                    raise
                 _log.debug("no search for the kernels of %s: %s", call.target, error)
                 continue
             made += 1
