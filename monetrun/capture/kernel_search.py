@@ -28,18 +28,18 @@ def is_needed(device: torch.device) -> bool:
     return device.type == "cuda" and torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark
 
 
-def search(joint: JointGraph, schedule: Schedule, device: torch.device) -> int:
+def search(joint: JointGraph, schedule: Schedule, device: torch.device) -> None:
     """Call each convolution of the schedule once, on made-up operands, in the thread in which it will run.
 
-    Gives the number of calls. Those that fail, such as for lack of memory now, are left to the step.
+    Calls that fail, such as for lack of memory now, are left to the step.
 
     Raises:
         RuntimeError: the device itself failed (see ``device_errors``): torch's own error.
     """
     forward, backward = (_convolutions(joint, steps) for steps in (schedule.forward, schedule.backward))
-    made = _call_each(forward, device)
-    made += _in_autograds_thread(device, lambda: _call_each(backward, device)) if backward else 0
-    return made
+    _call_each(forward, device)
+    if backward:
+        _in_autograds_thread(device, lambda: _call_each(backward, device))
 
 
 def _convolutions(joint: JointGraph, steps: Iterable[Step]) -> list[Call]:
@@ -49,8 +49,7 @@ def _convolutions(joint: JointGraph, steps: Iterable[Step]) -> list[Call]:
     return [call for call in calls if "conv" in str(call.target)]
 
 
-def _call_each(calls: Iterable[Call], device: torch.device) -> int:
-    made = 0
+def _call_each(calls: Iterable[Call], device: torch.device) -> None:
     with torch.no_grad(), torch.autocast("cuda", enabled=False):
         for call in calls:
             try:
@@ -60,18 +59,13 @@ def _call_each(calls: Iterable[Call], device: torch.device) -> int:
                 if device_errors.is_sticky(error, partial(torch.cuda.synchronize, device)):
                     raise
                 _log.debug("no search for the kernels of %s: %s", call.target, error)
-                continue
-            made += 1
-    return made
 
 
-def _in_autograds_thread(device: torch.device, work: Callable[[], int]) -> int:
+def _in_autograds_thread(device: torch.device, work: Callable[[], None]) -> None:
     grad = inspect.unwrap(torch.autograd.grad)  # the script's calls of it are counted
-    found: list[int] = []
     # AOTAutograd, which is tracing, has backward passes run in the present thread
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
         leaf = torch.zeros(1, device=device, requires_grad=True)
         result = leaf * 1
-        result.register_hook(lambda gradient: found.append(work()))
+        result.register_hook(lambda gradient: work())
         grad(result, leaf)
-    return found[0]

@@ -44,9 +44,7 @@ class Enforcement:
         """Another plan runs from now on; on CUDA its pool is reserved."""
         self._budget_bytes = budget_bytes
         self._pool, self._libraries = pool, libraries
-        self._hold()
-        if self.holds:
-            set_limit(self.device, self._limit_bytes())
+        self.hold_pool()
 
     @property
     def holds(self) -> bool:
@@ -112,8 +110,8 @@ class Enforcement:
             return self._budget_bytes
         return min(self._budget_bytes, max(self._pool.planned_bytes, self._budget_bytes - settings.large_segment_bytes))
 
-    def hold_pool_again(self) -> None:
-        """The plan's pool was given back, or more than it was cached, while graphs are about to begin their forward."""
+    def hold_pool(self) -> None:
+        """On CUDA the plan's pool is reserved, no more and no less; a step that is held to the budget stays so."""
         self._hold()
         if self.holds:
             set_limit(self.device, self._limit_bytes())

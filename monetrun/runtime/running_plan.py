@@ -243,7 +243,7 @@ def _search_for_kernels(running: RunningPlan, joint: JointGraph, schedule: Sched
     if kernel_search.is_needed(running.device):
         running.steps.interrupt()
         kernel_search.search(joint, schedule, running.device)
-        running.enforcement.hold_pool_again()
+        running.enforcement.hold_pool()
         running.steps.meter.reset_peak()  # that of the search
 
 

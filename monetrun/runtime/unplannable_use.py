@@ -69,10 +69,7 @@ def double_backward(names: Sequence[str], settings: Settings, has_stepped: bool)
         f"{models} runs without a plan: the script takes gradients of gradients (create_graph=True), "
         "which torch's compiled models do not have"
     )
-    if settings.mode == PROBE:
-        probe.leave_unseen(reason, settings.record_file, as_is=True)
-    if settings.strict:
-        raise CaptureFailed(reason, "without --strict it runs as it is, outside the plan")
+    _end_trial_or_strict_run(reason, settings)
     if has_stepped or not settings.report_folder:
         return (
             f"{models} runs without a plan from now on: the script takes gradients of gradients (create_graph=True), "
@@ -82,6 +79,18 @@ def double_backward(names: Sequence[str], settings: Settings, has_stepped: bool)
     part.write_text(reason)
     part.replace(part.with_name(AS_IS_MARK))
     probe.leave(None, "")
+
+
+def _end_trial_or_strict_run(reason: str, settings: Settings) -> None:
+    """A trial run ends with the reason why models run as they are; with ``strict`` a run ends, too.
+
+    Raises:
+        CaptureFailed: with ``strict``.
+    """
+    if settings.mode == PROBE:
+        probe.leave_unseen(reason, settings.record_file, as_is=True)
+    if settings.strict:
+        raise CaptureFailed(reason, "without --strict it runs as it is, outside the plan")
 
 
 def hooks_take_saved_tensors() -> bool:
@@ -106,10 +115,7 @@ def saved_tensors_hooks(name: str, settings: Settings) -> str:
         f"{name} runs without a plan, its budget is not enforced: the script's hooks take what autograd saves "
         "(torch.autograd.graph.saved_tensors_hooks, as save_on_cpu does)"
     )
-    if settings.mode == PROBE:
-        probe.leave_unseen(reason, settings.record_file, as_is=True)
-    if settings.strict:
-        raise CaptureFailed(reason, "without --strict it runs as it is, outside the plan")
+    _end_trial_or_strict_run(reason, settings)
     return reason
 
 
