@@ -92,7 +92,8 @@ def launch(training: str, ranks: int, budget: str, plain: dict[str, int], second
     code, found, stderr, cpu = run(ranks, ["monetrun", *options, str(SCRIPT), training])
     report = next((row for row in found if "planned_reserved_bytes" in row), {})
     rows = trained(found)
-    row = {"training": training, "ranks": ranks, "budget": budget, "exit_code": code, **report}
+    # the report's own "ranks" are each rank's figures
+    row = {**report, "training": training, "ranks": ranks, "budget": budget, "exit_code": code}
     row |= {"torchrun_allocated_bytes": plain["allocated_bytes"], "torchrun_reserved_bytes": plain["reserved_bytes"]}
     if rows:
         row |= {f"script_{name}": highest(rows, name) for name in ("steps", "reserved_bytes", "settled_retries")}

@@ -51,3 +51,11 @@ def test_rows_of_other_launches_stay_and_those_of_the_same_are_replaced():
         row("cnn", "0.5x", 2),
         row("mine", "12MiB"),
     ]
+
+
+def test_a_row_has_the_number_of_ranks_beside_what_the_launch_reports(monkeypatch):
+    report = {"planned_reserved_bytes": 1, "ranks": [{"rank": 0}]}
+    monkeypatch.setattr(stand_in_matrix, "run", lambda ranks, words: (80, [report], "", 1.0))
+    row = stand_in_matrix.launch("cnn", 2, "0.5x", {"allocated_bytes": 1, "reserved_bytes": 1, "steps": 8}, 3.0)
+    assert row["ranks"] == 2
+    assert next(stand_in_matrix.cells(row)) == "cnn*2"
