@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,6 +116,9 @@ def measure(
     meter: Meter,
     device: torch.device,
     timer: Timer | None = None,
+    *,
+    rounds: int = ROUNDS,
+    only: Collection[str] | None = None,
 ) -> dict[str, OperatorCost]:
     """Measure the implementations of ``joint`` whose signature is not in ``known``; gives the new entries only.
 
@@ -129,11 +132,14 @@ def measure(
         meter: of the device.
         device: that of the graph's tensors.
         timer: by default the device's.
+        rounds: how often each call is timed; 0: its seconds are estimated, and its bytes alone are measured.
+        only: these signatures; None: all.
 
     Raises:
         RuntimeError: the device itself failed (see ``device_errors``): torch's own error.
     """
-    todo = {signature: call for signature, (call, _) in joint.timed.items() if signature not in known}
+    wanted = joint.timed.keys() if only is None else only
+    todo = {s: call for s, (call, _) in joint.timed.items() if s in wanted and s not in known}
     if not todo:
         return {}
     timer = timer or timer_for(meter, device)
@@ -142,14 +148,15 @@ def measure(
     failed: dict[str, OperatorCost] = {}
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        for round_ in range(ROUNDS):
+        for round_ in range(max(1, rounds)):
             for signature, call in todo.items():
                 if signature in failed:
                     continue
                 try:
                     if round_ == 0:
                         memory[signature] = _memory(call, meter, timer, device)
-                    seconds[signature].append(timer.seconds(call))
+                    if rounds:
+                        seconds[signature].append(timer.seconds(call))
                 except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
                     if device_errors.is_sticky(error, meter.synchronize):
                         raise
@@ -157,13 +164,12 @@ def measure(
                     failed[signature] = _estimate_after_failure(*joint.timed[signature], device)
         trials = {s: calls for s, calls in joint.exactness_trials.items() if s in todo and s not in failed}
         exact = {s for s, calls in trials.items() if _is_bitwise_identical(*calls, timer.spread_indices)}
-    measured = {
-        signature: OperatorCost(
-            statistics.median(seconds[signature]), memory[signature][0], True, signature in exact, memory[signature][1]
-        )
-        for signature in todo
-        if signature not in failed
-    }
+    measured = {}
+    for signature in todo.keys() - failed.keys():
+        timed = seconds[signature]
+        took = statistics.median(timed) if timed else estimate(*joint.timed[signature]).seconds
+        workspace_bytes, requests = memory[signature]
+        measured[signature] = OperatorCost(took, workspace_bytes, bool(timed), signature in exact, requests)
     return {**measured, **failed}
 
 

@@ -29,7 +29,7 @@ _STATE = "monetrun_generator_state"
 _library = torch.library.Library("monet", "FRAGMENT")
 _RANDOM = (torch.Tag.nondeterministic_seeded,)
 _library.define(
-    "bernoulli(int[] size, int[] stride, float p, *, ScalarType dtype, Device device) -> Tensor", tags=_RANDOM
+    "bernoulli(SymInt[] size, SymInt[] stride, float p, *, ScalarType dtype, Device device) -> Tensor", tags=_RANDOM
 )
 _library.define("generator_state(Device device) -> Tensor", tags=_RANDOM)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from monetrun.capture.joint import JointGraph
 from monetrun.core.call_footprint import call_footprint
 from monetrun.core.errors import PlanMismatch
-from monetrun.core.graph import BACKWARD, EXACT, FORWARD, KINDS, Costs, Graph
+from monetrun.core.graph import BACKWARD, EXACT, FORWARD, KINDS, Costs, Graph, counterpart
 from monetrun.core.options import Options
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import OUTSIDE, Event, StepRecord, replay
@@ -48,13 +48,28 @@ def step_of(graph: Graph, costs: Costs, held_bytes: int, outside: Outside, exact
         outside: what the script allocates between its forward and its backward.
         exact: whether bytes are counted by the allocator.
     """
-    events = (
+    events = events_of(outside)
+    return StepRecord((graph,), (costs,), events, held_bytes, {}, costs.device, torch.__version__, exact)
+
+
+def events_of(outside: Outside) -> tuple[Event, ...]:
+    """The events of a step of one graph, between whose forward and backward the script allocates this."""
+    return (
         Event(FORWARD, 0),
         Event(OUTSIDE, -1, outside.held_bytes, outside.peak_bytes),
         Event(BACKWARD, 0),
         Event(OUTSIDE, -1, -outside.held_bytes, 0),
     )
-    return StepRecord((graph,), (costs,), events, held_bytes, {}, costs.device, torch.__version__, exact)
+
+
+def carried(step: StepRecord, plan: Plan, budget_bytes: int) -> Iterator[Schedule]:
+    """The plan's schedules of the same model that fit a step of one graph at other shapes; see ``adapted_schedule``."""
+    graph, costs = step.graphs[0], step.costs[0]
+    for candidate in plan.graphs:
+        if candidate.structural_fingerprint == graph.structural_fingerprint:
+            schedule = kept.carry_over(candidate, graph, costs, budget_bytes - step.base_bytes)
+            if schedule is not None and replay(step, [schedule]).peak_bytes <= budget_bytes:
+                yield schedule
 
 
 def adapted_schedule(step: StepRecord, plan: Plan, budget_bytes: int, options: Options) -> Schedule:
@@ -74,14 +89,10 @@ def adapted_schedule(step: StepRecord, plan: Plan, budget_bytes: int, options: O
     graph, costs = step.graphs[0], step.costs[0]
     available = budget_bytes - step.base_bytes
     starts = []
-    for candidate in plan.graphs:
-        if candidate.structural_fingerprint == graph.structural_fingerprint:
-            carried = kept.carry_over(candidate, graph, costs, available)
-            if carried is None or replay(step, [carried]).peak_bytes > budget_bytes:
-                continue
-            if not inexact(graph, carried):
-                return carried
-            starts.append([carried])
+    for schedule in carried(step, plan, budget_bytes):
+        if not inexact(graph, schedule):
+            return schedule
+        starts.append([schedule])
     kinds = KINDS if options.implementations is None else options.implementations
     for allowed in (replace(options, implementations=(*kinds, EXACT)), options):
         frugal = greedy.most_frugal(graph, costs, allowed, enough_bytes=available)
@@ -97,6 +108,27 @@ def inexact(graph: Graph, schedule: Schedule) -> list[str]:
     steps = (*schedule.forward, *schedule.backward)
     used = (graph.operators[s.operator].implementations[s.implementation] for s in steps)
     return sorted({implementation.name for implementation in used if not implementation.exact})
+
+
+def signatures_used(joint: JointGraph, graph: Graph, plan: Plan) -> set[str]:
+    """Signatures of a graph's default implementations, and of those that the plan's schedules of the model use.
+
+    Args:
+        joint: the graph.
+        graph: the same, without implementations that must not run.
+        plan: of the model at other shapes.
+    """
+    found = {row[0] for row in joint.signatures}
+    for kept_graph in plan.graphs:
+        if kept_graph.structural_fingerprint == graph.structural_fingerprint:
+            schedule = kept_graph.schedule_for(graph)
+            for step in (*schedule.forward, *schedule.backward):
+                rows = joint.signatures[step.operator : step.operator + 1]  # none: a damaged plan, which does not fit
+                if rows and step.implementation < len(rows[0]):
+                    # an implementation in place has no more bytes than its counterpart
+                    k = counterpart(graph.operators[step.operator], step.implementation)
+                    found |= {rows[0][step.implementation], rows[0][k]}
+    return found
 
 
 def input_shapes(joint: JointGraph) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,15 +23,24 @@ from monetrun.capture.gradient_order import GradientOrder
 from monetrun.capture.guards import FailedGuards, Guards
 from monetrun.capture.in_turn import InTurn, Turns, in_turn
 from monetrun.capture.joint import JointGraph, capture
+from monetrun.capture.open_sizes import FixedSizes, OpenSizes, has_open_sizes
 from monetrun.capture.output_gradients import AbsentGradients, stay_absent
 from monetrun.capture.regions import note_regions
 from monetrun.capture.tracing import operators_kept_whole
 from monetrun.core.errors import CaptureFailed, MonetrunError, ScheduleError
-from monetrun.core.graph import BACKWARD, FORWARD, Graph
+from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.plan import Schedule
 from monetrun.ops import random
 from monetrun.runtime import breaks
 from monetrun.runtime.call_timing import CallTiming, Run
+from monetrun.runtime.seen_calls import (
+    CallObserver,
+    measured,
+    measured_by_turns,
+    observed,
+    observed_by_turns,
+    with_room,
+)
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.runtime.terms import GradientTerms
 
@@ -53,25 +62,6 @@ class Chooser(Protocol):
 
         Raises:
             MemoryShort: there is no room for its step.
-        """
-
-
-class CallObserver(Protocol):
-    """Sees the calls of captured graphs with their tensors."""
-
-    def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
-        """A graph's forward or backward is about to run on these arguments (see ``execute.build``)."""
-
-    def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
-        """It has run; a forward with these results."""
-
-    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """A graph's backward, which runs, is about to give gradients.
-
-        Args:
-            graph: its number.
-            nodes: their nodes in the joint graph.
-            gradients: the tensors.
         """
 
 
@@ -105,6 +95,28 @@ class _PendingBackward:
         return self  # AOTAutograd copies the module with its meta
 
 
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What AOTAutograd's trace of a joint module tells beside it.
+
+    Attributes:
+        forward_outputs: how many of its outputs are the forward's.
+        static_inputs: positions of parameters and buffers.
+        order: of its gradients.
+        draws_on: the devices whose generators it draws from.
+    """
+
+    forward_outputs: int
+    static_inputs: tuple[int, ...]
+    order: GradientOrder
+    draws_on: tuple[torch.device, ...]
+
+    def without(self, positions: Sequence[int]) -> _Traced:
+        """Of the module without the inputs at these positions, which are none of the static ones."""
+        static = tuple(k - sum(p < k for p in positions) for k in self.static_inputs)
+        return dataclasses.replace(self, static_inputs=static)
+
+
 class Backend:
     """A ``torch.compile`` backend for one model.
 
@@ -116,6 +128,7 @@ class Backend:
             guards only remember the weights they were called with.
         autocast: under which the script calls the backward.
         terms: whether gradients that are sums over an input's uses are given in their terms.
+        traced: called when TorchDynamo traces a forward.
 
     Attributes:
         captured: how many graphs were captured for training so far (0 after a call: nothing was captured).
@@ -130,6 +143,7 @@ class Backend:
         meters: PlannedCallMeters | None = None,
         autocast: backward_autocast.State = backward_autocast.OFF,
         terms: GradientTerms | None = None,
+        traced: Callable[[], None] = lambda: None,
     ) -> None:
         self.chooser = chooser
         self.name = name
@@ -137,6 +151,7 @@ class Backend:
         self.meters = meters
         self.autocast = autocast
         self.terms = terms or GradientTerms()
+        self.traced = traced
         self.captured = 0
         self._order = GradientOrder()  # of the graph that is being compiled
         self._traced = TracedBackward()  # the same graph's
@@ -156,6 +171,7 @@ class Backend:
         Raises:
             CaptureFailed: it cannot be captured.
         """
+        self.traced()
         breaks.check_static(module)
         note_regions(module)
         # while a step is recorded, it is known when its backward begins whether terms are needed
@@ -182,13 +198,37 @@ class Backend:
         static_lifetime_input_indices: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        started = time.perf_counter()
-        draws_on = tuple(random.devices(module))
         self._order.traced(module, num_fwd_outputs)
+        static = tuple(static_lifetime_input_indices or ())
+        of = _Traced(num_fwd_outputs, static, self._order, tuple(random.devices(module)))
+        if not has_open_sizes(module):
+            modules, self._traced = self._planned(module, of)
+            return modules
+        return self._with_open_sizes(module, of)
+
+    def _with_open_sizes(self, module: fx.GraphModule, of: _Traced) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Modules that run a joint module whose sizes are left open."""
+
+        def fix(fixed: fx.GraphModule) -> FixedSizes:
+            (forward, backward), self._traced = self._planned(fixed, of.without(opened.numbers))
+            inputs = [node.meta.get("val") for node in backward.graph.find_nodes(op="placeholder")]
+            return FixedSizes(self._forward(forward, ()), lambda: self._backward(backward, inputs))
+
+        opened = OpenSizes(module, of.forward_outputs, fix)
+        opened.fixed(opened.hints())
+        forward, backward = opened.shells()
+        forward.meta["monetrun"] = backward.meta["monetrun"] = opened
+        return forward, backward
+
+    def _planned(
+        self, module: fx.GraphModule, of: _Traced
+    ) -> tuple[tuple[fx.GraphModule, fx.GraphModule], TracedBackward]:
+        """The modules that run a joint module on its schedule, and what its backward was traced for."""
+        started = time.perf_counter()
         with unset_fake_temporarily():  # also in a trial run on fake tensors, real kernels are queried for their needs
-            joint = capture(module, num_fwd_outputs, self.name, static_lifetime_input_indices or ())
+            joint = capture(module, of.forward_outputs, self.name, of.static_inputs)
             depends_on = backward_autocast.depends_on(joint) | {device_type for device_type, _ in self.autocast}
-            self._traced = TracedBackward(draws_on, depends_on=depends_on, sums=self._order.sums)
+            traced = TracedBackward(of.draws_on, depends_on=depends_on, sums=of.order.sums)
             number, schedule = self.chooser.choose(joint)
             costs = None if self.meters is None else self.meters.timing.costs_of(joint)
         modules = execute.build(joint, schedule, costs)
@@ -200,22 +240,28 @@ class Backend:
         forward, backward = modules
         forward.meta["monetrun"] = (number, guards)
         # it may be compiled much later, after other graphs
-        with_terms, by_turns = self._order.in_turn(backward)
+        with_terms, by_turns = of.order.in_turn(backward)
         watched: list[list[Any]] = []
         if by_turns is not None and self.observer is not None:
             nodes = dict(enumerate(joint.gradients))  # of a sum's terms the last one stands for it
             watched = [[nodes.get(k) for k in turn] for turn in by_turns.turns]
-        backward.meta["monetrun"] = _PendingBackward(number, self._order, with_terms, by_turns, watched)
-        return modules
+        backward.meta["monetrun"] = _PendingBackward(number, of.order, with_terms, by_turns, watched)
+        return modules, traced
 
     def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        if isinstance(opened := module.meta["monetrun"], OpenSizes):
+            return opened.forward
         number, guards = module.meta["monetrun"]
         if self.meters is None:
-            return self._observed(FORWARD, number, guards.watching(execute.boxed(module)))
+            return observed(self.observer, FORWARD, number, guards.watching(execute.boxed(module)))
         timed = self._timed(module, FORWARD, number)
-        return guards.checking(self._with_room(guards.graph, _measured(self.meters.steps, FORWARD, number, timed)))
+        return guards.checking(
+            with_room(self.chooser.check_room, guards.graph, measured(self.meters.steps, FORWARD, number, timed))
+        )
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        if isinstance(opened := module.meta["monetrun"], OpenSizes):
+            return opened.backward
         pending: _PendingBackward = module.meta["monetrun"]
         if pending.by_turns is None:
             return self._backward_at_once(pending.number, module, inputs)
@@ -234,37 +280,26 @@ class Backend:
         module, number, turns = pending.module, pending.number, by_turns.run
         if self.meters is not None:
             turns = self._timed_by_turns(turns, module, pending.order, number)
-            turns = _measured_by_turns(self.meters.steps, number, turns)
+            turns = measured_by_turns(self.meters.steps, number, turns)
         elif self.observer is not None:
-            turns = _observed_by_turns(self.observer, number, pending.watched, turns)
+            turns = observed_by_turns(self.observer, number, pending.watched, turns)
         turns = AbsentGradients(module, inputs).by_turns(by_turns, turns)
         return pending.order.by_turns(by_turns, gradient_forms.fitting(turns, module, inputs))
 
     def _backward_at_once(self, number: int, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         if self.meters is None:
-            run = self._observed(BACKWARD, number, execute.boxed(module))
+            run = observed(self.observer, BACKWARD, number, execute.boxed(module))
         else:
-            run = _measured(self.meters.steps, BACKWARD, number, self._timed(module, BACKWARD, number))
+            run = measured(self.meters.steps, BACKWARD, number, self._timed(module, BACKWARD, number))
 
         def run_without(absent: Sequence[int]) -> Run:
             shortened, unread = without(module, absent)
-            found = self._observed(BACKWARD, number, _program(shortened))
+            found = observed(self.observer, BACKWARD, number, _program(shortened))
             if self.meters is not None:
-                found = _measured(self.meters.steps, BACKWARD, number, found)
+                found = measured(self.meters.steps, BACKWARD, number, found)
             return with_nothing_at(unread, found)
 
         return gradient_forms.fitting(AbsentGradients(module, inputs).at_once(run, run_without), module, inputs)
-
-    def _with_room(self, graph: Graph, run: Run) -> Run:
-        """``run``, which begins only where there is room for its step."""
-        check, fingerprint = self.chooser.check_room, graph.fingerprint
-
-        def checked(arguments: list[Any]) -> Any:
-            check(fingerprint)
-            return run(arguments)
-
-        checked._boxed_call = True  # type: ignore[attr-defined]
-        return checked
 
     def _timed(self, module: fx.GraphModule, phase: str, number: int) -> Run:
         """Runs ``module``, timed in its early calls."""
@@ -279,20 +314,6 @@ class Backend:
         timed = self.meters.timing.instrumented(module, BACKWARD, number)
         early = None if timed is None else in_turn(timed, order.results).run
         return self.meters.timing.early_calls_by_turns(run, early)
-
-    def _observed(self, phase: str, number: int, run: Run) -> Run:
-        observer = self.observer
-        if observer is None:
-            return run
-
-        def observed(arguments: list[Any]) -> Any:
-            observer.call_begins(phase, number, arguments)
-            results = run(arguments)
-            observer.call_ended(phase, number, results)
-            return results
-
-        observed._boxed_call = True  # type: ignore[attr-defined]
-        return observed
 
 
 def _program(module: fx.GraphModule) -> Run:
@@ -329,36 +350,3 @@ def is_refusal(error: Exception) -> bool:
     if isinstance(error, (CaptureFailed, ScheduleError)):
         return False
     return isinstance(error, (MonetrunError, torch.OutOfMemoryError))
-
-
-def _measured(steps: StepMeter, phase: str, number: int, run: Run) -> Run:
-    def measured(arguments: list[Any]) -> Any:
-        steps.call_begins()
-        results = run(arguments)
-        steps.call_ended(phase, number)
-        return results
-
-    measured._boxed_call = True  # type: ignore[attr-defined]
-    return measured
-
-
-def _measured_by_turns(steps: StepMeter, number: int, run: Turns) -> Turns:
-    def measured(arguments: list[Any]) -> Generator[list[Any], None, Any]:
-        steps.call_begins()
-        results = yield from run(arguments)
-        steps.call_ended(BACKWARD, number)
-        return results
-
-    return measured
-
-
-def _observed_by_turns(observer: CallObserver, number: int, turns: Sequence[Sequence[Any]], run: Turns) -> Turns:
-    def observed(arguments: list[Any]) -> Generator[list[Any], None, Any]:
-        observer.call_begins(BACKWARD, number, arguments)
-        for nodes, gradients in zip(turns, run(arguments), strict=True):
-            observer.gradients_given(number, nodes, gradients)
-            yield gradients
-        observer.call_ended(BACKWARD, number, ())
-        return None
-
-    return observed

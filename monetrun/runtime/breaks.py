@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.step import Break
@@ -38,14 +39,14 @@ class FollowsData(CaptureFailed):
 
 
 def check_static(module: fx.GraphModule) -> None:
-    """Check that all shapes and numbers in one of Dynamo's graphs are known.
+    """Check that all shapes and numbers in one of Dynamo's graphs follow from those of its inputs.
 
     Raises:
         FollowsData: one follows from the data (``item``, ``nonzero``, a boolean mask).
     """
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
-        if node.op not in ("call_function", "call_method") or not _symbolic(value):
+        if node.op not in ("call_function", "call_method") or not _follows_data(value):
             continue
         number = not isinstance(value, torch.Tensor)
         frames = _FRAME.findall(node.meta.get("stack_trace") or "")
@@ -86,12 +87,13 @@ def _is_no_failed_operator(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(("failed while attempting to run meta", "fake tensor raised"))
 
 
-def _symbolic(value: Any) -> bool:
+def _follows_data(value: Any) -> bool:
+    """Whether a size or a number is known only when the operator has run."""
     if isinstance(value, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in value.shape)
+        return any(map(_follows_data, value.shape))
     if isinstance(value, (tuple, list)):
-        return any(map(_symbolic, value))
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        return any(map(_follows_data, value))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(value))
 
 
 def _short(text: str) -> str:

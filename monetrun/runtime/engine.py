@@ -196,13 +196,12 @@ class Engine(_Recording):
 
     def backend(self, name: str) -> Backend:
         """The compiler backend for the model called ``name``."""
-        if self.recorder is not None:
-            return Backend(self, name, observer=self, autocast=self.autocast.state, terms=self.terms)
-        return Backend(self, name, meters=self.meters, autocast=self.autocast.state, terms=self.terms)
+        observed: dict[str, Any] = {"meters": self.meters} if self.recorder is None else {"observer": self}
+        autocast = self.autocast.state
+        return Backend(self, name, **observed, autocast=autocast, terms=self.terms, traced=self._traces.were_made)
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number (-1: none), and its schedule: see ``Recorder.choose`` and ``RunningPlan.choose``."""
-        self._traces.made = True
         self.terms.graph_captured()
         chooser = self.recorder or self.running
         assert chooser is not None
@@ -297,12 +296,16 @@ def _recorder(engine: Engine) -> Recorder:
 class _Traces:
     """Dynamo's traces of frames that it left alone: they hold that call's tensors, in cycles."""
 
-    made = False
+    _made = False
+
+    def were_made(self) -> None:
+        """A forward is being traced."""
+        self._made = True
 
     def drop(self) -> None:
         """Collect those that were made since the last time."""
-        if self.made:
-            self.made = False
+        if self._made:
+            self._made = False
             gc.collect()
 
 

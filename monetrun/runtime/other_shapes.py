@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +20,23 @@ from monetrun.runtime.ruled_out import RuledOut
 from monetrun.runtime.settings import Settings
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.solve import greedy
+
+
+@dataclass(frozen=True, slots=True)
+class NewGraph:
+    """A graph that the plan does not have, and what it is to be planned from.
+
+    Attributes:
+        joint: the graph.
+        ruled_out: implementations that must not run.
+        record: of the planned step, where known.
+        plan: that runs.
+    """
+
+    joint: JointGraph
+    ruled_out: RuledOut
+    record: StepRecord | None
+    plan: Plan
 
 
 class OtherShapes:
@@ -47,42 +65,63 @@ class OtherShapes:
         self.note = note
         self._held_more: dict[str, int] = {}  # by fingerprint: bytes that may come to be held beside what is there
 
-    def step(
-        self, joint: JointGraph, ruled_out: RuledOut, record: StepRecord | None, plan: Plan
-    ) -> tuple[StepRecord, int]:
-        """The step of a graph that is about to run, and the plain step's peak in bytes; operators are measured now."""
-        meter = self.steps.meter
-        self.steps.interrupt()
-        known = self.known
-        try:
-            known.update(cost.measure(joint, known, meter, self.device))
-        except torch.OutOfMemoryError:  # more than the budget is held: bytes alone decide, and the refusal names them
-            known = {**{signature: cost.estimate(*timed) for signature, timed in joint.timed.items()}, **known}
-        meter.reset_peak()  # that of the measurement
-        graph = ruled_out.without(cost.as_tried(joint, known))
+    def step(self, new: NewGraph) -> tuple[StepRecord, int]:
+        """The step of a graph that is about to run, and the plain step's peak in bytes.
+
+        Bytes are measured now, of those operators' implementations that the plain step and the plan's schedules use;
+        seconds are estimated.
+        """
+        joint = new.joint
+        used = adaptation.signatures_used(joint, new.ruled_out.without(joint.graph), new.plan)
+        estimated = {signature: cost.estimate(*timed) for signature, timed in joint.timed.items()}
+        step = self._step(new, {**estimated, **self.known, **self._measured(joint, 0, used)})
+        plain = [plain_schedule(g) for g in new.record.graphs] if new.record is not None else []
+        outside = adaptation.outside(joint, new.record, plain)
+        return step, moved_memory.plain_peak(replace(step, events=adaptation.events_of(outside)))
+
+    def _step(self, new: NewGraph, known: Mapping[str, OperatorCost]) -> StepRecord:
+        joint, meter = new.joint, self.steps.meter
+        graph = new.ruled_out.without(cost.as_tried(joint, known))
         costs = cost.costs_of(joint, known, str(self.device))
-        self._held_more.setdefault(graph.fingerprint, 0)
+        outside = adaptation.outside(joint, new.record, [g.schedule for g in new.plan.graphs])
+        return adaptation.step_of(graph, costs, meter.current_bytes(), outside, meter.exact)
 
-        def step_among(others: Sequence[Schedule]) -> StepRecord:
-            outside = adaptation.outside(joint, record, others)
-            return adaptation.step_of(graph, costs, meter.current_bytes(), outside, meter.exact)
+    def _measured(self, joint: JointGraph, rounds: int, only: Collection[str] | None = None) -> dict[str, OperatorCost]:
+        """What is measured of a graph now; nothing where more than the budget is held: the refusal names the bytes."""
+        self.steps.interrupt()
+        try:
+            return cost.measure(joint, self.known, self.steps.meter, self.device, rounds=rounds, only=only)
+        except torch.OutOfMemoryError:
+            return {}
+        finally:
+            self.steps.meter.reset_peak()  # that of the measurement
 
-        plain = [plain_schedule(g) for g in record.graphs] if record is not None else []
-        return step_among([g.schedule for g in plan.graphs]), moved_memory.plain_peak(step_among(plain))
-
-    def schedule(self, joint: JointGraph, step: StepRecord, plan: Plan, *, estimated: bool) -> Schedule:
+    def schedule(self, new: NewGraph, step: StepRecord, *, estimated: bool) -> tuple[StepRecord, Schedule]:
         """A schedule for ``step`` within the plan's budget, with room for what may come to be held where possible.
+
+        One of the plan's, where that fits and gives eager's bits: so nothing more is measured. Else operators are
+        measured for a new one.
 
         ``estimated``: what is left to the graph is a rough estimate, since the model is not captured whole, or no step
         was recorded: where nothing fits, the most frugal schedule runs, and the allocation limit decides.
 
+        Returns:
+            The step, with what was measured, and the schedule.
+
         Raises:
             InfeasibleBudget, NoPlanInTime: nothing fits.
         """
-        graph, limit = step.graphs[0], moved_memory.allocated_limit(plan)
-        options = moved_memory.options_within_a_step(self.settings)
-        schedule = None
-        if more := self._held_more[graph.fingerprint]:
+        joint, plan, graph = new.joint, new.plan, step.graphs[0]
+        limit, more = moved_memory.allocated_limit(plan), self._held_more.setdefault(graph.fingerprint, 0)
+        for carried in adaptation.carried(step, plan, limit - more):
+            if not adaptation.inexact(graph, carried):
+                return step, carried
+        self.known.update(self._measured(joint, cost.ROUNDS))
+        estimates = {signature: cost.estimate(*timed) for signature, timed in joint.timed.items()}
+        step = self._step(new, {**estimates, **self.known})
+        graph, options = step.graphs[0], moved_memory.options_within_a_step(self.settings)
+        schedule: Schedule | None = None
+        if more:
             with contextlib.suppress(InfeasibleBudget, NoPlanInTime):  # else what is there now has to be enough
                 schedule = adaptation.adapted_schedule(step, plan, limit - more, options)
         if schedule is None:
@@ -90,14 +129,14 @@ class OtherShapes:
                 schedule = adaptation.adapted_schedule(step, plan, limit, options)
             except InfeasibleBudget as refused:
                 if estimated:
-                    return greedy.most_frugal(graph, step.costs[0], options)
+                    return step, greedy.most_frugal(graph, step.costs[0], options)
                 raise moved_memory.refused_shape(joint, step, plan, refused) from None
         if names := adaptation.inexact(graph, schedule):
             self.note(
                 f"inputs of {adaptation.input_shapes(joint)}: {', '.join(names)} differ from eager by rounding;"
                 " --implementations exact leaves them out"
             )
-        return schedule
+        return step, schedule
 
     def more_is_held(self, shortage: Shortage, budget_bytes: int) -> bool:
         """Have the graph's next schedule leave room for twice as much; False where the graph is the plan's own."""

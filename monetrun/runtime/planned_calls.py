@@ -91,6 +91,7 @@ class PlannedCall:
         self.broken: Break | None = None
         self._generation = -1
         self.as_compiled = False
+        self._open_sizes = True  # sizes that vary are traced once for all
         self._run: Any = None
         self._unsettled = 0  # calls that captured something
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
@@ -187,11 +188,9 @@ class PlannedCall:
             except _capture_errors() as error:
                 if self.broken is not None:
                     raise  # a part of the forward may have run
-                if (
-                    was_asked()
-                    and not self.as_compiled
-                    and not only_exact(parse_kinds(engine.settings.implementations))
-                ):
+                if self._open_sizes and before:
+                    self._open_sizes, self._generation = False, -1
+                elif not self.as_compiled and _may_be_told(engine):
                     self.as_compiled, self._generation = True, -1
                 elif _has_hooks(module) and not self._without_hooks:
                     self._without_hooks, self.as_compiled, self._generation = True, False, -1
@@ -219,7 +218,8 @@ class PlannedCall:
         if key not in shared or shared[key][0] != generation:
             backend = self.engine.backend(self.name)
             compiler = backend if whole else or_as_it_is(backend, self.reporter.give_up)
-            run = _torch_compile(_entry(self._without_hooks), backend=compiler, dynamic=False, fullgraph=whole)
+            dynamic = None if whole and self._open_sizes and self.engine.recorder is None else False
+            run = _torch_compile(_entry(self._without_hooks), backend=compiler, dynamic=dynamic, fullgraph=whole)
             shared[key] = (generation, backend, run)
         self._generation, self.backend, self._run = shared[key]
 
@@ -282,6 +282,11 @@ def _as_it_is(call: PlannedCall, fault: PlanningFault, module: nn.Module, args: 
         raise fault
     call.abandon(f"models run without a plan from now on, their budget is not enforced: {fault.message}, {fault.hint}")
     return module._call_impl(*args, **kwargs)
+
+
+def _may_be_told(engine: Engine) -> bool:
+    """Whether code has asked whether it is being compiled, and may be told so: its results may differ by rounding."""
+    return was_asked() and not only_exact(parse_kinds(engine.settings.implementations))
 
 
 def _reported(call: PlannedCall) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -24,7 +25,7 @@ from monetrun.planning.intervals import Interval, intervals, optimizer_steps
 from monetrun.planning.summary import planned_bytes
 from monetrun.runtime import adaptation, agreement, moved_memory
 from monetrun.runtime.enforcement import Enforcement
-from monetrun.runtime.other_shapes import OtherShapes
+from monetrun.runtime.other_shapes import NewGraph, OtherShapes
 from monetrun.runtime.room import Room, Shortage
 from monetrun.runtime.ruled_out import RuledOut
 from monetrun.runtime.settings import Settings
@@ -159,17 +160,17 @@ class RunningPlan:
             adaptation.check_same_model(joint.graph, self.plan)
         self.enforcement.enforce()  # another model's plan may have less than this model's capture takes
         if fingerprint not in self.schedules:
-            step, plain_bytes = self._other_shapes.step(joint, self._ruled_out, self.record, self.plan)
+            new = NewGraph(joint, self._ruled_out, self.record, self.plan)
+            step, plain_bytes = self._other_shapes.step(new)
             self._follow_plain_peak(plain_bytes, f"inputs of {adaptation.input_shapes(joint)}")
             estimated = not adaptation.is_known(joint, self.record)
-            self.schedules[fingerprint] = self._other_shapes.schedule(joint, step, self.plan, estimated=estimated)
+            new = replace(new, plan=self.plan)  # its budget may have grown
+            step, self.schedules[fingerprint] = self._other_shapes.schedule(new, step, estimated=estimated)
             if estimated and moved_memory.is_share(self._budget):
                 self._estimated.add(fingerprint)
             self.room.step_is(step, [self.schedules[fingerprint]])
         _search_for_kernels(self, joint, self.schedules[fingerprint])
-        recorded = () if self.record is None else self.record.graphs
-        number = next((k for k, graph in enumerate(recorded) if graph.fingerprint == fingerprint), -1)
-        return number, self.schedules[fingerprint]
+        return _number(fingerprint, self.record), self.schedules[fingerprint]
 
     # ---- memory that moves
 
@@ -237,6 +238,12 @@ class RunningPlan:
         if not self.schedules.keys() >= set(fingerprints):
             return ()
         return intervals(self.record, [self.schedules[f] for f in fingerprints], self.steps.stretches)
+
+
+def _number(fingerprint: str, record: StepRecord | None) -> int:
+    """Which of the record's graphs has this fingerprint; -1: none."""
+    graphs = () if record is None else record.graphs
+    return next((k for k, graph in enumerate(graphs) if graph.fingerprint == fingerprint), -1)
 
 
 def _search_for_kernels(running: RunningPlan, joint: JointGraph, schedule: Schedule) -> None:

@@ -1,0 +1,357 @@
+"""Joint graphs with sizes left open: traced once, and made graphs of fixed sizes for each call with new ones.
+
+What is planned has fixed sizes: bytes, costs, and which implementations can run depend on them. But it takes longer to
+trace a forward and its backward than to plan them. From the second shape on, TorchDynamo and AOTAutograd therefore
+leave open what varies: their graph takes sizes as numbers beside the tensors, and before each call they check what they
+have assumed of them. Put the numbers in, and it is the joint graph that they would trace for these sizes.
+
+AOTAutograd lays down once what a forward saves for its backward, and each size's schedule saves something else. So here
+a forward saves one tensor without elements, which carries the values that its schedule saves.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from monetrun.capture.output_gradients import is_tangent
+from monetrun.core.errors import CaptureFailed, MonetrunError
+
+Run = Callable[[list[Any]], Any]
+"""Takes its arguments in a list, which it empties."""
+
+aten = torch.ops.aten
+_log = logging.getLogger("monetrun")
+
+# Of slices and their derivatives: which argument is where the slice begins.
+_START: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}
+_SAVED = "_monetrun_saved"  # attribute of the tensor that a forward saves: a ``_Saved``
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def has_open_sizes(module: fx.GraphModule) -> bool:
+    """Whether a joint module takes numbers that are left open."""
+    return any(_is_open(node.meta.get("val")) for node in module.graph.find_nodes(op="placeholder"))
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSizes:
+    """What runs a graph for one set of numbers, in AOTAutograd's calling convention without the numbers.
+
+    Attributes:
+        forward: gives the outputs, then what it saves.
+        make_backward: makes what takes that, then the outputs' gradients.
+    """
+
+    forward: Run
+    make_backward: Callable[[], Run]
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What one call's forward leaves its backward: the graph, the values, and their versions."""
+
+    fixed: FixedSizes
+    values: list[Any]
+    versions: list[int]
+
+
+class OpenSizes:
+    """Runs a joint graph whose sizes are left open.
+
+    Args:
+        module: AOTAutograd's joint module.
+        forward_outputs: how many of its outputs are the forward's.
+        fix: makes what runs a joint module of fixed sizes.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, forward_outputs: int, fix: Callable[[fx.GraphModule], FixedSizes]
+    ) -> None:
+        self.module = module
+        self.forward_outputs = forward_outputs
+        self.fix = fix
+        primals = [n for n in module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        self.numbers = [k for k, node in enumerate(primals) if _is_open(node.meta.get("val"))]
+        self._fixed: dict[tuple[Any, ...], FixedSizes] = {}
+        self._backwards: dict[int, Run] = {}  # by the id of what is in ``_fixed``
+
+    def __deepcopy__(self, memo: Any) -> OpenSizes:
+        return self  # AOTAutograd copies modules with their meta
+
+    def fixed(self, numbers: tuple[Any, ...]) -> FixedSizes:
+        """What runs it with these numbers, each in the place of one in ``self.numbers``."""
+        if numbers not in self._fixed:
+            with unset_fake_temporarily():
+                module = with_numbers(self.module, dict(zip(self.numbers, numbers, strict=True)))
+                self._fixed[numbers] = self.fix(module)
+        return self._fixed[numbers]
+
+    def hints(self) -> tuple[Any, ...]:
+        """The numbers that it was traced with."""
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        return tuple(placeholders[k].meta["val"].node.hint for k in self.numbers)
+
+    def shells(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Modules that have the inputs and outputs of the forward and of the backward, for AOTAutograd to look at."""
+        (output,) = self.module.graph.find_nodes(op="output")
+        results = list(torch.utils._pytree.arg_tree_leaves(*output.args))
+        forward, backward = fx.Graph(), fx.Graph()
+        primals, tangents = {}, {}
+        with _mode_of(self.module):
+            values = torch.empty(0, device="cpu")
+        token = backward.placeholder("carried_values")
+        token.meta["val"] = values
+        for node in self.module.graph.find_nodes(op="placeholder"):
+            if is_tangent(node):
+                tangents[node] = backward.node_copy(node)
+            else:
+                primals[node] = forward.node_copy(node)
+        carried = forward.call_function(_in_a_shell)
+        carried.meta["val"] = values
+        outputs = [_shell_output(forward, n, primals) for n in results[: self.forward_outputs]]
+        forward.output((*outputs, carried))
+        backward.output(tuple(_shell_output(backward, n, tangents) for n in results[self.forward_outputs :]))
+        return fx.GraphModule(self.module, forward), fx.GraphModule(self.module, backward)
+
+    def forward(self, arguments: list[Any]) -> Any:
+        """Run the forward.
+
+        Raises:
+            BackendCompilerFailed: as from TorchDynamo, where the graph cannot be captured at these sizes.
+        """
+        numbers = tuple(arguments[k] for k in self.numbers)
+        try:
+            fixed = self.fixed(numbers)
+        except Exception as error:
+            if isinstance(error, (MonetrunError, torch.OutOfMemoryError)) and not isinstance(error, CaptureFailed):
+                raise
+            _log.debug("sizes %s are not left open", numbers, exc_info=error)
+            raise BackendCompilerFailed(self.forward, error, None) from error
+        open_ = set(self.numbers)
+        tensors = [a for k, a in enumerate(arguments) if k not in open_]
+        arguments.clear()
+        results = list(fixed.forward(tensors))
+        outputs, saved = results[: self.forward_outputs], results[self.forward_outputs :]
+        given = {id(o) for o in outputs}
+        # an output becomes one of the autograd node that keeps the values: no circle
+        values = [v.detach() if id(v) in given and isinstance(v, torch.Tensor) else v for v in saved]
+        carried = torch.empty(0, device="cpu")
+        setattr(carried, _SAVED, _Saved(fixed, values, [_version(v) for v in values]))
+        return (*outputs, carried)
+
+    forward._boxed_call = True  # type: ignore[attr-defined]
+
+    def backward(self, arguments: list[Any]) -> Any:
+        """Run the backward of one call.
+
+        Raises:
+            RuntimeError: a saved value has been changed in place; torch's own error.
+        """
+        saved: _Saved = getattr(arguments[0], _SAVED)
+        for value, version in zip(saved.values, saved.versions, strict=True):
+            if (now := _version(value)) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                    f" [{value.type()} {list(value.shape)}] is at version {now}; expected version {version} instead."
+                )
+        given = [*saved.values, *arguments[1:]]
+        arguments.clear()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            saved.values, saved.versions = [], []
+        fixed = saved.fixed
+        if id(fixed) not in self._backwards:
+            self._backwards[id(fixed)] = fixed.make_backward()
+        return self._backwards[id(fixed)](given)
+
+    backward._boxed_call = True  # type: ignore[attr-defined]
+
+
+def with_numbers(module: fx.GraphModule, numbers: Mapping[int, Any]) -> fx.GraphModule:
+    """The joint module of fixed sizes that an open one is with these numbers.
+
+    Args:
+        module: AOTAutograd's joint module.
+        numbers: in place of the inputs at these positions, which it does not take any more.
+
+    Raises:
+        CaptureFailed: the module has something whose size does not follow from the numbers.
+    """
+    placeholders, mode = module.graph.find_nodes(op="placeholder"), _mode_of(module)
+    known = {placeholders[k].meta["val"].node.expr: number for k, number in numbers.items()}
+    with mode, torch.no_grad(), torch._C._DisableAutocast():
+        return _Fixing(module, mode, known).module()
+
+
+class _Fixing:
+    """Makes a graph of fixed sizes, operator by operator, each on fake tensors of these sizes."""
+
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, known: Mapping[Any, Any]) -> None:
+        self.open = module
+        self.mode = mode
+        self.known = dict(known)
+        self.graph = fx.Graph()
+        self.nodes: dict[fx.Node, Any] = {}  # of the open graph: the other graph's node, or a number
+        self.values: dict[fx.Node, Any] = {}  # of the other graph's nodes
+        self.left_out = _full_slices(module)
+        self.other_strides = False  # a gradient comes as it is, not as a copy of the traced strides
+
+    def module(self) -> fx.GraphModule:
+        for node in self.open.graph.nodes:
+            val = node.meta.get("val")
+            if _is_open(val):
+                self.nodes[node] = self._number(val)
+            elif node.op == "output":
+                self.graph.node_copy(node, self.nodes.__getitem__)
+            elif not self._checks_numbers(node):
+                self._copy(node, val)
+        self.graph.eliminate_dead_code()  # what only sizes were read of
+        found = fx.GraphModule(self.open, self.graph)
+        found.meta = dict(self.open.meta)
+        return found
+
+    def _checks_numbers(self, node: fx.Node) -> bool:
+        """Whether an operator only says something of numbers, such as that one is positive: they are known now."""
+        tensors = any(isinstance(self.nodes[n], fx.Node) for n in node.all_input_nodes)
+        return node.op == "call_function" and node.meta.get("val") is None and not node.users and not tensors
+
+    def _copy(self, node: fx.Node, val: Any) -> None:
+        if node in self.left_out:
+            self._leave_out(node, val)
+            return
+        new = self.nodes[node] = self.graph.node_copy(node, self.nodes.__getitem__)
+        if node.op == "placeholder":
+            value = self._input(val)
+        elif node.op == "get_attr":
+            value = val
+        elif node.op == "call_function":
+            arguments, keywords = fx.map_arg((new.args, new.kwargs), self.values.__getitem__)
+            value = node.target(*arguments, **keywords)  # type: ignore[operator]
+            self._check(node, val, value)
+        else:
+            raise CaptureFailed(f"the graph has a {node.op} node, {node.name}", "its sizes are not left open")
+        self.values[new] = value
+        if "val" in node.meta:
+            new.meta["val"] = value
+        new.meta.pop("tensor_meta", None)
+
+    def _leave_out(self, node: fx.Node, val: Any) -> None:
+        """What eager has in the place of a slice of everything, and of its derivative: nothing, or an alias."""
+        operand = self.nodes[node.all_input_nodes[0]]
+        value = self.values[operand]
+        if self.left_out[node]:
+            operand = self.graph.call_function(aten.alias.default, (operand,))
+            operand.meta = {**node.meta, "val": aten.alias.default(value)}
+            self.values[operand] = operand.meta["val"]
+        self.other_strides |= tuple(map(self._number, val.stride())) != value.stride()
+        self.nodes[node] = operand
+
+    def _input(self, val: Any) -> Any:
+        if not isinstance(val, FakeTensor) or not _has_open_form(val):
+            return val
+        elements = self._number(val.untyped_storage().nbytes()) // val.element_size()
+        storage = torch.empty(elements, dtype=val.dtype, device=val.device)
+        sizes, strides = (tuple(map(self._number, form)) for form in (val.shape, val.stride()))
+        return storage.as_strided(sizes, strides, self._number(val.storage_offset()))
+
+    def _check(self, node: fx.Node, val: Any, value: Any) -> None:
+        """Check that an operator gives what was traced."""
+        if isinstance(val, (tuple, list)):
+            for one, other in zip(val, value, strict=True):
+                self._check(node, one, other)
+        elif isinstance(val, torch.Tensor):
+            forms = [(tuple(map(self._number, v.shape)), tuple(map(self._number, v.stride()))) for v in (val, value)]
+            if forms[0][: 2 - self.other_strides] != forms[1][: 2 - self.other_strides] or val.dtype != value.dtype:
+                raise CaptureFailed(f"{node.name} gives {forms[1]}, not {forms[0]}", "its sizes are not left open")
+
+    def _number(self, value: Any) -> Any:
+        if not _is_open(value):
+            return value
+        kind = int if isinstance(value, torch.SymInt) else bool if isinstance(value, torch.SymBool) else float
+        try:
+            return kind(value.node.expr.xreplace(self.known))
+        except TypeError:
+            message = f"{value} does not follow from the sizes of the inputs"
+            raise CaptureFailed(message, "its sizes are not left open") from None
+
+
+def _full_slices(module: fx.GraphModule) -> dict[fx.Node, bool]:
+    """Slices of all that there is, and their derivatives, where eager has none: whether it has an alias there.
+
+    Indexing leaves them out, and gives an alias where nothing else is left of it. While sizes are open it does not.
+    """
+    found: dict[fx.Node, bool] = {}
+    last: dict[str, fx.Node] = {}  # by the indexing's name
+    others: set[str] = set()
+    for node in module.graph.nodes:
+        stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or [("", None)]
+        if node.op != "call_function" or stack[-1][1] is not operator.getitem:
+            continue
+        full = node.target in _START and _begins_at_zero(node) and _alike(node, node.args[0])
+        if full:
+            found[node] = False
+        if node.meta.get("partitioner_tag") == "is_forward" and not _is_open(node.meta.get("val")):
+            if full:
+                last[stack[-1][0]] = node
+            else:
+                others.add(stack[-1][0])
+    return {**found, **{node: True for name, node in last.items() if name not in others}}
+
+
+def _begins_at_zero(node: fx.Node) -> bool:
+    """Whether a slice, or the slice of a derivative, is written without another beginning."""
+    place = _START[node.target]
+    return len(node.args) <= place or bool(node.args[place] == 0)
+
+
+def _alike(node: fx.Node, other: Any) -> bool:
+    """Whether two tensors have the same shape, whatever the numbers."""
+    shapes = {tuple(map(_expression, n.meta["val"].shape)) for n in (node, other)}
+    return len(shapes) == 1
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if _is_open(size) else size
+
+
+def _shell_output(graph: fx.Graph, node: Any, inputs: Mapping[fx.Node, fx.Node]) -> Any:
+    """What stands for one of the joint graph's results."""
+    if not isinstance(node, fx.Node) or node in inputs:
+        return inputs.get(node, node)
+    new = graph.call_function(_in_a_shell)
+    new.meta = dict(node.meta)
+    return new
+
+
+def _in_a_shell() -> Any:
+    """Stands for what a module that never runs computes."""
+    raise NotImplementedError
+
+
+def _mode_of(module: fx.GraphModule) -> FakeTensorMode:
+    mode = detect_fake_mode([node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")])
+    if mode is None:
+        raise CaptureFailed("a graph with open sizes takes no tensors", "its sizes are not left open")
+    return mode
+
+
+def _is_open(value: Any) -> bool:
+    return isinstance(value, _NUMBERS)
+
+
+def _has_open_form(value: torch.Tensor) -> bool:
+    return any(map(_is_open, (*value.shape, *value.stride(), value.storage_offset())))
+
+
+def _version(value: Any) -> int:
+    """How often a tensor has been changed in place; 0 where torch does not count that."""
+    return 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version

@@ -1,0 +1,96 @@
+"""Calls of captured graphs that are seen: by who records a step, and by the meter of steps under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from monetrun.capture.in_turn import Turns
+from monetrun.core.graph import BACKWARD, Graph
+from monetrun.runtime.call_timing import Run
+from monetrun.runtime.step_meter import StepMeter
+
+
+class CallObserver(Protocol):
+    """Sees the calls of captured graphs with their tensors."""
+
+    def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
+        """A graph's forward or backward is about to run on these arguments (see ``execute.build``)."""
+
+    def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
+        """It has run; a forward with these results."""
+
+    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """A graph's backward, which runs, is about to give gradients.
+
+        Args:
+            graph: its number.
+            nodes: their nodes in the joint graph.
+            gradients: the tensors.
+        """
+
+
+def observed(observer: CallObserver | None, phase: str, number: int, run: Run) -> Run:
+    """``run``, the forward or backward (``phase``) of the graph with this number, seen by ``observer``."""
+    if observer is None:
+        return run
+
+    def called(arguments: list[Any]) -> Any:
+        observer.call_begins(phase, number, arguments)
+        results = run(arguments)
+        observer.call_ended(phase, number, results)
+        return results
+
+    called._boxed_call = True  # type: ignore[attr-defined]
+    return called
+
+
+def with_room(check: Callable[[str], None], graph: Graph, run: Run) -> Run:
+    """``run``, a forward of ``graph``, which begins only where ``check`` of its fingerprint raises nothing."""
+    fingerprint = graph.fingerprint
+
+    def called(arguments: list[Any]) -> Any:
+        check(fingerprint)
+        return run(arguments)
+
+    called._boxed_call = True  # type: ignore[attr-defined]
+    return called
+
+
+def measured(steps: StepMeter, phase: str, number: int, run: Run) -> Run:
+    """``run``, the forward or backward (``phase``) of the graph with this number, measured by ``steps``."""
+
+    def called(arguments: list[Any]) -> Any:
+        steps.call_begins()
+        results = run(arguments)
+        steps.call_ended(phase, number)
+        return results
+
+    called._boxed_call = True  # type: ignore[attr-defined]
+    return called
+
+
+def measured_by_turns(steps: StepMeter, number: int, run: Turns) -> Turns:
+    """``measured`` of a backward that gives its gradients by turns."""
+
+    def called(arguments: list[Any]) -> Generator[list[Any], None, Any]:
+        steps.call_begins()
+        results = yield from run(arguments)
+        steps.call_ended(BACKWARD, number)
+        return results
+
+    return called
+
+
+def observed_by_turns(observer: CallObserver, number: int, turns: Sequence[Sequence[Any]], run: Turns) -> Turns:
+    """A backward that gives its gradients by turns, seen by ``observer``; ``turns``: the nodes of each turn's."""
+
+    def called(arguments: list[Any]) -> Generator[list[Any], None, Any]:
+        observer.call_begins(BACKWARD, number, arguments)
+        for nodes, gradients in zip(turns, run(arguments), strict=True):
+            observer.gradients_given(number, nodes, gradients)
+            yield gradients
+        observer.call_ended(BACKWARD, number, ())
+        return None
+
+    return called
