@@ -16,7 +16,7 @@ from monetrun.core.budget import format_bytes
 from monetrun.core.errors import InfeasibleBudget, MemoryShort, MonetrunError, NoPlanInTime, PlanMismatch, ScheduleError
 from monetrun.core.graph import Graph
 from monetrun.core.keeping import as_planned
-from monetrun.core.plan import Plan, Pool, Schedule
+from monetrun.core.plan import Plan, Schedule
 from monetrun.core.simulate import judge
 from monetrun.core.step import LIBRARIES, StepRecord
 from monetrun.core.step_changes import with_excess
@@ -112,9 +112,8 @@ class RunningPlan:
         if record == self.record:
             return
         self.record, self._frugal = record, None
-        budget_bytes, algorithm = self.plan.budget_bytes, self.settings.algorithm
-        options = self.settings.solver_options()
-        self._follow(agreement.plan_in_rank_0(lambda _: planner.plan_step(record, budget_bytes, algorithm, options)))
+        how = self.plan.budget_bytes, self.settings.algorithm, self.settings.solver_options()
+        self._follow(agreement.plan_in_rank_0(lambda _: planner.plan_step(record, *how)))
         self.steps.forget_peaks()
 
     def correct(self, warn: Callable[[str], None]) -> bool:
@@ -126,7 +125,8 @@ class RunningPlan:
         memory = None if self.record is None else self.record.memory
         if self.record is None or memory is None or self.plan.pool is None:
             return False
-        excess = _far_beyond(self.plan.pool, self.plan.budget_bytes, self.steps, memory.settings.large_segment_bytes)
+        other_shapes = not self.schedules.keys() <= {g.fingerprint for g in self.plan.graphs}  # which may have taken it
+        excess = 0 if other_shapes else _far_beyond(self.plan, self.steps, memory.settings.large_segment_bytes)
         if not (excess := agreement.largest(excess)):
             return False
         self.excess_bytes = memory.excess_bytes + excess
@@ -254,13 +254,14 @@ def _search_for_kernels(running: RunningPlan, joint: JointGraph, schedule: Sched
         running.steps.meter.reset_peak()  # that of the search
 
 
-def _far_beyond(pool: Pool, budget_bytes: int, steps: StepMeter, page: int) -> int:
+def _far_beyond(plan: Plan, steps: StepMeter, page: int) -> int:
     """What steps reserved beyond what was planned, in whole pages; 0 where that is little and within the budget.
 
     Where requests were short, what was free in pieces was given back to the driver, so that it was not reserved.
     """
-    planned, found = pool.planned_bytes, steps.reserved_bytes
-    beyond = found - planned if found > min(budget_bytes, planned + _TOLERATED) else 0
+    assert plan.pool is not None
+    planned, found = plan.pool.planned_bytes, steps.reserved_bytes
+    beyond = found - planned if found > min(plan.budget_bytes, planned + _TOLERATED) else 0
     return -(-max(beyond, steps.retries > 0) // page) * page
 
 
