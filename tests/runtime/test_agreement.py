@@ -104,6 +104,7 @@ def seen(reserved_bytes, retries=0):
     steps = SimpleNamespace(reserved_bytes=reserved_bytes, retries=retries, forget_peaks=lambda: None)
     settings = SimpleNamespace(algorithm="greedy", solver_options=lambda: Options(seconds=0.5))
     running = SimpleNamespace(steps=steps, settings=settings, record=DEVICE_RECORD, plan=DEVICE_PLAN, followed=[])
+    running.schedules = {graph.fingerprint: graph.schedule for graph in DEVICE_PLAN.graphs}
     running._follow = running.followed.append
     return running
 
@@ -117,6 +118,12 @@ def test_a_little_more_than_planned_within_the_budget_needs_no_other_plan(ranks,
     one.plan = replace(DEVICE_PLAN, budget_bytes=planned + room * MIB)
     assert ranks(partial(RunningPlan.correct, one, lambda said: None)) == [again]
     assert bool(one.followed) == again
+
+
+def test_what_steps_of_other_shapes_reserved_needs_no_other_plan(ranks):
+    one = seen(DEVICE_PLAN.pool.planned_bytes + 99 * MIB)
+    one.schedules["another shape's"] = None
+    assert ranks(partial(RunningPlan.correct, one, lambda said: None)) == [False]
 
 
 def test_ranks_plan_again_together_where_one_of_them_reserved_more(ranks):
