@@ -165,7 +165,7 @@ def measure(
         trials = {s: calls for s, calls in joint.exactness_trials.items() if s in todo and s not in failed}
         exact = {s for s, calls in trials.items() if _is_bitwise_identical(*calls, timer.spread_indices)}
     measured = {}
-    for signature in todo.keys() - failed.keys():
+    for signature in (s for s in todo if s not in failed):
         timed = seconds[signature]
         took = statistics.median(timed) if timed else estimate(*joint.timed[signature]).seconds
         workspace_bytes, requests = memory[signature]

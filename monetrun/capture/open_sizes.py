@@ -11,6 +11,7 @@ a forward saves one tensor without elements, which carries the values that its s
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections.abc import Callable, Mapping
@@ -24,10 +25,8 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from monetrun.capture.output_gradients import is_tangent
+from monetrun.capture.program import Run
 from monetrun.core.errors import CaptureFailed, MonetrunError
-
-Run = Callable[[list[Any]], Any]
-"""Takes its arguments in a list, which it empties."""
 
 aten = torch.ops.aten
 _log = logging.getLogger("monetrun")
@@ -43,7 +42,7 @@ def has_open_sizes(module: fx.GraphModule) -> bool:
     return any(_is_open(node.meta.get("val")) for node in module.graph.find_nodes(op="placeholder"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class FixedSizes:
     """What runs a graph for one set of numbers, in AOTAutograd's calling convention without the numbers.
 
@@ -54,6 +53,11 @@ class FixedSizes:
 
     forward: Run
     make_backward: Callable[[], Run]
+
+    @functools.cached_property
+    def backward(self) -> Run:
+        """What ``make_backward`` makes, which a forward without a backward does not need."""
+        return self.make_backward()
 
 
 @dataclass(slots=True)
@@ -82,8 +86,8 @@ class OpenSizes:
         self.fix = fix
         primals = [n for n in module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         self.numbers = [k for k, node in enumerate(primals) if _is_open(node.meta.get("val"))]
+        self._tensors = [k for k in range(len(primals)) if k not in self.numbers]
         self._fixed: dict[tuple[Any, ...], FixedSizes] = {}
-        self._backwards: dict[int, Run] = {}  # by the id of what is in ``_fixed``
 
     def __deepcopy__(self, memo: Any) -> OpenSizes:
         return self  # AOTAutograd copies modules with their meta
@@ -137,8 +141,7 @@ class OpenSizes:
                 raise
             _log.debug("sizes %s are not left open", numbers, exc_info=error)
             raise BackendCompilerFailed(self.forward, error, None) from error
-        open_ = set(self.numbers)
-        tensors = [a for k, a in enumerate(arguments) if k not in open_]
+        tensors = [arguments[k] for k in self._tensors]
         arguments.clear()
         results = list(fixed.forward(tensors))
         outputs, saved = results[: self.forward_outputs], results[self.forward_outputs :]
@@ -168,10 +171,7 @@ class OpenSizes:
         arguments.clear()
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             saved.values, saved.versions = [], []
-        fixed = saved.fixed
-        if id(fixed) not in self._backwards:
-            self._backwards[id(fixed)] = fixed.make_backward()
-        return self._backwards[id(fixed)](given)
+        return saved.fixed.backward(given)
 
     backward._boxed_call = True  # type: ignore[attr-defined]
 
@@ -334,7 +334,7 @@ def _shell_output(graph: fx.Graph, node: Any, inputs: Mapping[fx.Node, fx.Node])
 
 def _in_a_shell() -> Any:
     """Stands for what a module that never runs computes."""
-    raise NotImplementedError
+    raise AssertionError("a shell is looked at, and never runs")
 
 
 def _mode_of(module: fx.GraphModule) -> FakeTensorMode:

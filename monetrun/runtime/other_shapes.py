@@ -73,14 +73,15 @@ class OtherShapes:
         """
         joint = new.joint
         used = adaptation.signatures_used(joint, new.ruled_out.without(joint.graph), new.plan)
-        estimated = {signature: cost.estimate(*timed) for signature, timed in joint.timed.items()}
-        step = self._step(new, {**estimated, **self.known, **self._measured(joint, 0, used)})
+        step = self._step(new, {**self.known, **self._measured(joint, 0, used)})
         plain = [plain_schedule(g) for g in new.record.graphs] if new.record is not None else []
         outside = adaptation.outside(joint, new.record, plain)
         return step, moved_memory.plain_peak(replace(step, events=adaptation.events_of(outside)))
 
     def _step(self, new: NewGraph, known: Mapping[str, OperatorCost]) -> StepRecord:
+        """The step under the plan's schedules; what is not in ``known`` is estimated."""
         joint, meter = new.joint, self.steps.meter
+        known = {**known, **{s: cost.estimate(*timed) for s, timed in joint.timed.items() if s not in known}}
         graph = new.ruled_out.without(cost.as_tried(joint, known))
         costs = cost.costs_of(joint, known, str(self.device))
         outside = adaptation.outside(joint, new.record, [g.schedule for g in new.plan.graphs])
@@ -117,8 +118,7 @@ class OtherShapes:
             if not adaptation.inexact(graph, carried):
                 return step, carried
         self.known.update(self._measured(joint, cost.ROUNDS))
-        estimates = {signature: cost.estimate(*timed) for signature, timed in joint.timed.items()}
-        step = self._step(new, {**estimates, **self.known})
+        step = self._step(new, self.known)
         graph, options = step.graphs[0], moved_memory.options_within_a_step(self.settings)
         schedule: Schedule | None = None
         if more:
