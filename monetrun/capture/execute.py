@@ -20,7 +20,7 @@ from torch.fx.graph import _BoxedCodeGen
 from monetrun.capture.clock import Clock
 from monetrun.capture.gradient_terms import keep_mark
 from monetrun.capture.joint import JointGraph
-from monetrun.capture.lowering import lower
+from monetrun.capture.lowering import lower, own_outputs
 from monetrun.capture.open_strides import TRACED_STRIDES
 from monetrun.core.errors import ScheduleError
 from monetrun.core.graph import FORWARD, Costs
@@ -102,10 +102,11 @@ class _Builder:
         for state in into.graph.find_nodes(op="call_function", target=monet.generator_state.default):
             if not state.users:  # no random operator runs again with it
                 into.graph.erase_node(state)
-        return self._module(into.graph), self._module(self._with_inputs())
+        return self._module(into.graph, len(outputs)), self._module(self._with_inputs())
 
-    def _module(self, graph: fx.Graph) -> fx.GraphModule:
+    def _module(self, graph: fx.Graph, outputs: int = 0) -> fx.GraphModule:
         lower(graph)
+        own_outputs(graph, outputs)
         graph.lint()
         return fx.GraphModule(self.joint.module, graph)
 

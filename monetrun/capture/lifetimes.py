@@ -38,7 +38,7 @@ class _Call:
         self.backward = _NOT_YET
         self.alive: dict[int, StorageWeakRef] = {}
         self.inputs: dict[int, StorageWeakRef] = {}
-        self.versions: list[tuple[int, weakref.ref[torch.Tensor], int]] = []  # of the inputs
+        self.versions: list[tuple[int, weakref.ref[torch.Tensor], int]] = []  # of inputs and outputs
         self.ended: dict[int, int] = {}
 
     def external(self, t: int) -> bool:
@@ -68,15 +68,17 @@ class _Call:
                     if self.external(t):
                         self.inputs.setdefault(t, storage)
 
-    def note_versions(self, arguments: Sequence[Any]) -> None:
-        """Note the versions that the inputs, but parameters and buffers, have now."""
-        for node, value in zip(self.joint.primals, arguments, strict=True):
-            t = self.joint.storage.get(node)
-            if t in self.joint.transient and isinstance(value, torch.Tensor) and not value.is_inference():
+    def note_versions(self, nodes: Iterable[Any], values: Iterable[Any]) -> None:
+        """Note the versions that inputs or outputs have now, but no parameters and buffers."""
+        for node, value in zip(nodes, values, strict=True):
+            t = self.joint.storage.get(node) if isinstance(node, fx.Node) else None
+            if t is None or not isinstance(value, torch.Tensor) or value.is_inference():
+                continue
+            if t in self.joint.transient if self.external(t) else self.joint.graph.tensors[t].kept:
                 self.versions.append((t, weakref.ref(value), value._version))
 
     def changed(self) -> set[int]:
-        """The inputs that have other versions now."""
+        """The inputs and outputs that have other versions now."""
         return {t for t, of, version in self.versions if (value := of()) is not None and value._version != version}
 
 
@@ -104,12 +106,14 @@ class Lifetimes:
         )
         self._calls.append(_Call(joint, stretch))
         self._calls[-1].watch(joint.primals, arguments, outputs)
-        self._calls[-1].note_versions(arguments)
+        self._calls[-1].note_versions(joint.primals, arguments)
 
     def forward_ended(self, results: Sequence[Any]) -> None:
         """It has ended with ``results``: its outputs, then its saved values."""
         call = self._calls[-1]
-        call.watch(call.joint.outputs, results[: len(call.joint.outputs)])
+        outputs = results[: len(call.joint.outputs)]
+        call.watch(call.joint.outputs, outputs)
+        call.note_versions(call.joint.outputs, outputs)
 
     def backward_begins(self, joint: JointGraph, stretch: int, arguments: Sequence[Any]) -> None:
         """A backward begins, in stretch ``stretch``: that of the latest forward without one. Tangents come last."""
@@ -182,7 +186,7 @@ class Lifetimes:
         return last is call and (call is self._calls[0] or not self._first_inputs_only)
 
     def changed(self, joint: JointGraph) -> set[int]:
-        """Inputs of ``joint`` that the script changed, in place, between a forward and its backward."""
+        """Inputs and outputs of ``joint`` that the script changed, in place, between a forward and its backward."""
         return self._changed.get(id(joint), set())
 
     def held(self) -> list[tuple[JointGraph, int]]:

@@ -89,6 +89,55 @@ _REPLACEMENTS = {
 }
 
 
+# ---- outputs
+
+
+def own_outputs(graph: fx.Graph, count: int) -> None:
+    """Detach those of the first ``count`` results that are views of what the graph has allocated.
+
+    Where a call writes over its operand, its result may be a view of another's, which eager's is not; and autograd lets
+    no script change a view in place that such a call gives.
+    """
+    (output,) = graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for i, node in enumerate(results[:count]):
+        if isinstance(node, fx.Node) and _is_view(node):
+            with graph.inserting_before(output):
+                results[i] = graph.call_function(aten.detach.default, (node,))
+            results[i].meta = dict(node.meta)
+    output.args = (tuple(results),)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a call gives a view of what another one has allocated; not of one of the graph's inputs."""
+    source, whole = _aliased(node)
+    if source is None:
+        return False
+    return _is_view(source) if whole else _root(source).op != "placeholder"
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The call that has allocated what ``node`` is or is a view of, or the graph's input."""
+    source, _ = _aliased(node)
+    return node if source is None else _root(source)
+
+
+def _aliased(node: fx.Node) -> tuple[fx.Node | None, bool]:
+    """What a call gives a view of, None where it allocates; and whether it gives just that, written over or an item."""
+    if node.op != "call_function":
+        return None, False
+    if node.target is operator.getitem or node.target is aten.reshape.default:
+        return node.args[0], node.target is operator.getitem  # type: ignore[return-value]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return None, False
+    given = {name for a in schema.returns if a.alias_info for name in a.alias_info.before_set}
+    for argument, value in zip(schema.arguments if given else (), node.args, strict=False):
+        if argument.alias_info is not None and given & set(argument.alias_info.before_set):
+            return (value, argument.alias_info.is_write) if isinstance(value, fx.Node) else (None, False)
+    return None, False
+
+
 # ---- calls that nothing needs
 
 

@@ -25,12 +25,12 @@ def without(graph: Graph, left_out: Collection[tuple[int, int]]) -> Graph:
 
 
 def without_reading_again(graph: Graph, changed: Collection[int]) -> Graph:
-    """``graph``, of which no schedule reads some external tensors in the backward if the plain step does not.
+    """``graph``, of which no schedule reads some inputs and outputs in the backward if the plain step does not.
 
     What reads them in a checkpoint region of the script runs again in the plain step, too.
 
     Args:
-        graph: without or with such tensors already.
+        graph: as captured, or with some already left out.
         changed: ids of the tensors; the script changes them between forward and backward.
     """
     found: set[tuple[int, int]] = set()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from monetrun.core.event import Event
+from monetrun.core.event import GATHER, REDUCE, Event
 from monetrun.core.graph import check_bytes
+
+# Of collectives: ``GATHER`` or ``REDUCE``, the bytes of all ranks together, and seconds.
+CollectiveSeconds = tuple[tuple[str, int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +83,24 @@ class Sharding:
     def scripted(self) -> tuple[int, ...]:
         """Indices of those of them that keep their parameters where the script's choice is followed."""
         return tuple(i for i in self.choices if self.modules[i].kept)
+
+
+def seconds_known(sharding: Sharding) -> bool:
+    """Whether it is known how long the all-gather of each module takes that is a choice."""
+    return all(sharding.modules[i].gather_seconds > 0.0 for i in sharding.choices)
+
+
+def with_seconds(sharding: Sharding, found: Iterable[tuple[str, int, float]]) -> Sharding:
+    """The modules with the seconds of their collectives, the shortest in ``found`` of each kind and size."""
+    shortest: dict[tuple[str, int], float] = {}
+    for kind, nbytes, seconds in found:
+        shortest[kind, nbytes] = min(seconds, shortest.get((kind, nbytes), seconds))
+    modules = (
+        replace(
+            m,
+            gather_seconds=shortest.get((GATHER, m.nbytes), m.gather_seconds),
+            reduce_seconds=shortest.get((REDUCE, m.reduced_bytes), m.reduce_seconds),
+        )
+        for m in sharding.modules
+    )
+    return replace(sharding, modules=tuple(modules))

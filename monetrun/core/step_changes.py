@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ from monetrun.core.last_outputs import dropping_outputs_early
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plain_step import plain_step
 from monetrun.core.requests import reserved_under
+from monetrun.core.sharding import seconds_known, with_seconds
 from monetrun.core.step import HELD_SINCE, Segment, StepRecord
 
 
@@ -46,6 +48,13 @@ def with_excess(record: StepRecord, excess_bytes: int) -> StepRecord:
     if record.memory is None or excess_bytes <= record.memory.excess_bytes:
         return record
     return replace(record, memory=replace(record.memory, excess_bytes=excess_bytes))
+
+
+def with_collectives(record: StepRecord, found: Sequence[tuple[str, int, float]]) -> StepRecord:
+    """The record with what its sharded modules' collectives took, where that was not known; else the same one."""
+    if record.sharding is None or not found or seconds_known(record.sharding):
+        return record
+    return replace(record, sharding=with_seconds(record.sharding, found))
 
 
 def with_more_held(record: StepRecord, nbytes: int) -> StepRecord:

@@ -20,7 +20,7 @@ from monetrun.core.errors import InfeasibleBudget, NeverTrained, NoPlanInTime, P
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
-from monetrun.core.step_changes import with_excess, with_plain_peaks
+from monetrun.core.step_changes import with_collectives, with_excess, with_plain_peaks
 from monetrun.launcher import keys, memory, page, report
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.kept import keep_measured_step, kept_plan, kept_record, kept_schedules
@@ -249,7 +249,7 @@ class Job:
         outcome = report.read_outcome(self._reports)
         if self._store is not None:
             keep_measured_step(self._store, (self.plan, outcome.plan), outcome.measured_step)
-        seen = None if self.record is None else with_excess(self.record, outcome.excess_bytes)
+        seen = self.record and with_collectives(with_excess(self.record, outcome.excess_bytes), outcome.collectives)
         if self._store is not None and seen is not None and seen is not self.record:  # the next launch plans with it
             self._store.put("probe", keys.record_key(self.options, self.ranks), seen)
         if self.options.report_folder:

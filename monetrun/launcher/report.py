@@ -18,6 +18,7 @@ from monetrun.core.clocks import StepClocks
 from monetrun.core.errors import BudgetExceeded
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Pool
+from monetrun.core.sharding import CollectiveSeconds
 from monetrun.core.step import StepRecord
 from monetrun.launcher import rank_figures
 from monetrun.launcher.rank_figures import RankFigures
@@ -115,6 +116,7 @@ class Outcome:
         measured_reserved_bytes: the most that any rank's CUDA allocator reserved; None on a CPU.
         retries: how often an allocator gave cached memory back in settled steps; None on a CPU.
         excess_bytes: what planned steps reserved beyond what is derived from their schedules.
+        collectives: what those of sharded modules took, where that was measured.
         measured_overhead: seconds of recomputation, and of slower implementations what they take longer, over all other
             seconds of the timed calls, the largest of all ranks; None if not measured.
         steps: training steps of rank 0.
@@ -140,6 +142,7 @@ class Outcome:
     held: Mapping[str, int] = field(default_factory=dict)
     most_planned: tuple[int, int] = (0, 0)
     ranks: tuple[RankFigures, ...] = ()
+    collectives: CollectiveSeconds = ()
 
     def planned(self, plan: Plan) -> tuple[int, int]:
         """``most_planned``, and at least what ``plan`` has."""
@@ -166,6 +169,7 @@ def read_outcome(folder: Path) -> Outcome:
         measured_reserved_bytes=max(reserved) if reserved else None,
         retries=max(int(r.get("allocation_retries", 0)) for r in reports) if reserved else None,
         excess_bytes=max((int(r.get("excess_bytes", 0)) for r in reports), default=0),
+        collectives=codec.from_plain(CollectiveSeconds, max((r.get("collectives", []) for r in reports), default=[])),
         measured_overhead=max(overheads) if overheads else None,
         steps=max((int(r.get("steps", 0)) for r in reports), default=0),
         warnings=tuple(warnings),

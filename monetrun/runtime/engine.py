@@ -27,7 +27,7 @@ from monetrun.ops import kernels
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.known import known_schedules
 from monetrun.planning.summary import summary_lines
-from monetrun.runtime import agreement
+from monetrun.runtime import agreement, collective_times
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.autocast import BackwardAutocast
 from monetrun.runtime.backend import Backend, PlannedCallMeters
@@ -36,7 +36,7 @@ from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
-from monetrun.runtime.running_plan import RunningPlan
+from monetrun.runtime.running_plan import RunningPlan, intervals_of
 from monetrun.runtime.scalars import StepScalars, planned_values
 from monetrun.runtime.second_step import SecondStep, followed, outputs_are_held
 from monetrun.runtime.settings import CHECK, PROBE, Settings
@@ -135,6 +135,8 @@ class Engine(_Recording):
         """Lift the allocation limit, and drop what refers to parameters: torch keeps its last backend, and so this."""
         set_limit(self.device, None)
         self.recorder = None
+        if self.running is not None:
+            self.running.collectives.close()
         self.scalars.close()
 
     @property
@@ -243,7 +245,7 @@ class Engine(_Recording):
             self._traces.drop()
             if self.meters.steps.settled and not self._looked:
                 self._looked = True
-                self.generation += self.running.correct(self.reporter.warn)
+                self.generation += _look(self, self.running)
             return
         assert self.recorder is not None
         self.recorder.optimizer_ended(name, self.trained_parameters())
@@ -271,6 +273,21 @@ class Engine(_Recording):
     def findings(self) -> dict[str, Any]:
         """What was planned and measured in this process, for the launcher."""
         return _findings(self)
+
+
+def _look(engine: Engine, running: RunningPlan) -> bool:
+    """The first planned steps have been made: plan again where they were not as planned, and say whether."""
+    corrected = running.correct(engine.reporter.warn)
+    if not running.collectives.wanted or running.record is None:
+        return corrected
+    found = running.collectives.end()
+    running.record, plan = collective_times.weighed(running.record, running.plan, running.settings, found)
+    if plan == running.plan:
+        return corrected
+    running.follow(plan)
+    running.steps.forget_peaks()
+    engine.reporter.tell(collective_times.line(running.record, plan))
+    return True
 
 
 def _end_trial(engine: Engine) -> None:
@@ -356,11 +373,12 @@ def _findings(engine: Engine) -> dict[str, Any]:
         "measured_reserved_bytes": steps.reserved_bytes,
         "most_planned": steps.most_planned,
         "excess_bytes": 0 if running is None else running.excess_bytes,
+        "collectives": () if running is None else collective_times.known(running.record),
         "allocation_retries": steps.retries,
         "measured_overhead": engine.meters.timing.overhead(),
         "call_seconds": engine.meters.timing.call_seconds(),
         "steps": steps.steps,
         "exact": engine.meter.exact,
         "plan": None if engine.plan is None else codec.to_plain(engine.plan),
-        "intervals": [] if running is None else codec.to_plain(running.intervals()),
+        "intervals": [] if running is None else codec.to_plain(intervals_of(running)),
     }

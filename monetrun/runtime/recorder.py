@@ -298,8 +298,8 @@ def _reductions(parallel: Any, given: Iterable[tuple[int, int]]) -> Reductions |
 def _most_frugal(joint: JointGraph, budget: Budget | None, held_bytes: int) -> Schedule:
     """The schedule of the least peak without what needs a guard, since the weights are not known here.
 
-    What is not known to be exact is left out, too, and a batch is not read again, since the script may change it after
-    the forward. A schedule far below the budget ends the search.
+    What is not known to be exact is left out, too, and neither a batch nor an output is read again, since the script
+    may change it after the forward. A schedule far below the budget ends the search.
 
     Args:
         joint: the graph.
@@ -314,14 +314,15 @@ def _most_frugal(joint: JointGraph, budget: Budget | None, held_bytes: int) -> S
         enough = 0.5 * (budget.value - held_bytes)
     elif budget is not None and budget.kind == SHARE_OF_PLAIN:
         enough = 0.5 * budget.value * plain_timeline(joint.graph, costs).peak_bytes
-    allowed = without_reading_again(without(joint.graph, unknown), _batch_of(joint))
+    allowed = without_reading_again(without(joint.graph, unknown), _changeable(joint))
     return greedy.most_frugal(allowed, costs, enough_bytes=max(0, int(enough)))
 
 
-def _batch_of(joint: JointGraph) -> set[int]:
-    """The inputs that have no gradient, without parameters and buffers, and what the plain step's backward reads."""
+def _changeable(joint: JointGraph) -> set[int]:
+    """Outputs, and inputs without gradients, but no parameters, buffers, and what the plain step's backward reads."""
     pairs = zip(joint.primals, joint.gradients, strict=False)
     found = {joint.storage.get(p) for p, gradient in pairs if not isinstance(gradient, fx.Node)} & joint.transient
+    found |= {joint.storage.get(n) for n in joint.outputs if isinstance(n, fx.Node)}
     return {t for t in found if t is not None} - {
         t for op in joint.graph.operators if op.phase == BACKWARD for t in op.inputs
     }

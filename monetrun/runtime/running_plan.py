@@ -24,6 +24,7 @@ from monetrun.planning import kept, planner
 from monetrun.planning.intervals import Interval, intervals, optimizer_steps
 from monetrun.planning.summary import planned_bytes
 from monetrun.runtime import adaptation, agreement, moved_memory
+from monetrun.runtime.collective_times import CollectiveTimes
 from monetrun.runtime.enforcement import Enforcement
 from monetrun.runtime.other_shapes import NewGraph, OtherShapes
 from monetrun.runtime.room import Room, Shortage
@@ -53,6 +54,7 @@ class RunningPlan:
     Attributes:
         schedules: by the graphs' fingerprints: the plan's, and those for other shapes.
         excess_bytes: what planned steps reserved beyond the plan, once seen.
+        collectives: times those of sharded modules, where the plan does not know what they take.
 
     Raises:
         PlanMismatch: the plan was made with another torch.
@@ -82,11 +84,13 @@ class RunningPlan:
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
         self._estimated: set[str] = set()  # graphs whose steps are known in part, under a share of the plain peak
         self._ruled_out = RuledOut()
+        self.collectives = CollectiveTimes(device, record)
         if record is not None:
             self._ruled_out.add_recorded(record)
-        self._follow(plan)
+        self.follow(plan)
 
-    def _follow(self, plan: Plan) -> None:
+    def follow(self, plan: Plan) -> None:
+        """Run this plan from now on; models have to be compiled anew."""
         kept.check_torch(plan.torch_version, torch.__version__, "the plan")
         self.plan = plan
         self.record = None if self.record is None else as_planned(self.record, plan.keeps_parameters)
@@ -113,7 +117,7 @@ class RunningPlan:
             return
         self.record, self._frugal = record, None
         how = self.plan.budget_bytes, self.settings.algorithm, self.settings.solver_options()
-        self._follow(agreement.plan_in_rank_0(lambda _: planner.plan_step(record, *how)))
+        self.follow(agreement.plan_in_rank_0(lambda _: planner.plan_step(record, *how)))
         self.steps.forget_peaks()
 
     def correct(self, warn: Callable[[str], None]) -> bool:
@@ -141,7 +145,7 @@ class RunningPlan:
             return False
         warn("the first planned steps reserved more than was planned: planned again with what was seen")
         self.record = record
-        self._follow(plan)
+        self.follow(plan)
         self.steps.forget_peaks()
         return True
 
@@ -211,7 +215,7 @@ class RunningPlan:
         except (InfeasibleBudget, NoPlanInTime) as failure:
             raise moved_memory.refused_step(self.plan, shortage, failure, self.device) from None
         self.record, self._frugal = found.record, found.frugal
-        self._follow(found.plan)
+        self.follow(found.plan)
         self.note(
             f"{format_bytes(shortage.excess_bytes)} more are held before the forward than planned:"
             f" planned again within {format_bytes(self.plan.budget_bytes)}, overhead {self.plan.overhead:+.1%}"
@@ -230,14 +234,15 @@ class RunningPlan:
         self.room.limit_bytes = moved_memory.allocated_limit(grown)
         self.enforcement.plan_is(grown.budget_bytes, grown.pool, bool(grown.ledger.get(LIBRARIES)))
 
-    def intervals(self) -> tuple[Interval, ...]:
-        """Planned and measured bytes of one settled step; empty where the plan does not cover what was measured."""
-        if self.record is None or not self.steps.stretches:
-            return ()
-        fingerprints = [graph.fingerprint for graph in self.record.graphs]
-        if not self.schedules.keys() >= set(fingerprints):
-            return ()
-        return intervals(self.record, [self.schedules[f] for f in fingerprints], self.steps.stretches)
+
+def intervals_of(running: RunningPlan) -> tuple[Interval, ...]:
+    """Planned and measured bytes of one settled step; empty where the plan does not cover what was measured."""
+    if running.record is None or not running.steps.stretches:
+        return ()
+    fingerprints = [graph.fingerprint for graph in running.record.graphs]
+    if not running.schedules.keys() >= set(fingerprints):
+        return ()
+    return intervals(running.record, [running.schedules[f] for f in fingerprints], running.steps.stretches)
 
 
 def _number(fingerprint: str, record: StepRecord | None) -> int:

@@ -20,6 +20,7 @@ from monetrun.capture import cpu_allocator
 from monetrun.capture.meter import meter_for
 from monetrun.core.step import OUTSIDE
 from monetrun.runtime import agreement
+from monetrun.runtime.running_plan import intervals_of
 from support import launcher
 from support.paths import SCRIPTS
 from support.sessions import opened_session
@@ -220,7 +221,7 @@ def test_each_sharded_block_is_planned_and_what_its_hooks_allocate_is_in_the_ste
     recomputed = [s for s in engine.plan.graphs[0].schedule.backward if s.operator < record.graphs[0].forward_count]
     assert recomputed
     # planned and measured bytes agree wherever a graph or an optimizer runs
-    for interval in engine.running.intervals():
+    for interval in intervals_of(engine.running):
         assert interval.measured_peak_bytes <= interval.planned_peak_bytes * 1.01, interval
     said = [line for line in capsys.readouterr().err.splitlines() if "in parts" in line]
     assert len(said) == 1
@@ -267,7 +268,7 @@ def test_the_planned_choice_of_kept_parameters_holds_in_training_alone_and_withi
     assert kept == 4 if scripted else kept < 4  # none in the script, or all
     assert [m.kept for m in sharding.modules if m.choice] == [not scripted] * 4
     assert resharding(built[-1]) == [scripted] * 4  # evaluation does as the script says
-    for interval in engine.running.intervals():
+    for interval in intervals_of(engine.running):
         assert interval.measured_peak_bytes <= interval.planned_peak_bytes * 1.01, interval
 
 
