@@ -6,7 +6,6 @@ outputs. Those that only a graph's saved values hold are freed in its backward (
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ class _Call:
         self.backward = _NOT_YET
         self.alive: dict[int, StorageWeakRef] = {}
         self.inputs: dict[int, StorageWeakRef] = {}
-        self.versions: list[tuple[int, weakref.ref[torch.Tensor], int]] = []  # of inputs and outputs
+        self.versions: list[tuple[int, torch.Tensor, int]] = []  # of inputs and outputs
         self.ended: dict[int, int] = {}
 
     def external(self, t: int) -> bool:
@@ -75,11 +74,11 @@ class _Call:
             if t is None or not isinstance(value, torch.Tensor) or value.is_inference():
                 continue
             if t in self.joint.transient if self.external(t) else self.joint.graph.tensors[t].kept:
-                self.versions.append((t, weakref.ref(value), value._version))
+                self.versions.append((t, _counter(value), value._version))
 
     def changed(self) -> set[int]:
         """The inputs and outputs that have other versions now."""
-        return {t for t, of, version in self.versions if (value := of()) is not None and value._version != version}
+        return {t for t, counter, version in self.versions if counter._version != version}
 
 
 class Lifetimes:
@@ -201,6 +200,13 @@ class Lifetimes:
             for t, at in call.ended.items()
             if at <= stretch and call.waits_at(stretch) and self._may_be_saved(call, t)
         )
+
+
+def _counter(value: torch.Tensor) -> torch.Tensor:
+    """An empty tensor whose ``_version`` is that of ``value``, also once that is freed: others may have its storage."""
+    counter = value.detach()
+    counter.data = value.new_empty(0)
+    return counter
 
 
 def _is_as_large(joint: JointGraph, tangent: fx.Node, value: Any) -> bool:

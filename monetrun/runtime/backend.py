@@ -334,7 +334,7 @@ def or_as_it_is(backend: Backend, give_up: Callable[[str], None]) -> Callable[..
             return backend(module, inputs)
         except Exception as error:
             if is_refusal(error):
-                raise
+                raise breaks.Refused(error) from error
             _log.debug("a graph of %s runs as it is", backend.name, exc_info=error)
             what = str(error).partition("\n")[0]
             give_up(f"a part of {backend.name} runs without a plan: {type(error).__name__}: {what}")

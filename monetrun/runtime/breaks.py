@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.step import Break
+
+_log = logging.getLogger("monetrun")
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # kinds of breaks after which other graphs follow in each step: a number or a shape that Dynamo would have to specialize
@@ -78,13 +81,45 @@ def of(error: Exception, module: str, name: str) -> Break:
     return Break(module, name, where, _short(kind), in_python=fails_again)
 
 
-def quiet_fake_tensors() -> None:
-    """Keep torch from logging the traceback of each operator that fails on fake tensors: it is said otherwise."""
-    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_failed_operator)
+@contextlib.contextmanager
+def in_pieces() -> Iterator[None]:
+    """Within it what Dynamo fails to capture runs in Python: a forward that has begun cannot be repeated.
+
+    An operator without an implementation for fake tensors, say. Refusals come through as ``Refused``.
+    """
+    config = torch._dynamo.config
+    before = config.suppress_errors
+    config.suppress_errors = True
+    try:
+        yield
+    finally:
+        config.suppress_errors = before
 
 
-def _is_no_failed_operator(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(("failed while attempting to run meta", "fake tensor raised"))
+class Refused(BaseException):
+    """Carries a refusal of the backend through Dynamo, which is told to suppress errors.
+
+    Attributes:
+        refusal: an exception that must end the training.
+    """
+
+    def __init__(self, refusal: Exception) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+def quiet_failures() -> None:
+    """Keep torch from logging the traceback of what it fails to capture: it is said otherwise."""
+    for name in ("torch._subclasses.fake_tensor", "torch._dynamo.convert_frame"):
+        logging.getLogger(name).addFilter(_is_no_failure)
+
+
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    failed = ("failed while attempting to run meta", "fake tensor raised", "WON'T CONVERT")
+    if not str(record.msg).startswith(failed):
+        return True
+    _log.debug("torch captures something not: %s", record.msg)
+    return False
 
 
 def _follows_data(value: Any) -> bool:
@@ -106,4 +141,5 @@ def _place(file: str, line: int) -> str:
     here = os.path.relpath(file)
     name = within if installed else file if here.startswith("..") else here
     source = _short(linecache.getline(file, line).strip())
+    source += "...)" if source.endswith("(") else ""
     return f"{name}:{line}, {source}" if source else f"{name}:{line}"

@@ -43,14 +43,22 @@ def unplannable(module: nn.Module) -> str | None:
         return "it is a scripted module, whose operators are hidden from capture"
     if isinstance(module, nn.DataParallel):
         return "DataParallel replicates it in one process; use DistributedDataParallel"
-    kind = type(module).__name__
     if reason := sharding.unplannable(module):
         return reason
-    if kind == "OptimizedModule" or (
-        module._compiled_call_impl is not None and not isinstance(module._compiled_call_impl, (Trigger, PlannedCall))
-    ):
+    if _is_compiled(module):
         return "it is compiled already (torch.compile); without that monetrun can plan it"
     return None
+
+
+def included(modules: Iterable[nn.Module]) -> set[int]:
+    """The ``id`` of each compiled module that is a part of one of ``modules`` that is not: it is captured with it."""
+    plain = [m for m in modules if unplannable(m) is None and not isinstance(m, nn.parallel.DistributedDataParallel)]
+    return {id(child) for m in plain for child in m.modules() if child is not m and _is_compiled(child)}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    call = module._compiled_call_impl
+    return type(module).__name__ == "OptimizedModule" or not (call is None or isinstance(call, (Trigger, PlannedCall)))
 
 
 def device_of(module: nn.Module) -> torch.device:

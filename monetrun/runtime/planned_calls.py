@@ -180,7 +180,7 @@ class PlannedCall:
             before = self.backend.captured
             try:
                 with slow:
-                    result = _with_own_errors(self._run, module, args, kwargs, as_eager=not self.as_compiled)
+                    result = _with_own_errors(self, module, args, kwargs)
             except GuardFailed as failure:  # ends: each time there is one implementation less
                 engine.plan_without(failure.failed)
             except MemoryShort as failure:  # ends: each time there is room for what is held, or an error
@@ -297,7 +297,8 @@ def _reported(call: PlannedCall) -> bool:
     running = call.engine.running
     if not call.captured:
         enforced = "" if running and running.enforcement.holds else "; its budget is not enforced"
-        call.reporter.give_up(f"{call.name} runs without a plan, nothing of its forward was captured{reason}{enforced}")
+        without = f"runs without a plan{' from now on' if call.engine.meters.steps.steps else ''}"
+        call.reporter.give_up(f"{call.name} {without}, nothing of its forward was captured{reason}{enforced}")
     elif call.broken:
         if running is None:
             return False
@@ -355,11 +356,16 @@ def _without_dynamo(run: Callable[..., Any], *args: Any) -> Any:
     return DisableContext()(run)(*args)
 
 
-def _with_own_errors(run: Any, module: nn.Module, args: Any, kwargs: Any, *, as_eager: bool) -> Any:
-    """Call ``run``; an error of monetrun's is raised without the one of Dynamo's that wraps it."""
+def _with_own_errors(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run what Dynamo compiles; an error of monetrun's is raised without the one of Dynamo's that wraps it."""
+    from monetrun.runtime import breaks
+
+    pieces = contextlib.nullcontext() if call.broken is None else breaks.in_pieces()
     try:
-        with eager_answers(as_eager):
-            return run(module, args, kwargs)
+        with eager_answers(not call.as_compiled), pieces:
+            return call._run(module, args, kwargs)
+    except breaks.Refused as refused:
+        raise refused.refusal from None
     except torch._dynamo.exc.BackendCompilerFailed as error:
         from monetrun.runtime.backend import is_refusal
 

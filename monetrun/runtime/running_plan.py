@@ -78,7 +78,7 @@ class RunningPlan:
         self.note = note
         self._budget = "" if settings.plan_given else settings.budget
         self.room = Room(steps.meter)
-        self.enforcement = Enforcement(device, steps.meter, note)
+        self.enforcement = Enforcement(device, steps.meter, note, of_plain=moved_memory.is_share(self._budget))
         self._frugal: tuple[Schedule, ...] | None = None  # the most frugal schedules of the record's graphs
         self._other_shapes = OtherShapes(settings, device, steps, known, note)
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes

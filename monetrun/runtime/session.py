@@ -336,7 +336,7 @@ class Session:
             self.reporter.give_up(self._as_is)
             return
         modules = list(modules)
-        hidden = sharding.within_unplannable(modules)
+        hidden = sharding.within_unplannable(modules) | candidates.included(modules)
         for module in modules:
             if id(module) in hidden or isinstance(module._compiled_call_impl, (Trigger, PlannedCall)):
                 continue
@@ -364,7 +364,7 @@ class Session:
 
                 probe.begin(self.settings.record_file)
             planned_calls.prepare_dynamo()
-            breaks.quiet_fake_tensors()
+            breaks.quiet_failures()
             device = candidates.device_of(module)
             self.engine = Engine(self.settings, device, self.trained_parameters, self.reporter, self.plan)
         if not _launched:  # applied under another budget, and only now known to be trained under this one

@@ -105,7 +105,7 @@ def seen(reserved_bytes, retries=0):
     settings = SimpleNamespace(algorithm="greedy", solver_options=lambda: Options(seconds=0.5))
     running = SimpleNamespace(steps=steps, settings=settings, record=DEVICE_RECORD, plan=DEVICE_PLAN, followed=[])
     running.schedules = {graph.fingerprint: graph.schedule for graph in DEVICE_PLAN.graphs}
-    running._follow = running.followed.append
+    running.follow = running.followed.append
     return running
 
 

@@ -39,3 +39,14 @@ def test_a_search_for_kernels_cannot_round_up_beyond_the_budget(monkeypatch, ben
     of.enforce()
     assert held
     assert limits == [None, limit]
+
+
+@pytest.mark.parametrize(("of_plain", "limit"), [(True, 1001 * 1024), (False, 1000 * 1024)])
+def test_on_a_cpu_a_share_of_the_plain_peak_is_held_to_a_thousandth(monkeypatch, of_plain, limit):
+    limits = []
+    monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: limits.append(nbytes))
+    of = enforcement.Enforcement(torch.device("cpu"), NoMeter(), print, of_plain=of_plain)
+    of.plan_is(1000 * 1024, None, libraries=False)
+    of.enforce()
+    assert limits == [1000 * 1024 + (1000 if of_plain else 0)]
+    assert limits[0] <= limit

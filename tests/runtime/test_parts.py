@@ -318,6 +318,59 @@ def test_a_graph_for_which_building_fails_runs_as_it_is_with_one_warning(
         assert "odd" in warning
 
 
+@torch.library.custom_op("monetrun_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Without an implementation for fake tensors, as some operators of torch for some dtypes."""
+    return 2 * x
+
+
+doubled.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+class NotForFakeTensors(Net):
+    """After a break, in the same frame, comes an operator that Dynamo cannot go on after."""
+
+    def __init__(self):
+        super().__init__(Block(), Block())
+
+    def through(self, x):
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.blocks[1](doubled(x))
+
+
+def test_what_fails_on_fake_tensors_runs_in_python_also_in_a_forward_that_has_begun(capfd):
+    plain = trained(NotForFakeTensors)
+    with session() as opened:
+        assert trained(NotForFakeTensors) == plain
+        assert "Block" in {graph.name for graph in opened.engine.running.record.graphs}
+        assert opened.engine.peak_bytes <= opened.engine.plan.budget_bytes
+        assert opened.reporter.warned == set()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+class ChangedWithinAGraph(Net):
+    """Each call of the block is a graph of its own, which writes over its input."""
+
+    def __init__(self):
+        super().__init__(Block(), Block())
+
+    def through(self, x):
+        x = self.blocks[0](x)
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x *= torch.empty_like(x).uniform_(0.9, 1.1)
+            x = x + block(x)
+        return x
+
+
+def test_an_input_that_graphs_write_over_is_not_read_again():
+    plain = trained(ChangedWithinAGraph)
+    with session(budget="0.9x") as opened:
+        assert trained(ChangedWithinAGraph) == plain
+        assert opened.engine.plan is not None
+
+
 @pytest.mark.parametrize(("kind", "captured"), [(ReadByHooks, "ReadByHooks"), (ReadInParts, "Block")])
 def test_hooks_that_cannot_be_captured_run_around_forwards_that_are(kind, captured):
     plain = trained(kind)
