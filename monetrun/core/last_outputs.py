@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from monetrun.core.graph import BACKWARD, FORWARD
@@ -53,30 +52,43 @@ def is_drop(event: Event) -> bool:
     return event.name == LAST_OUTPUTS and event.delta_bytes < 0
 
 
-def with_outputs_dropped(record: StepRecord, freed_bytes: Sequence[int]) -> StepRecord:
-    """The record, where the script drops the last step's outputs after forwards, and not before the backward begins.
+def with_outputs_dropped(record: StepRecord, freed: Sequence[tuple[int, int]]) -> StepRecord:
+    """The record, where the script drops the last step's outputs as it was seen to.
 
     Args:
         record: of a step.
-        freed_bytes: how much of them is dropped when what follows each forward, in order, is at its peak; grows.
+        freed: bytes of them that are dropped when what follows each call, in order, is at its peak, and at the end of
+            that; grows. Those that were not dropped in what was seen are dropped where the record has it after that, or
+            with the step's end.
     """
-    return with_events(record, partial(_dropped_after_forwards, freed_bytes=freed_bytes))
+    return with_events(record, partial(_dropped_after_calls, freed=freed))
 
 
-def _dropped_after_forwards(recorded: Sequence[Event], freed_bytes: Sequence[int]) -> list[Event]:
+def _dropped_after_calls(recorded: Sequence[Event], freed: Sequence[tuple[int, int]]) -> list[Event]:
     events: list[Event] = []
-    forwards = before = told = 0
+    total, told, calls = -sum(e.delta_bytes for e in recorded if is_drop(e)), 0, 0
+    dropped = 0  # by now, as recorded
+
+    def tell(nbytes: int) -> None:
+        nonlocal told
+        if (more := min(nbytes, total) - told) > 0:
+            events.append(_drop(more))
+            told += more
+
     for event in recorded:
         if is_drop(event):
-            known = min(before - told, -event.delta_bytes)
-            told += known
-            event = replace(event, delta_bytes=event.delta_bytes + known)
+            dropped -= event.delta_bytes
+            if calls >= len(freed):
+                tell(dropped)
+            continue
+        is_call = event.kind in (FORWARD, BACKWARD)
+        if is_call and 0 < calls <= len(freed):
+            tell(freed[calls - 1][1])
         events.append(event)
-        if event.kind == FORWARD and forwards < len(freed_bytes):
-            if more := freed_bytes[forwards] - before:
-                events.append(_drop(more))
-            before = freed_bytes[forwards]
-            forwards += 1
+        calls += is_call
+        if is_call and calls <= len(freed):
+            tell(freed[calls - 1][0])
+    tell(total)
     return events
 
 

@@ -18,6 +18,7 @@ from monetrun.capture import backward_autocast, execute, gradient_forms, gradien
 from monetrun.capture import program as programs
 from monetrun.capture.absent_terms import with_nothing_at, without
 from monetrun.capture.autocast_cache import casts_once
+from monetrun.capture.buffer_versions import uncounted
 from monetrun.capture.double_backward import TracedBackward, repeatable
 from monetrun.capture.gradient_order import GradientOrder
 from monetrun.capture.guards import FailedGuards, Guards
@@ -181,7 +182,7 @@ class Backend:
         without_donation = torch._functorch.config.patch(donated_buffer=False)
         with operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
             with backward_autocast.traced_under(self.autocast) as autocast, casts_once(module, inputs), order.kept():
-                compiled = stay_absent(self._aot(module, inputs))
+                compiled = uncounted(stay_absent(self._aot(module, inputs)), module)
             traced = dataclasses.replace(self._traced, autocast=autocast)
             return repeatable(compiled, module, traced)
 

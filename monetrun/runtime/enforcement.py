@@ -77,8 +77,11 @@ class Enforcement:
             self._hold()  # what was cached meanwhile goes back to the device; or the script has given the pool back
 
     def enforce(self, *, suspended: bool = False) -> None:
-        """A captured graph begins its forward: the step is held to the budget, or (``suspended``) is not any more."""
-        if suspended:
+        """A captured graph begins its forward: the step is held to the budget, or (``suspended``) is not any more.
+
+        Once a step was not, none is: what is known of the recorded step may be of others than this one, too.
+        """
+        if suspended or self.share_was_estimated:
             self.suspend()
         if not self._lifted:
             return

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from monetrun.capture.joint import JointGraph
-from monetrun.core.graph import BACKWARD, FORWARD, Costs
+from monetrun.core.graph import BACKWARD, Costs
 from monetrun.core.keeping import with_memory
 from monetrun.core.last_outputs import last_outputs_bytes, with_outputs_dropped
 from monetrun.core.plain_step import plain_step
@@ -50,7 +50,9 @@ def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> 
 
 
 class SecondStep:
-    """Sees the step after the recorded one, in the recorder's place and on its schedules, until its backward begins.
+    """Sees the step after the recorded one, in the recorder's place and on its schedules.
+
+    It looks until the last outputs are dropped: mostly before the first backward, else until the optimizer begins.
 
     Args:
         recorder: of the step before.
@@ -60,9 +62,9 @@ class SecondStep:
     def __init__(self, recorder: Recorder, record: StepRecord) -> None:
         self.known, self.sharding = recorder.known, recorder.sharding
         self._recorder = recorder
-        self._record = record
+        self._recorded = self._record = record
         self._meter = StretchMeter(recorder.meter)
-        self._begun = self._seen = False
+        self._begun = self._in_backward = self._seen = False
         self._optimizers_ended = 0
 
     def _step_begins(self) -> None:
@@ -101,16 +103,22 @@ class SecondStep:
             self._meter.end(OUTSIDE)
 
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
-        """A graph's call begins; the first backward ends what is looked at."""
+        """A graph's call begins; from the first backward on nothing more is looked at once the outputs are dropped."""
         if self._seen:
             return
         self._step_begins()
         self._meter.end(OUTSIDE)
-        if phase == BACKWARD:
-            stretches = joined(self._recorder.stretches), joined(self._meter.stretches)
-            freed = freed_outputs(*stretches, last_outputs_bytes(self._record))
-            self._record = with_outputs_dropped(self._record, freed)
+        self._in_backward |= phase == BACKWARD
+        if self._in_backward and self._see() <= replay(*plain_step(self._recorded)).peak_bytes >> _WORTHWHILE_SHIFT:
             self._end()
+
+    def _see(self) -> int:
+        """Put what was seen into the record; gives how many bytes of the outputs are still held."""
+        stretches = joined(self._recorder.stretches), joined(self._meter.stretches)
+        held = last_outputs_bytes(self._recorded)
+        freed = freed_outputs(*stretches, held)
+        self._record = with_outputs_dropped(self._recorded, freed)
+        return held - freed[-1][1] if freed else 0
 
     def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """It has ended."""
@@ -124,7 +132,11 @@ class SecondStep:
         """The record has it already."""
 
     def optimizer_begins(self) -> None:
-        """The record has it already."""
+        """It ends what is looked at."""
+        if self._in_backward and not self._seen:
+            self._meter.end(OUTSIDE)
+            self._see()
+            self._end()
 
     def optimizer_ended(self, name: str, parameters: Iterable[Any]) -> None:
         """One of the step's optimizers has ended."""
@@ -174,7 +186,8 @@ class TrialsSecondStep(SecondStep):
         return self._record
 
     def optimizer_begins(self) -> None:
-        """A step without a backward of a graph."""
+        """It ends what is looked at, also in a step without a backward of a graph."""
+        super().optimizer_begins()
         self._end()
 
     def optimizer_ended(self, name: str, parameters: Iterable[Any]) -> None:
@@ -187,24 +200,27 @@ class TrialsSecondStep(SecondStep):
         return True
 
 
-def freed_outputs(first: Sequence[Stretch], second: Sequence[Stretch], held_bytes: int) -> list[int]:
-    """How much of the last step's outputs is freed when what follows each forward is at its peak, in bytes.
+def freed_outputs(first: Sequence[Stretch], second: Sequence[Stretch], held_bytes: int) -> list[tuple[int, int]]:
+    """How much of the last step's outputs is freed, in bytes, by call of a graph: when what follows is at its peak, and
+    when that ends.
 
     The first step has none of them: what the second one allocates less, in the same stretch, is of those that it began
     with.
 
     Args:
         first: stretches of the first step.
-        second: those of the second one, up to its first backward.
+        second: those of the second one, as far as they were seen.
         held_bytes: the outputs that are held when it begins.
     """
-    freed: list[int] = []
+    freed: list[tuple[int, int]] = []
     for one, other in zip(first, second, strict=False):
         if (one.kind, one.graph) != (other.kind, other.graph):
             break
-        if one.kind == FORWARD:
-            freed.append(freed[-1] if freed else 0)
+        if one.kind != OUTSIDE:
+            before = freed[-1][1] if freed else 0
+            freed.append((before, before))
         elif freed:
-            less = (one.peak_bytes - first[0].end_bytes) - (other.peak_bytes - second[0].end_bytes)
-            freed[-1] = max(freed[-1], min(held_bytes, less))
+            begun = second[0].end_bytes - first[0].end_bytes
+            peak = max(freed[-1][0], min(held_bytes, one.peak_bytes - other.peak_bytes + begun))
+            freed[-1] = peak, max(peak, min(held_bytes, one.end_bytes - other.end_bytes + begun))
     return freed
