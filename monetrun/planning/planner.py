@@ -168,8 +168,8 @@ def _found_within(
     found = _exact_where_nearly_as_fast(record, budget_bytes, options, solved) if inexact else solved(options)
     if replay(record, found.schedules).peak_bytes > budget_bytes or not _allowed(record, found.schedules, options):
         raise NoPlanInTime(
-            f"{algorithm} has no plan within {format_bytes(budget_bytes)} after {options.seconds:g} s"
-            f"{_restriction(options)}",
+            f"{algorithm} has found no plan within {format_bytes(budget_bytes)}{_restriction(options)},"
+            f" in {options.seconds:g} s at most",
             "give it more time (--solver-seconds)"
             + (" or more memory" if algorithm == "hierarchical" else ", more memory, or --algorithm hierarchical"),
         )

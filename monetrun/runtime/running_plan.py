@@ -166,8 +166,8 @@ class RunningPlan:
         if fingerprint not in self.schedules:
             new = NewGraph(joint, self._ruled_out, self.record, self.plan)
             step, plain_bytes = self._other_shapes.step(new)
-            self._follow_plain_peak(plain_bytes, f"inputs of {adaptation.input_shapes(joint)}")
             estimated = not adaptation.is_known(joint, self.record)
+            self._follow_plain_peak(plain_bytes, f"inputs of {adaptation.input_shapes(joint)}", estimated=estimated)
             new = replace(new, plan=self.plan)  # its budget may have grown
             step, self.schedules[fingerprint] = self._other_shapes.schedule(new, step, estimated=estimated)
             if estimated and moved_memory.is_share(self._budget):
@@ -221,14 +221,14 @@ class RunningPlan:
             f" planned again within {format_bytes(self.plan.budget_bytes)}, overhead {self.plan.overhead:+.1%}"
         )
 
-    def _follow_plain_peak(self, plain_bytes: int, why: str) -> None:
+    def _follow_plain_peak(self, plain_bytes: int, why: str, *, estimated: bool = False) -> None:
         """A budget that is a share of the plain peak grows with it. ``plain_bytes``: allocated, at these shapes."""
         grown = moved_memory.plan_at_plain_peak(self.plan, self._budget, plain_bytes)
         if grown is None:
             return
+        plain = "about " * estimated + format_bytes(moved_memory.plain_bytes(grown))
         self.note(
-            f"{why}: the plain run takes {format_bytes(moved_memory.plain_bytes(grown))}, so that"
-            f" {self._budget} of it are {format_bytes(grown.budget_bytes)}"
+            f"{why}: the plain run takes {plain}, so that {self._budget} of it are {format_bytes(grown.budget_bytes)}"
         )
         self.plan = grown
         self.room.limit_bytes = moved_memory.allocated_limit(grown)
