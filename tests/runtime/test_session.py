@@ -25,6 +25,7 @@ from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from monetrun.solve import greedy
 from support import zoo
+from support.sessions import opened_session
 
 
 @pytest.fixture
@@ -394,16 +395,26 @@ def test_with_strict_an_apply_that_fails_leaves_nothing_behind():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = small()
+            self.inner = nn.DataParallel(small())
 
     outer = Outer()
-    outer.inner.compile(backend="eager")
     optimizer = zoo.sgd(outer)
-    with pytest.raises(CaptureFailed, match="compiled already"):
+    with pytest.raises(CaptureFailed, match="DataParallel replicates it"):
         monetrun.apply(outer, "0.9x", strict=True)
     assert process._session is None
     assert outer._compiled_call_impl is None
     assert not optimizer.state
+
+
+def test_what_is_compiled_within_a_planned_model_is_planned_with_it():
+    model = nn.Sequential(small(), nn.ReLU())
+    model[0].compile(backend="eager")
+    with opened_session(budget="2x", solver_seconds=1.0, strict=True) as session:
+        optimizer = zoo.sgd(model)
+        for _ in range(3):
+            step(model, optimizer)
+        assert session.engine.meters.steps.steps == 2
+        assert session.reporter.warned == set()
 
 
 @pytest.mark.parametrize("planned_once", [False, True])
