@@ -8,38 +8,26 @@ they plan again, once. The launcher keeps the seconds for later launches.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import distributed
 
 from monetrun.core.budget import format_bytes
 from monetrun.core.clocks import sharded_clocks
 from monetrun.core.errors import MonetrunError
 from monetrun.core.event import GATHER, REDUCE
 from monetrun.core.keeping import as_planned, keeping
-from monetrun.core.patched import patched
 from monetrun.core.plan import Plan
 from monetrun.core.sharding import CollectiveSeconds, seconds_known
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_collectives
 from monetrun.planning import kept_parameters
-from monetrun.runtime import agreement
+from monetrun.runtime import agreement, collectives
 from monetrun.runtime.moved_memory import options_within_a_step
 from monetrun.runtime.settings import Settings
-
-# Of torch's collectives, by name (two names of each in newer versions): the kind, and the place and name of the tensor
-# that has what all ranks have together.
-_TIMED = {
-    "all_gather_single": (GATHER, 0, "output_tensor"),
-    "all_gather_into_tensor": (GATHER, 0, "output_tensor"),
-    "reduce_scatter_single": (REDUCE, 1, "input"),
-    "reduce_scatter_tensor": (REDUCE, 1, "input"),
-}
 
 # Another plan has to make the step faster by this share: it is compiled anew.
 _LEAST_GAIN = 0.02
@@ -65,12 +53,8 @@ class CollectiveTimes:
         self._undo = contextlib.ExitStack()
         sharding = None if record is None or not agreement.several_ranks() else record.sharding
         self.wanted = sharding is not None and bool(sharding.choices) and not seconds_known(sharding)
-        if not self.wanted:
-            return
-        for name, (kind, place, keyword) in _TIMED.items():
-            original = getattr(distributed, name, None)
-            if original is not None:
-                self._undo.enter_context(patched(distributed, name, self._timing(original, kind, place, keyword)))
+        if self.wanted:
+            collectives.patch(self._undo, self._timing)
 
     def close(self) -> None:
         """Time no more."""
@@ -82,10 +66,9 @@ class CollectiveTimes:
         self.close()
         return tuple((kind, n, min(s() for s in found)) for (kind, n), found in self._found.items())
 
-    def _timing(self, run: Callable[..., Any], kind: str, place: int, keyword: str) -> Callable[..., Any]:
-        @functools.wraps(run)
+    def _timing(self, run: Callable[..., Any], kind: str, whole: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[place] if len(args) > place else kwargs.get(keyword)
+            tensor = whole(args, kwargs)
             if kwargs.get("async_op") or tensor is None or tensor.device.type != self._device.type:
                 return run(*args, **kwargs)
             key = kind, tensor.nbytes

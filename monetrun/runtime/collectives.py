@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import distributed
 
+from monetrun.core.event import GATHER, REDUCE
 from monetrun.core.patched import patched
 
-# Of torch's collectives, by name (two names of each in newer versions): the place and the name of what is copied.
-_COPIED = {
-    "all_gather_single": (0, "output_tensor"),
-    "all_gather_into_tensor": (0, "output_tensor"),
-    "reduce_scatter_single": (1, "input"),
-    "reduce_scatter_tensor": (1, "input"),
+# The collectives that FSDP2 calls, by name (two names of each in newer torch): the kind, and the place and name of the
+# tensor that has what all ranks have together. gloo copies that one.
+_OF_SHARDED = {
+    "all_gather_single": (GATHER, 0, "output_tensor"),
+    "all_gather_into_tensor": (GATHER, 0, "output_tensor"),
+    "reduce_scatter_single": (REDUCE, 1, "input"),
+    "reduce_scatter_tensor": (REDUCE, 1, "input"),
 }
 
 _asked: str | None = None
@@ -46,19 +48,34 @@ def through_gloo(device: torch.device) -> bool:
     return chosen.get_device_backend_map().get(device.type) == distributed.Backend.GLOO
 
 
+def patch(undo: contextlib.ExitStack, wrap: Callable[..., Callable[..., Any]]) -> None:
+    """Put a wrapper on each collective that FSDP2 calls; ``undo`` takes it off.
+
+    Args:
+        undo: ends it.
+        wrap: gives the wrapper, from the collective, its kind (``GATHER``, ``REDUCE``), and what finds in the arguments
+            and keywords of a call the tensor that has what all ranks have together.
+    """
+    for name, (kind, place, keyword) in _OF_SHARDED.items():
+        original = getattr(distributed, name, None)
+        if original is not None:
+            wrapper = functools.wraps(original)(wrap(original, kind, functools.partial(_whole, place, keyword)))
+            undo.enter_context(patched(distributed, name, wrapper))
+
+
+def _whole(place: int, keyword: str, args: Any, kwargs: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(keyword)
+
+
 def copy_as_gloo(undo: contextlib.ExitStack) -> None:
     """Let the collectives that FSDP2 calls allocate what gloo's would, where they would be gloo's; ``undo`` ends it."""
     undo.callback(asked_for, _asked)
-    for name, copied in _COPIED.items():
-        original = getattr(distributed, name, None)
-        if original is not None:
-            undo.enter_context(patched(distributed, name, _copying(original, *copied)))
+    patch(undo, _copying)
 
 
-def _copying(run: Callable[..., Any], place: int, keyword: str) -> Callable[..., Any]:
-    @functools.wraps(run)
+def _copying(run: Callable[..., Any], kind: str, whole: Callable[..., Any]) -> Callable[..., Any]:
     def copying(*args: Any, **kwargs: Any) -> Any:
-        copied = args[place] if len(args) > place else kwargs.get(keyword)
+        copied = whole(args, kwargs)
         copy = torch.empty_like(copied) if copied is not None and through_gloo(copied.device) else None
         del copied
         result = run(*args, **kwargs)
