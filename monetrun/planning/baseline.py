@@ -92,7 +92,7 @@ def baseline(
             if base.frugal.peak_bytes <= far_below_bytes:
                 break
             if isinstance(joined, SeparateRound):
-                base = _with_lower(record, base, joined.least_saving)
+                base = _with_lower(record, base, joined.least_saving())
             else:
                 base = _with_lower(record, base, joined.split(greedy.most_frugal(joined.graph, joined.costs)))
         for found in (fast, script):  # the searches may end above them
@@ -119,7 +119,7 @@ def more_frugal(record: StepRecord, base: Baseline, options: Options) -> Baselin
     share = replace(options, seconds=options.seconds / max(1, len(base.rounds)), on_progress=None)
     for joined in base.rounds:
         if isinstance(joined, SeparateRound):
-            base = _with_lower(record, base, joined.lowest_peak(base.frugal_schedules, share.seconds))
+            base = _with_lower(record, base, joined.lowest_peak(base.frugal_schedules, share))
         else:
             base = _with_lower(record, base, joined.split(least_budget(joined.graph, joined.costs, share).schedule))
     return base

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from monetrun.core.call_footprint import call_footprint
 from monetrun.core.freed import gradients_among
@@ -28,7 +27,7 @@ from monetrun.core.round_graph import (
 )
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, replay
-from monetrun.solve import greedy
+from monetrun.solve import greedy, timing
 
 _SHARES = 16  # shares tried between the least and the most that can be saved
 _HALVINGS = 5  # of the distance between shares around the cheapest; of budgets in the search for the lowest peak
@@ -146,31 +145,43 @@ class SeparateRound:
         }
         self._kept_bytes = {k: sum(t.nbytes for t in record.graphs[k].tensors if t.kept) for k in self._calls}
         self._most_saved_bytes = {k: self._saved_bytes(k, plain[k]) for k in self._calls}
+        self._least_saving: dict[tuple[bool, tuple[str, ...] | None], dict[int, Schedule]] = {}
 
-    @cached_property
-    def least_saving(self) -> dict[int, Schedule]:
-        """For each graph the schedule found that saves least between forward and backward."""
-        return {k: _least_saving(self._record.graphs[k], self._record.costs[k]) for k in self._calls}
+    def least_saving(self, options: Options | None = None) -> dict[int, Schedule]:
+        """For each graph the schedule found that saves least between forward and backward; searched for once.
 
-    @cached_property
-    def _least_saved_bytes(self) -> dict[int, int]:
-        return {k: self._saved_bytes(k, schedule) for k, schedule in self.least_saving.items()}
+        ``options``: what it may use; where that is less than all, the search takes a quarter of their seconds at most.
+        """
+        seconds, all_allowed = timing.current().frugal_seconds, Options()
+        options = options or all_allowed
+        key = options.recompute, options.implementations
+        if key not in self._least_saving:
+            if key != (all_allowed.recompute, all_allowed.implementations):
+                seconds = min(seconds, options.seconds / 4 / len(self._calls))
+            own = replace(options, seconds=seconds, on_progress=None)
+            graphs, costs = self._record.graphs, self._record.costs
+            self._least_saving[key] = {k: _least_saving(graphs[k], costs[k], own) for k in self._calls}
+        return self._least_saving[key]
 
-    def lowest_peak(self, schedules: Sequence[Schedule], seconds: float) -> dict[int, Schedule]:
+    def _least_saved_bytes(self, options: Options) -> dict[int, int]:
+        return {k: self._saved_bytes(k, schedule) for k, schedule in self.least_saving(options).items()}
+
+    def lowest_peak(self, schedules: Sequence[Schedule], options: Options) -> dict[int, Schedule]:
         """Schedules of this round's graphs under which the step's peak is the lowest found.
 
         Args:
             schedules: of all graphs; those of other rounds' graphs stay.
-            seconds: that the search may take, about.
+            options: the search may use what they allow, and takes about their seconds.
         """
         best: dict[int, Schedule] = {}
         low, high = 0, self._peak_bytes(schedules, {})
-        if (peak_bytes := self._peak_bytes(schedules, self.least_saving)) < high:
-            best, high = self.least_saving, peak_bytes
+        least = self.least_saving(options)
+        if (peak_bytes := self._peak_bytes(schedules, least)) < high:
+            best, high = least, peak_bytes
         for _ in range(_HALVINGS):
             target_bytes = (low + high) // 2
-            limits = self._limits(target_bytes, self._least_saved_bytes)
-            found = self._solve_greedily(limits, Options(seconds=seconds / _HALVINGS))
+            limits = self._limits(target_bytes, self._least_saved_bytes(options))
+            found = self._solve_greedily(limits, replace(options, seconds=options.seconds / _HALVINGS))
             if found is not None and (peak_bytes := self._peak_bytes(schedules, found)) < high:
                 best, high = found, peak_bytes
             else:
@@ -210,7 +221,7 @@ class SeparateRound:
         self, schedules: Sequence[Schedule], budget_bytes: int, options: Options
     ) -> dict[int, Schedule]:
         """The greedy solver's cheapest schedules within the budget, over shares of what can be saved."""
-        tries = _SHARES + 2 * _HALVINGS
+        tries, least = _SHARES + 2 * _HALVINGS, self._least_saved_bytes(options)
         quick = replace(options, seconds=min(_QUICK_SECONDS * len(self._calls), 0.4 * options.seconds / tries))
         found: dict[int, Schedule] = {}
         best_share = 0.0
@@ -218,13 +229,13 @@ class SeparateRound:
         def try_shares(shares: Iterable[float]) -> None:
             nonlocal found, best_share
             for share in shares:
-                tried = self._solve_greedily(self._limits(budget_bytes, self._saved_at(share)), quick)
+                tried = self._solve_greedily(self._limits(budget_bytes, self._saved_at(share, least)), quick)
                 if tried is None or self._peak_bytes(schedules, tried) > budget_bytes:
                     continue
                 if not found or self._seconds(tried) < self._seconds(found):
                     found, best_share = tried, share
 
-        spacing = self._largest_share(budget_bytes) / (_SHARES - 1)
+        spacing = self._largest_share(budget_bytes, least) / (_SHARES - 1)
         try_shares(i * spacing for i in range(_SHARES))
         for i in range(_HALVINGS):
             distance = 0.5 ** (i + 1) * spacing
@@ -246,17 +257,17 @@ class SeparateRound:
     def _limited(self, k: int, limits: GraphLimits) -> LimitedGraph:
         return LimitedGraph.of(self._record.graphs[k], self._record.costs[k], limits, self._released.get(k, ()))
 
-    def _saved_at(self, share: float) -> dict[int, int]:
+    def _saved_at(self, share: float, least: Mapping[int, int]) -> dict[int, int]:
         """The bytes each graph may save: ``share`` of the way from the least to the most."""
-        least, most = self._least_saved_bytes, self._most_saved_bytes
+        most = self._most_saved_bytes
         return {k: least[k] + int(share * (most[k] - least[k])) for k in self._calls}
 
-    def _largest_share(self, budget_bytes: int) -> float:
+    def _largest_share(self, budget_bytes: int, least: Mapping[int, int]) -> float:
         """The share at which the saved bytes are about all that may be allocated."""
         low, high = 0.0, 1.0
         for _ in range(20):
             share = (low + high) / 2
-            limits = self._limits(budget_bytes, self._saved_at(share)).values()
+            limits = self._limits(budget_bytes, self._saved_at(share, least)).values()
             if all(of.saved_bytes <= min(of.forward_bytes, of.backward_bytes) for of in limits):
                 low = share
             else:
@@ -296,8 +307,8 @@ class SeparateRound:
         return found
 
 
-def _least_saving(graph: Graph, costs: Costs) -> Schedule:
+def _least_saving(graph: Graph, costs: Costs, options: Options) -> Schedule:
     """The schedule found that saves least."""
     unlimited = sum(t.nbytes for t in graph.tensors) + max((max(row) for row in costs.workspace_bytes), default=0)
     limited = LimitedGraph.of(graph, costs, GraphLimits(0, unlimited, unlimited))
-    return limited.to_original(greedy.most_frugal(limited.graph, limited.costs))
+    return limited.to_original(greedy.most_frugal(limited.graph, limited.costs, options))

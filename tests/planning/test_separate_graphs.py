@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from monetrun.core.call_footprint import call_footprint
 from monetrun.core.errors import InfeasibleBudget, ScheduleError
-from monetrun.core.graph import BACKWARD, FORWARD
+from monetrun.core.graph import BACKWARD, FORWARD, Implementation
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
 from monetrun.core.round_graph import join_round
@@ -109,3 +109,26 @@ def test_a_round_of_two_graphs_one_of_which_is_called_twice_is_planned():
         assert plan.planned_peak_bytes <= budget_bytes
         overheads.append(plan.overhead)
     assert overheads[0] > overheads[1] > overheads[2] == 0.0
+
+
+def test_a_refusal_under_exact_implementations_names_what_is_enough_for_them():
+    """Others save a workspace, so that the lowest peak known is not one of exact implementations."""
+    record = looped()
+    (graph,), (costs,) = record.graphs, record.costs
+    smaller = [op for op in graph.operators if not op.name.endswith("relu")]
+    operators, workspaces, seconds = list(graph.operators), list(costs.workspace_bytes), list(costs.seconds)
+    for op in smaller:
+        other = Implementation("output:test", op.implementations[0].inputs, exact=False)
+        operators[op.id] = dataclasses.replace(op, implementations=(*op.implementations, other))
+        workspaces[op.id] = (20000, 0)
+        seconds[op.id] = (*seconds[op.id], seconds[op.id][0])
+    graph = dataclasses.replace(graph, operators=tuple(operators))
+    costs = dataclasses.replace(costs, workspace_bytes=tuple(workspaces), seconds=tuple(seconds))
+    record = dataclasses.replace(record, graphs=(graph,), costs=(costs,))
+    lowest_bytes = planner.baseline(record).frugal.peak_bytes
+    options = Options(seconds=2.0, implementations=("exact",))
+    with pytest.raises(planner.BudgetBelowSmallest, match="part of the implementations") as refused:
+        planner.plan_step(record, lowest_bytes, options=options)
+    assert refused.value.smallest_bytes > lowest_bytes
+    plan = planner.plan_step(record, refused.value.smallest_bytes, options=options)
+    assert plan.planned_peak_bytes <= refused.value.smallest_bytes

@@ -6,6 +6,7 @@ made, and makes one more. ``Script`` is what trains it. By hand, from the folder
     python -m support.random_models 0 100    # seeds 0 to 99, each in a line; those that fail with the model's source
     python -m support.random_models 3 7 11   # these; two numbers are a range
     python -m support.random_models --small 0 100    # smaller models, as in the tests
+    python -m support.random_models --changed 0 100    # the script changes the model's outputs in place
     python -m support.random_models --show 7
 """
 
@@ -54,6 +55,7 @@ class Script:
         clipped: gradients are clipped.
         evaluates: after each second step there is a forward in evaluation.
         autocast: the forward runs in bfloat16.
+        changes_outputs: those that the loss is made of are changed in place before.
     """
 
     steps: int
@@ -67,6 +69,7 @@ class Script:
     clipped: bool
     evaluates: bool
     autocast: bool
+    changes_outputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +348,10 @@ def train(make: Callable[[], nn.Module], how: Script) -> Outcome:
             with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast):
                 outputs = model(*batch)
             used = outputs[: how.used_outputs[step % len(how.used_outputs)]]
+            if how.changes_outputs:
+                for o in used:
+                    o.mul_(0.9).add_(0.1)
+                del o
             loss = sum(
                 (o.float().square().mean() for o in used if o.requires_grad), torch.zeros((), requires_grad=True)
             )
@@ -423,16 +430,23 @@ def freeze() -> None:
     gc.freeze()
 
 
-def check(seed: int, *, small: bool = False) -> str:
+def check(seed: int, *, small: bool = False, changed: bool = False) -> str:
     """Train a seed's model plainly and within a budget; how it went in a line.
+
+    ``changed``: the script changes the model's outputs in place; nothing is compared where eager refuses that.
 
     Raises:
         AssertionError: not as plainly, or beyond the budget.
     """
     freeze()
-    text, how = source(seed, small=small), script(seed, small=small)
+    text, how = source(seed, small=small), replace(script(seed, small=small), changes_outputs=changed)
     model = model_class(text)
-    plain = train(model, how)
+    try:
+        plain = train(model, how)
+    except RuntimeError as refused:
+        if not changed or "modified by an inplace operation" not in str(refused) and "a view" not in str(refused):
+            raise
+        return f"eager refuses it: {str(refused).splitlines()[0]}"
     budget = BUDGET
     for _ in range(3):
         smallest = 0
@@ -463,8 +477,8 @@ def check(seed: int, *, small: bool = False) -> str:
 
 def main(words: list[str]) -> int:
     """Run seeds by hand; the number of those that fail."""
-    small = "--small" in words
-    words = [word for word in words if word != "--small"]
+    small, changed = "--small" in words, "--changed" in words
+    words = [word for word in words if word not in ("--small", "--changed")]
     if words[:1] == ["--show"]:
         print(source(int(words[1]), small=small), script(int(words[1]), small=small), sep="\n")
         return 0
@@ -473,7 +487,7 @@ def main(words: list[str]) -> int:
     seeds = range(int(words[0]), int(words[1])) if len(words) == 2 else map(int, words)
     for seed in seeds:
         try:
-            print(seed, check(seed, small=small), flush=True)
+            print(seed, check(seed, small=small, changed=changed), flush=True)
         except Exception as error:  # noqa: BLE001 (the next seed is tried)
             failed += 1
             print(
