@@ -1,9 +1,7 @@
-"""The page of ``monetrun explain --html`` and of ``--report``: what it is made from, and that a browser shows it."""
+"""The page of ``monetrun explain --html`` and of ``--report``: what it is made from."""
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 
@@ -99,22 +97,3 @@ def test_a_report_folder_is_tried_before_training_and_filled_after_it(tmp_path, 
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--report .*file: "):
         check_folder(str(tmp_path / "file"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_a_browser_shows_the_chart_and_the_tables(tmp_path, plan):
-    (tmp_path / "page.html").write_text(page_of(plan, RECORD, MEASURED, "the plan"))
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
-    command = ["chromium", *words, f"--user-data-dir={tmp_path / 'user'}", f"file://{tmp_path / 'page.html'}"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    for text in (
-        "planned peak",
-        "Memory over the step",
-        "runs again",
-        "block0",
-        "Planned and measured, rank 0",
-        "again)",
-    ):
-        assert text in shown
-    assert shown.count("<path") == 3  # two profiles, of which one is filled

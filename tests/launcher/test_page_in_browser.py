@@ -1,0 +1,140 @@
+"""The page in headless Chromium: what it shows, its keys, and screenshots that are compared with those kept here.
+
+After the page has been changed, keep new ones, and look at them; from the folder ``tests``::
+
+    PYTHONPATH=. python launcher/test_page_in_browser.py
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageChops
+
+from monetrun.core.graph import BACKWARD, FORWARD
+from monetrun.core.plan import GraphPlan, Plan
+from monetrun.core.step import replay
+from monetrun.launcher.page import page_of
+from monetrun.planning import planner
+from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
+from monetrun.planning.ledger import ledger
+from monetrun.solve.cut import dropping
+from support.step_records import chain_record
+
+KEPT = Path(__file__).with_name("screenshots")
+RECORD = chain_record(64)
+# name: width, height and whether the user prefers dark
+VIEWS = {"light": (1000, 1720, False), "dark": (1000, 1720, True), "narrow": (480, 2000, False)}
+CELL = 10  # pixels on a side
+UNLIKE, FEW = 16, 0.005  # of 255, and the share of cells that may be so: edges of letters differ among releases
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed"),
+]
+
+
+def page() -> str:
+    """The page of a plan that no search decides: what four layers save is computed again."""
+    (graph,) = RECORD.graphs
+    schedule = planner.baseline(RECORD).plain_schedules[0]
+    inner = [op.outputs[0] for op in graph.operators[: graph.forward_count] if op.name.startswith(("block0", "block1"))]
+    schedule = dropping(graph, schedule, set(inner))
+    timeline, base = replay(RECORD, [schedule]), planner.baseline(RECORD)
+    plan = Plan(
+        graphs=(GraphPlan.of(graph, schedule),),
+        budget_bytes=21500,
+        plain_peak_bytes=base.plain.peak_bytes,
+        planned_peak_bytes=timeline.peak_bytes,
+        overhead=timeline.seconds / base.plain.seconds - 1.0,
+        bound=0.05,
+        status="feasible",
+        solver="hierarchical",
+        device="cpu",
+        torch_version=RECORD.torch_version,
+        ledger=ledger(RECORD, timeline.peak_bytes),
+    )
+    ranks = [
+        RankIntervals(rank, (Interval(FORWARD, "Net", 10, 2000, 10, 1990), Interval(BACKWARD, "Net", 9, 2100, 9, 2100)))
+        for rank in range(2)
+    ]
+    return page_of(plan, RECORD, MeasuredStep(tuple(ranks)), "train.py --lr 0.1")
+
+
+def chromium(folder: Path, text: str, *words: str) -> str:
+    """What Chromium prints for a page."""
+    file = folder / "page.html"
+    file.write_text(text)
+    calm = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+    command = ["chromium", "--headless", *calm, f"--user-data-dir={folder / 'user'}", *words, f"file://{file}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def screenshot(folder: Path, view: str) -> Image.Image:
+    """The page as a view shows it."""
+    width, height, dark = VIEWS[view]
+    shown = [f"--window-size={width},{height}", f"--blink-settings=preferredColorScheme={int(not dark)}"]
+    chromium(folder, page(), "--force-device-scale-factor=1", *shown, f"--screenshot={folder / 'shot.png'}")
+    return Image.open(folder / "shot.png").convert("RGB")
+
+
+def unlike(one: Image.Image, other: Image.Image) -> float:
+    """The share of cells whose colours differ on average."""
+    assert one.size == other.size
+    cells = [image.resize((image.width // CELL, image.height // CELL), Image.Resampling.BOX) for image in (one, other)]
+    worst = ImageChops.difference(*cells).split()
+    shades = ImageChops.lighter(ImageChops.lighter(worst[0], worst[1]), worst[2])
+    histogram = shades.histogram()
+    return sum(histogram[UNLIKE:]) / sum(histogram)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_page_looks_as_it_was_last_seen(tmp_path, view):
+    found = screenshot(tmp_path, view)
+    kept = Image.open(KEPT / f"{view}.png").convert("RGB")
+    assert unlike(found, kept) <= FEW
+    without = found.copy()  # a chart less would be seen
+    without.paste(found.getpixel((2, 2)), (0, 300, found.width, 500))
+    assert unlike(without, kept) > FEW
+
+
+def test_a_browser_shows_the_chart_and_the_tables(tmp_path):
+    shown = chromium(tmp_path, page(), "--dump-dom")
+    for text in (
+        "planned peak",
+        "Memory over the step",
+        "runs again",
+        "block0",
+        "Planned and measured, rank 0",
+        "again)",
+    ):
+        assert text in shown
+    assert shown.count("<path") == 3  # two profiles, of which one is filled
+
+
+def test_the_arrow_keys_go_through_the_step(tmp_path):
+    press = "document.querySelector('svg').dispatchEvent(new KeyboardEvent('keydown', {key: 'KEY', bubbles: true}))"
+
+    def shown(*keys: str) -> int:
+        script = ";".join(press.replace("KEY", key) for key in keys)
+        dom = chromium(tmp_path, page().replace("</body>", f"<script>{script}</script></body>"), "--dump-dom")
+        at = dom.index(" of 3", dom.index("</svg>"))
+        return int(dom[dom.rindex(">", 0, at) + 1 : at])
+
+    first = shown()
+    assert shown("ArrowRight") == first + 1
+    assert shown("ArrowRight", "ArrowLeft", "ArrowLeft") == first - 1
+
+
+if __name__ == "__main__":
+    KEPT.mkdir(exist_ok=True)
+    for name in VIEWS:
+        with tempfile.TemporaryDirectory() as folder:
+            colours = screenshot(Path(folder), name).quantize(64, dither=Image.Dither.NONE)
+            colours.save(KEPT / f"{name}.png", optimize=True)
+    sys.stdout.write(f"{KEPT}\n")
