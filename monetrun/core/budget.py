@@ -102,7 +102,7 @@ def _parsed(text: str) -> Budget:
 def _whole_bytes(number: Decimal, unit: str, text: str) -> int:
     if not unit:
         if number != number.to_integral_value():
-            raise ValueError("is not a whole number of bytes and has no unit")
+            raise ValueError(f"has no unit: {text}x (of the plain peak), {text}GiB, ...")
         if number < _LEAST_PLAIN_BYTES:
             raise ValueError(f"is {number} bytes: write its unit ({text}GiB, {text}%, ...)")
     nbytes = number * _UNITS[unit or "b"]

@@ -296,6 +296,8 @@ def _known(job: Job, base: planner.Baseline) -> list[tuple[Schedule, ...]]:
 
 def _print_decision(job: Job, decision: Decision) -> None:
     name = Path(job.options.script).name
+    if warning := memory.more_than_there_is(job.budget, job.ranks):
+        print(f"monetrun: warning: {warning}", file=sys.stderr, flush=True)
     if decision.plan is not None:
         job.print_plan(f"monetrun  {name}{_FROM_CACHE * job.from_cache}")
     elif decision.mode == PLAIN and decision.plain is not None and not job.options.quiet:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from monetrun.core.budget import AUTO, BYTES, CUDA_RESERVE_BYTES, SHARE_OF_FREE, Budget, resolve
+from monetrun.core.budget import AUTO, BYTES, CUDA_RESERVE_BYTES, SHARE_OF_FREE, Budget, format_bytes, resolve
+from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
 from monetrun.launcher.ranks import Ranks
 from monetrun.machine.device import query, smallest
@@ -71,3 +72,15 @@ def _reserve_bytes(ranks: Ranks, plain: PlainPeaks | None) -> int:
 def given_bytes(budget: Budget) -> int:
     """The budget if it was given in bytes, else 0."""
     return int(budget.value) if budget.kind == BYTES else 0
+
+
+def more_than_there_is(budget: Budget, ranks: Ranks) -> str:
+    """A warning where a budget in bytes is more than a rank's device has; else nothing."""
+    try:
+        info = smallest(query(ranks.kind, ranks.local)) if budget.kind == BYTES else None
+    except DeviceQueryFailed:
+        return ""
+    if info is None or budget.value <= info.total_bytes:
+        return ""
+    has = f"the {format_bytes(info.total_bytes)} that a rank has on {info.device}"
+    return f"the budget {budget.text} is more than {has}: it bounds nothing"

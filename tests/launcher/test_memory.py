@@ -1,6 +1,7 @@
 """How much of a GPU a launch may use: of the script's own device, less what it takes beside the allocator."""
 
 from monetrun.core.budget import CUDA_RESERVE_BYTES, parse
+from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import memory
 from monetrun.launcher.ranks import Ranks
@@ -40,3 +41,17 @@ def test_without_a_measured_plain_run_a_reserve_is_left(monkeypatch):
         memory.budget_bytes(parse("auto"), Ranks("cuda", 1, 1), 0, plain(0, outside=0)),
     ):
         assert found == FREE[0] - CUDA_RESERVE_BYTES
+
+
+def test_a_budget_that_is_more_than_the_device_has_is_warned_of(monkeypatch):
+    query(monkeypatch)
+    one = Ranks("cuda", 1, 1)
+    assert memory.more_than_there_is(parse("17GiB"), one).startswith("the budget 17GiB is more than the 16.0 GiB")
+    for budget in ("16GiB", "2x", "auto"):
+        assert not memory.more_than_there_is(parse(budget), one)
+
+    def failing(kind, ranks):
+        raise DeviceQueryFailed("no driver", "install one")
+
+    monkeypatch.setattr(memory, "query", failing)
+    assert not memory.more_than_there_is(parse("17GiB"), one)

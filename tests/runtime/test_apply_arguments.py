@@ -16,7 +16,7 @@ _REFUSED = [
     (nn.Linear(2, 2), None, TypeError, "the second argument is None, a NoneType, expected a budget (auto |"),
     (nn.Linear(2, 2), True, TypeError, "the second argument is True, a bool, expected a budget"),
     (nn.Linear(2, 2), "12 furlongs", BudgetSyntaxError, "the budget '12 furlongs' has no unit that is known"),
-    (nn.Linear(2, 2), 0.6, BudgetSyntaxError, "the budget '0.6' is not a whole number of bytes"),
+    (nn.Linear(2, 2), 0.6, BudgetSyntaxError, "the budget '0.6' has no unit: 0.6x"),
     (nn.Linear(2, 2), "p0.json", UsageError, "parse_plan(pathlib.Path('p0.json').read_text())"),
 ]
 _OPTIONS = [
