@@ -80,6 +80,17 @@ class Room:
         if self._optimizer_steps % self._optimizers == 0:
             self._calls.clear()
 
+    def held_before(self, fingerprint: str) -> Shortage | None:
+        """A graph's forward begins in a step that is not bounded: what is held, where that is more than planned."""
+        number = self._calls[fingerprint]
+        self._calls[fingerprint] += 1
+        needs = self._needs.get(fingerprint)
+        first, self._first = self._first, False
+        if not first or not needs or not self.meter.exact:
+            return None
+        found = Shortage(fingerprint, self.meter.current_bytes(), needs[min(number, len(needs) - 1)])
+        return found if found.excess_bytes > 0 else None
+
     def shortage(self, fingerprint: str) -> Shortage | None:
         """A graph's forward begins: whether too much is held for its step, also after a garbage collection."""
         number = self._calls[fingerprint]

@@ -190,12 +190,14 @@ class RunningPlan:
             MemoryShort: more is held than its step has room for.
         """
         self.enforcement.enforce(suspended=fingerprint in self._estimated)
-        shortage = self.room.shortage(fingerprint) if self.enforcement.holds else None
+        holds = self.enforcement.holds
+        shortage = self.room.shortage(fingerprint) if holds else self.room.held_before(fingerprint)
         if shortage is None:
             return
         plain = moved_memory.plain_peak_beside(self.plan, shortage)
-        self._follow_plain_peak(plain, f"{format_bytes(shortage.excess_bytes)} more are held before a forward")
-        if shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_bytes:
+        why = f"{format_bytes(shortage.excess_bytes)} more are held before a forward"
+        self._follow_plain_peak(plain, why, estimated=not holds)
+        if holds and shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_bytes:
             raise MemoryShort("too much is held for this schedule", "monetrun plans again", shortage=shortage)
 
     def make_room(self, shortage: Shortage) -> None:

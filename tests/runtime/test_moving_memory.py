@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from monetrun.capture import cost, cpu_allocator
+from monetrun.capture.meter import meter_for
 from monetrun.core.errors import BudgetExceeded, InfeasibleBudget
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.options import Options
@@ -129,6 +130,29 @@ def test_a_share_is_of_the_largest_plain_peak_seen(capsys):
     assert plan.budget_bytes == pytest.approx(0.7 * plan.plain_peak_bytes, abs=1)
     assert engine.peak_bytes <= plan.budget_bytes
     assert "inputs of 1024x128: the plain run takes" in capsys.readouterr().err
+
+
+def test_a_share_that_is_an_estimate_follows_what_another_optimizer_comes_to_hold():
+    """Layers that are trained later: another graph, and an optimizer whose state is not there at its first step."""
+    meter, peaks = meter_for(torch.device("cpu")), []
+
+    def script():
+        meter.reset_peak()
+        model, _ = pair(10)
+        model.linears[:-1].requires_grad_(False)
+        model.norms[:-1].requires_grad_(False)
+        losses = []
+        for _ in range(2):
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+            losses += [step(model, optimizer, 512) for _ in range(3)]
+            model.requires_grad_(True)
+        peaks.append(meter.peaks().allocated_bytes)
+        return losses
+
+    held = meter.current_bytes()
+    plain, planned, engine = under("1x", script)
+    assert planned == plain
+    assert engine.plan.plain_peak_bytes - held == pytest.approx(peaks[0] - held, rel=0.05)
 
 
 @pytest.mark.slow
