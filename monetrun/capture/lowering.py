@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 
 from monetrun.capture.open_strides import TRACED_STRIDES, has_order, open_nodes
 from monetrun.capture.strides import FORM_BOUND, with_strides, with_strides_of
@@ -106,6 +107,18 @@ def own_outputs(graph: fx.Graph, count: int) -> None:
                 results[i] = graph.call_function(aten.detach.default, (node,))
             results[i].meta = dict(node.meta)
     output.args = (tuple(results),)
+
+
+def share_output_versions() -> None:
+    """While AOTAutograd compiles a forward: such results come to the script as they are.
+
+    It would give them another counter of changes in place than what they are views of: nobody would see that the script
+    changes what the backward reads.
+    """
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is not None:
+        metadata.unsafe_view_out_indices, metadata.num_unsafe_view_outputs = [], 0
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -24,6 +24,7 @@ from monetrun.capture.gradient_order import GradientOrder
 from monetrun.capture.guards import FailedGuards, Guards
 from monetrun.capture.in_turn import InTurn, Turns, in_turn
 from monetrun.capture.joint import JointGraph, capture
+from monetrun.capture.lowering import share_output_versions
 from monetrun.capture.open_sizes import FixedSizes, OpenSizes, has_open_sizes
 from monetrun.capture.output_gradients import AbsentGradients, stay_absent
 from monetrun.capture.regions import note_regions
@@ -250,6 +251,7 @@ class Backend:
         return modules, traced
 
     def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        share_output_versions()
         if isinstance(opened := module.meta["monetrun"], OpenSizes):
             return opened.forward
         number, guards = module.meta["monetrun"]

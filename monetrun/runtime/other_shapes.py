@@ -72,7 +72,7 @@ class OtherShapes:
         seconds are estimated.
         """
         joint = new.joint
-        used = adaptation.signatures_used(joint, new.ruled_out.without(joint.graph), new.plan)
+        used = adaptation.signatures_used(joint, new.ruled_out.without_in(joint, joint.graph), new.plan)
         step = self._step(new, {**self.known, **self._measured(joint, 0, used)})
         plain = [plain_schedule(g) for g in new.record.graphs] if new.record is not None else []
         outside = adaptation.outside(joint, new.record, plain)
@@ -82,7 +82,7 @@ class OtherShapes:
         """The step under the plan's schedules; what is not in ``known`` is estimated."""
         joint, meter = new.joint, self.steps.meter
         known = {**known, **{s: cost.estimate(*timed) for s, timed in joint.timed.items() if s not in known}}
-        graph = new.ruled_out.without(cost.as_tried(joint, known))
+        graph = new.ruled_out.without_in(joint, cost.as_tried(joint, known))
         costs = cost.costs_of(joint, known, str(self.device))
         outside = adaptation.outside(joint, new.record, [g.schedule for g in new.plan.graphs])
         return adaptation.step_of(graph, costs, meter.current_bytes(), outside, meter.exact)

@@ -32,7 +32,7 @@ from monetrun.planning.intervals import Stretch
 from monetrun.runtime import sharding
 from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.resharding import ShardingRecorder, with_lingering_copies
-from monetrun.runtime.ruled_out import usable_now
+from monetrun.runtime.ruled_out import changeable, usable_now
 from monetrun.runtime.stretches import StretchMeter
 from monetrun.solve import greedy
 
@@ -314,18 +314,8 @@ def _most_frugal(joint: JointGraph, budget: Budget | None, held_bytes: int) -> S
         enough = 0.5 * (budget.value - held_bytes)
     elif budget is not None and budget.kind == SHARE_OF_PLAIN:
         enough = 0.5 * budget.value * plain_timeline(joint.graph, costs).peak_bytes
-    allowed = without_reading_again(without(joint.graph, unknown), _changeable(joint))
+    allowed = without_reading_again(without(joint.graph, unknown), changeable(joint))
     return greedy.most_frugal(allowed, costs, enough_bytes=max(0, int(enough)))
-
-
-def _changeable(joint: JointGraph) -> set[int]:
-    """Outputs, and inputs without gradients, but no parameters, buffers, and what the plain step's backward reads."""
-    pairs = zip(joint.primals, joint.gradients, strict=False)
-    found = {joint.storage.get(p) for p, gradient in pairs if not isinstance(gradient, fx.Node)} & joint.transient
-    found |= {joint.storage.get(n) for n in joint.outputs if isinstance(n, fx.Node)}
-    return {t for t in found if t is not None} - {
-        t for op in joint.graph.operators if op.phase == BACKWARD for t in op.inputs
-    }
 
 
 def estimated(joint: JointGraph) -> Costs:

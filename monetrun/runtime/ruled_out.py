@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import fx
+
 from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
-from monetrun.core.graph import Graph
-from monetrun.core.left_out import without
+from monetrun.core.graph import BACKWARD, Graph
+from monetrun.core.left_out import without, without_reading_again
 from monetrun.core.step import StepRecord
 
 
@@ -17,6 +19,7 @@ class RuledOut:
     def __init__(self) -> None:
         self._known: set[tuple[str, int, str]] = set()  # (structural fingerprint, operator, implementation's name)
         self._read_changed: set[tuple[str, int]] = set()  # (structural fingerprint, operator)
+        self._recorded: set[str] = set()  # structural fingerprints
 
     def add_failed(self, failed: FailedGuards) -> None:
         """Remember the implementations of guards that failed."""
@@ -30,6 +33,7 @@ class RuledOut:
         for graph in record.graphs:
             unusable = [(op.id, impl.name) for op in graph.operators for impl in op.implementations if not impl.usable]
             structure = graph.structural_fingerprint
+            self._recorded.add(structure)
             self._known |= {(structure, *which) for which in unusable}
             self._read_changed |= {(structure, op.id) for op in graph.operators if op.reads_changed}
 
@@ -46,6 +50,16 @@ class RuledOut:
         graph = replace(graph, operators=tuple(changed)) if concerned else graph
         return without(graph, {(op, k) for op, k, name in named if (structure, op, name) in self._known})
 
+    def without_in(self, joint: JointGraph, graph: Graph) -> Graph:
+        """``without`` of a graph of ``joint``, which the plan may not have.
+
+        Nobody has seen what the script changes of another structure's inputs and outputs: nothing that it may change is
+        read again.
+        """
+        if self._recorded and graph.structural_fingerprint not in self._recorded:
+            graph = without_reading_again(graph, changeable(joint))
+        return self.without(graph)
+
     def record_without(self, record: StepRecord) -> StepRecord:
         """``record`` with such graphs."""
         return replace(record, graphs=tuple(self.without(g) for g in record.graphs))
@@ -55,3 +69,13 @@ def usable_now(joint: JointGraph, graph: Graph) -> Graph:
     """``graph``, in which implementations whose guards fail for the present weights are not usable."""
     failed = joint.guards.failed()
     return graph if failed is None else without(graph, failed.implementations)
+
+
+def changeable(joint: JointGraph) -> set[int]:
+    """Outputs, and inputs without gradients, but no parameters, buffers, and what the plain step's backward reads."""
+    pairs = zip(joint.primals, joint.gradients, strict=False)
+    found = {joint.storage.get(p) for p, gradient in pairs if not isinstance(gradient, fx.Node)} & joint.transient
+    found |= {joint.storage.get(n) for n in joint.outputs if isinstance(n, fx.Node)}
+    return {t for t in found if t is not None} - {
+        t for op in joint.graph.operators if op.phase == BACKWARD for t in op.inputs
+    }
