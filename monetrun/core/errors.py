@@ -25,8 +25,31 @@ Only the command line prints them; all other packages raise.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
+
+_OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(?: (?P<value>\d[\w.%]*|exact|hierarchical)(?=$|[\s,;:)]))?")
+_as_arguments = False
+
+
+def word_as_arguments(wanted: bool) -> None:
+    """Whether messages name options as ``monetrun.apply`` takes them; else as the command line does."""
+    global _as_arguments
+    _as_arguments = wanted
+
+
+def worded(text: str) -> str:
+    """A message with its options as they are given here: ``--implementations exact``, ``implementations="exact"``."""
+
+    def argument(found: re.Match[str]) -> str:
+        name, value = found["name"].replace("-", "_"), found["value"]
+        if value is None:
+            return name
+        given = value if value.isdecimal() else f'"{value}"'
+        return given if name == "budget" else f"{name}={given}"
+
+    return _OPTION.sub(argument, text) if _as_arguments else text
 
 
 class MonetrunError(Exception):
@@ -45,7 +68,7 @@ class MonetrunError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+        return worded(f"{self.message}\n  {self.hint}" if self.hint else self.message)
 
 
 class UsageError(MonetrunError):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from monetrun.core.errors import CaptureFailed
+from monetrun.core.errors import CaptureFailed, worded
 from monetrun.runtime.settings import PROBE, Settings
 
 _SLOW_SECONDS = 2.0  # what takes longer is told
@@ -40,13 +40,13 @@ class Reporter:
     def tell(self, message: str) -> None:
         """As ``warn``, of what needs no attention; the caller sees to it that this is done once."""
         if self.settings.rank == 0 and self.settings.mode != PROBE and not self.settings.quiet:
-            print(f"monetrun: {message}", file=sys.stderr, flush=True)
+            print(f"monetrun: {worded(message)}", file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:
         """Print a line on stderr about this rank's memory. A trial run prints nothing."""
         if self.settings.mode != PROBE and not self.settings.quiet:
             rank = f" (rank {self.settings.rank})" if self.settings.world_size > 1 else ""
-            print(f"monetrun{rank}: {message}", file=sys.stderr, flush=True)
+            print(f"monetrun{rank}: {worded(message)}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def if_slow(self, what: str) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from monetrun.capture import cpu_allocator, double_backward, fake_tensors, roofline
-from monetrun.core.errors import BudgetExceeded, CaptureFailed
+from monetrun.core.errors import BudgetExceeded, CaptureFailed, word_as_arguments
 from monetrun.core.imports import without_collection
 from monetrun.core.log_lines import print_warnings
 from monetrun.runtime import agreement, apply_arguments, candidates, hooks, planned_calls, sharding, unplannable_use
@@ -93,8 +93,7 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     copies and pickles are as before.
 
     Models applied with the same budget and options share the budget. With others the former planning ends, and all
-    models that are trained are planned anew. In a process that the launcher started its budget holds: ``model`` is
-    given back as it is.
+    that are trained are planned anew. In a process that the launcher started, ``model`` is given back as it is.
 
     Args:
         model: already on its device. What wraps it (DistributedDataParallel) may be put around it before or after.
@@ -124,6 +123,7 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     if _session is None:
         _session = Session(settings, plan)
         _session.watch_process()
+        word_as_arguments(True)
         print_warnings()
     try:
         for optimizer in hooks.optimizers_of(model):
@@ -143,6 +143,7 @@ def close() -> dict[str, Any]:
         ``planned_peak_bytes``, ``planned_overhead``, ``measured_peak_bytes`` and ``steps``. Empty: there was no plan;
         a warning says why.
     """
+    word_as_arguments(False)
     if _session is None or _launched:
         return {}
     engine = _session.engine

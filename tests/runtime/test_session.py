@@ -349,7 +349,7 @@ def test_an_impossible_second_budget_is_refused():
     monetrun.apply(model, "0.05x", solver_seconds=1.0)
     try:
         step(model, optimizer, 64)
-        with pytest.raises(InfeasibleBudget):
+        with pytest.raises(InfeasibleBudget, match='fits: "'):  # as it is given here, without an option's dashes
             step(model, optimizer, 64)
     finally:
         monetrun.close()
