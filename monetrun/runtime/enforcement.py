@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -123,6 +124,15 @@ class Enforcement:
         if not settings.expandable:
             return self._budget_bytes
         return min(self._budget_bytes, max(self._pool.planned_bytes, self._budget_bytes - settings.large_segment_bytes))
+
+    @contextlib.contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """A context in which nothing is bounded: what the plain step takes has to be measured first."""
+        set_limit(self.device, None)
+        try:
+            yield
+        finally:
+            self.hold_pool()
 
     def hold_pool(self) -> None:
         """On CUDA the plan's pool is reserved, no more and no less; a step that is held to the budget stays so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +49,7 @@ class OtherShapes:
         steps: measures the steps under the plan.
         known: measured costs, by the operators' signatures; those of new shapes are added.
         note: called with a line for the user.
+        unbounded: gives a context without the limit, if the budget is a share: of what is not known yet.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class OtherShapes:
         steps: StepMeter,
         known: dict[str, OperatorCost],
         note: Callable[[str], None],
+        unbounded: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.settings = settings
         self.device = device
         self.steps = steps
         self.known = known
         self.note = note
+        self.unbounded = unbounded
         self._held_more: dict[str, int] = {}  # by fingerprint: bytes that may come to be held beside what is there
 
     def step(self, new: NewGraph) -> tuple[StepRecord, int]:
@@ -88,10 +92,14 @@ class OtherShapes:
         return adaptation.step_of(graph, costs, meter.current_bytes(), outside, meter.exact)
 
     def _measured(self, joint: JointGraph, rounds: int, only: Collection[str] | None = None) -> dict[str, OperatorCost]:
-        """What is measured of a graph now; nothing where more than the budget is held: the refusal names the bytes."""
+        """What is measured of a graph now; nothing where more than the budget is held: the refusal names the bytes.
+
+        A call that finds no memory is estimated; under a share of what is not known yet, each finds some.
+        """
         self.steps.interrupt()
         try:
-            return cost.measure(joint, self.known, self.steps.meter, self.device, rounds=rounds, only=only)
+            with self.unbounded():
+                return cost.measure(joint, self.known, self.steps.meter, self.device, rounds=rounds, only=only)
         except torch.OutOfMemoryError:
             return {}
         finally:
