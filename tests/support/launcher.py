@@ -21,6 +21,10 @@ import psutil
 MONETRUN, TORCHRUN = "monetrun", "torch.distributed.run"
 LIMIT_SECONDS = 300.0  # for one launch: where ranks wait for each other, torch does for half an hour
 
+# what a rank of torch's may print as it ends, in about one launch of a thousand, under torchrun as well: a thread of
+# torch's own is still there, and the process is aborted
+_ABORTED = "terminate called without an active exception"
+
 # variables that are read when libraries are loaded, before torch is imported
 _OF_LIBRARIES = ("LD_", "STANDIN_GPU")
 _servers: dict[object, subprocess.Popen[str]] = {}
@@ -32,15 +36,17 @@ def run(
     expect: int | None = 0,
     environment: Mapping[str, str] | None = None,
     number: int = 0,
+    again: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m MODULE WORDS`` in the present folder.
 
     Args:
         module: ``MONETRUN`` or ``TORCHRUN``.
         words: of the command line.
-        expect: the exit code; None: any.
+        expect: the exit code; None: any. A launch that ends otherwise since torch aborts a rank is made once more.
         environment: the present one by default.
         number: what runs at the same time has different ones.
+        again: it may be made once more.
     """
     variables = dict(os.environ if environment is None else environment)
     with tempfile.TemporaryDirectory() as outputs:
@@ -65,6 +71,8 @@ def run(
         assert ended, f"it did not end within {LIMIT_SECONDS} s: {out}\n{err}"
         assert answer, "the process that launches has ended"
     done = subprocess.CompletedProcess([module, *map(str, words)], json.loads(answer), out, err)
+    if again and expect not in (None, done.returncode) and _ABORTED in err:
+        return run(module, *words, expect=expect, environment=environment, number=number, again=False)
     assert expect is None or done.returncode == expect, done.stderr
     return done
 
