@@ -26,7 +26,7 @@ from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
 from monetrun.runtime import resharding, sharding, unplannable_use
-from monetrun.runtime.trigger import Nesting, Trigger, is_training
+from monetrun.runtime.trigger import Nesting, Trigger, frozen, is_training
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
     from monetrun.runtime.backend import Backend
@@ -95,8 +95,8 @@ class PlannedCall:
         self._run: Any = None
         self._unsettled = 0  # calls that captured something
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
-        self._compiled: dict[tuple[bool, type, bool, bool, bool], tuple[int, Backend, Any]] = {}
-        self._said = False
+        self._compiled: dict[tuple[Any, ...], tuple[int, Backend, Any]] = {}
+        self._said, self._frozen = False, frozen(module)
         self._sharded = sharding.is_sharded(module)
         self._without_hooks = self._sharded  # hooks run in Python, and the forward alone is captured
         if path in engine.breaks:
@@ -170,6 +170,8 @@ class PlannedCall:
                 return run_as_it_is(*args, **kwargs)
             if engine.running is not None:
                 engine.running.room.call_begins()
+            if (now := frozen(module)) != self._frozen:
+                self._frozen, self._generation = now, -1
             if self._generation == engine.generation and self.backend and (failed := self.backend.failed_guards()):
                 engine.plan_without(failed)
             slow: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -214,7 +216,7 @@ class PlannedCall:
 
         generation, whole = self.engine.generation, self.broken is None
         shared = (self.model or self)._compiled
-        key = (self.model is None, type(self.module()), whole, self.as_compiled, self._without_hooks)
+        key = (self.model is None, type(self.module()), whole, self.as_compiled, self._without_hooks, self._frozen)
         if key not in shared or shared[key][0] != generation:
             backend = self.engine.backend(self.name)
             compiler = backend if whole else or_as_it_is(backend, self.reporter.give_up)

@@ -76,3 +76,12 @@ class Trigger:
         module = self.module()
         if module is not None and module._compiled_call_impl is self:  # type: ignore[comparison-overlap]
             module._compiled_call_impl = None
+
+
+# torch 2.11 does not look whether parameters are trained now that were not when a model was compiled
+_UNSEEN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+
+
+def frozen(module: nn.Module) -> tuple[bool, ...]:
+    """Which parameters of a module are not trained, where TorchDynamo does not compile it anew for others; else ()."""
+    return tuple(not p.requires_grad for p in module.parameters()) if _UNSEEN else ()
