@@ -170,8 +170,7 @@ class PlannedCall:
                 return run_as_it_is(*args, **kwargs)
             if engine.running is not None:
                 engine.running.room.call_begins()
-            if (now := frozen(module)) != self._frozen:
-                self._frozen, self._generation = now, -1
+            _compile_anew_for_others_trained(self, module)
             if self._generation == engine.generation and self.backend and (failed := self.backend.failed_guards()):
                 engine.plan_without(failed)
             slow: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -248,9 +247,13 @@ class PlannedCall:
     def close(self) -> None:
         """Have the module run as it is."""
         for call in (self, *self.parts):
-            module = call.module()
-            if module is not None and module._compiled_call_impl is call:  # type: ignore[comparison-overlap]
+            if (module := call.module()) is not None and module._compiled_call_impl is call:  # type: ignore[comparison-overlap]
                 module._compiled_call_impl = None
+
+
+def _compile_anew_for_others_trained(call: PlannedCall, module: nn.Module) -> None:
+    if (now := frozen(module)) != call._frozen:
+        call._frozen, call._generation = now, -1
 
 
 def _make_parts(call: PlannedCall) -> None:
