@@ -26,17 +26,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 _OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(?: (?P<value>\d[\w.%]*|exact|hierarchical)(?=$|[\s,;:)]))?")
-_as_arguments = False
+_arguments: Collection[str] = ()  # options that are given in Python, by name
 
 
-def word_as_arguments(wanted: bool) -> None:
-    """Whether messages name options as ``monetrun.apply`` takes them; else as the command line does."""
-    global _as_arguments
-    _as_arguments = wanted
+def word_as_arguments(names: Collection[str]) -> None:
+    """Have messages name these options as arguments; all others as the command line takes them."""
+    global _arguments
+    _arguments = names
 
 
 def worded(text: str) -> str:
@@ -44,12 +44,14 @@ def worded(text: str) -> str:
 
     def argument(found: re.Match[str]) -> str:
         name, value = found["name"].replace("-", "_"), found["value"]
+        if name not in _arguments:
+            return found[0]
         if value is None:
             return name
         given = value if value.isdecimal() else f'"{value}"'
         return given if name == "budget" else f"{name}={given}"
 
-    return _OPTION.sub(argument, text) if _as_arguments else text
+    return _OPTION.sub(argument, text)
 
 
 class MonetrunError(Exception):

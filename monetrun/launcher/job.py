@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -282,7 +281,7 @@ def as_it_is(job: Job, why: str) -> Decision | None:
     if instead is None:
         return None
     line, cap_bytes = instead
-    print(f"monetrun: warning: {why}; {line}", file=sys.stderr, flush=True)
+    report.warn(f"{why}; {line}")
     return Decision(PLAIN, job.budget, cap_bytes, None, None, None, plan_given=False)
 
 
@@ -297,7 +296,7 @@ def _known(job: Job, base: planner.Baseline) -> list[tuple[Schedule, ...]]:
 def _print_decision(job: Job, decision: Decision) -> None:
     name = Path(job.options.script).name
     if warning := memory.more_than_there_is(job.budget, job.ranks):
-        print(f"monetrun: warning: {warning}", file=sys.stderr, flush=True)
+        report.warn(warning)
     if decision.plan is not None:
         job.print_plan(f"monetrun  {name}{_FROM_CACHE * job.from_cache}")
     elif decision.mode == PLAIN and decision.plain is not None and not job.options.quiet:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 from monetrun.core import codec
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget, resolve, smallest
 from monetrun.core.errors import MonetrunError
-from monetrun.launcher import keys
+from monetrun.launcher import keys, report
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.job import Job
 from monetrun.launcher.progress import status
@@ -105,8 +104,7 @@ class Nodes:
         if shown and self._job.plan is not decision.plan:  # another node has decided
             _keep(self._job, decision)
             if self._job.options.plan_file and not decision.plan_given:
-                warning = f"--plan {self._job.options.plan_file} is not used: another node decides"
-                print(f"monetrun: warning: {warning}", file=sys.stderr, flush=True)
+                report.warn(f"--plan {self._job.options.plan_file} is not used: another node decides")
         return self._job.follow(decision, shown=shown)
 
     def _agreed(self, store: Any, rank: int, size: int) -> Decision:

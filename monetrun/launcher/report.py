@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,11 @@ def stdout_console() -> Console:
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console
+
+
+def warn(message: str) -> None:
+    """Print a warning on stderr, also with ``--quiet``."""
+    print(f"monetrun: warning: {message}", file=sys.stderr, flush=True)
 
 
 def table(*columns: str) -> Table:

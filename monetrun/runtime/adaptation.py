@@ -160,8 +160,11 @@ def is_known(joint: JointGraph, record: StepRecord | None) -> bool:
 
     Not where the model is not captured whole, nor where its forward takes another way than in the recorded step.
     """
-    if record is None or record.breaks:
-        return False
+    return record is not None and not record.breaks and is_recorded(joint, record)
+
+
+def is_recorded(joint: JointGraph, record: StepRecord) -> bool:
+    """Whether ``record`` has this graph, at these shapes or at others."""
     return any(g.structural_fingerprint == joint.graph.structural_fingerprint for g in record.graphs)
 
 

@@ -13,11 +13,13 @@ from monetrun.capture import cost
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.graph import Graph
+from monetrun.core.left_out import without_reading_again
 from monetrun.core.plan import Plan, Schedule, plain_schedule
 from monetrun.core.step import StepRecord
 from monetrun.runtime import adaptation, moved_memory
 from monetrun.runtime.room import Shortage
-from monetrun.runtime.ruled_out import RuledOut
+from monetrun.runtime.ruled_out import RuledOut, changeable
 from monetrun.runtime.settings import Settings
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.solve import greedy
@@ -39,6 +41,16 @@ class NewGraph:
     record: StepRecord | None
     plan: Plan
 
+    def allowed(self, graph: Graph) -> Graph:
+        """``graph`` (of ``joint``) without what is ruled out.
+
+        Nobody has seen what the script changes of the inputs and outputs of a graph that the record does not have:
+        nothing that it may change is read again.
+        """
+        if self.record is not None and not adaptation.is_recorded(self.joint, self.record):
+            graph = without_reading_again(graph, changeable(self.joint))
+        return self.ruled_out.without(graph)
+
 
 class OtherShapes:
     """Of one process.
@@ -49,7 +61,7 @@ class OtherShapes:
         steps: measures the steps under the plan.
         known: measured costs, by the operators' signatures; those of new shapes are added.
         note: called with a line for the user.
-        unbounded: gives a context without the limit, if the budget is a share: of what is not known yet.
+        unbounded: see ``Enforcement.unbounded``.
     """
 
     def __init__(
@@ -76,7 +88,7 @@ class OtherShapes:
         seconds are estimated.
         """
         joint = new.joint
-        used = adaptation.signatures_used(joint, new.ruled_out.without_in(joint, joint.graph), new.plan)
+        used = adaptation.signatures_used(joint, new.allowed(joint.graph), new.plan)
         step = self._step(new, {**self.known, **self._measured(joint, 0, used)})
         plain = [plain_schedule(g) for g in new.record.graphs] if new.record is not None else []
         outside = adaptation.outside(joint, new.record, plain)
@@ -86,7 +98,7 @@ class OtherShapes:
         """The step under the plan's schedules; what is not in ``known`` is estimated."""
         joint, meter = new.joint, self.steps.meter
         known = {**known, **{s: cost.estimate(*timed) for s, timed in joint.timed.items() if s not in known}}
-        graph = new.ruled_out.without_in(joint, cost.as_tried(joint, known))
+        graph = new.allowed(cost.as_tried(joint, known))
         costs = cost.costs_of(joint, known, str(self.device))
         outside = adaptation.outside(joint, new.record, [g.schedule for g in new.plan.graphs])
         return adaptation.step_of(graph, costs, meter.current_bytes(), outside, meter.exact)

@@ -82,25 +82,16 @@ class Room:
 
     def held_before(self, fingerprint: str) -> Shortage | None:
         """A graph's forward begins in a step that is not bounded: what is held, where that is more than planned."""
-        number = self._calls[fingerprint]
-        self._calls[fingerprint] += 1
-        needs = self._needs.get(fingerprint)
-        first, self._first = self._first, False
-        if not first or not needs or not self.meter.exact:
-            return None
-        found = Shortage(fingerprint, self.meter.current_bytes(), needs[min(number, len(needs) - 1)])
-        return found if found.excess_bytes > 0 else None
+        need = self._need(fingerprint)
+        found = None if need is None else Shortage(fingerprint, self.meter.current_bytes(), need)
+        return found if found is not None and found.excess_bytes > 0 else None
 
     def shortage(self, fingerprint: str) -> Shortage | None:
         """A graph's forward begins: whether too much is held for its step, also after a garbage collection."""
-        number = self._calls[fingerprint]
-        self._calls[fingerprint] += 1
-        needs = self._needs.get(fingerprint)
-        first, self._first = self._first, False
-        if not first or not needs or not self.meter.exact or self._repeated >= _MOST_REPEATS:
+        need = self._need(fingerprint)
+        if need is None or self._repeated >= _MOST_REPEATS:
             self._repeated = 0
             return None
-        need = needs[min(number, len(needs) - 1)]
         if self.meter.current_bytes() + need.planned_bytes <= self.limit_bytes:
             self._repeated = 0
             return None
@@ -111,3 +102,13 @@ class Room:
         self._calls[fingerprint] -= 1  # the call is repeated
         self._repeated += 1
         return Shortage(fingerprint, held, need)
+
+    def _need(self, fingerprint: str) -> ForwardNeed | None:
+        """What the step of a forward that begins needs; None where it is not looked at."""
+        number = self._calls[fingerprint]
+        self._calls[fingerprint] += 1
+        needs = self._needs.get(fingerprint)
+        first, self._first = self._first, False
+        if not first or not needs or not self.meter.exact:
+            return None
+        return needs[min(number, len(needs) - 1)]

@@ -9,7 +9,7 @@ from torch import fx
 from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
 from monetrun.core.graph import BACKWARD, Graph
-from monetrun.core.left_out import without, without_reading_again
+from monetrun.core.left_out import without
 from monetrun.core.step import StepRecord
 
 
@@ -19,7 +19,6 @@ class RuledOut:
     def __init__(self) -> None:
         self._known: set[tuple[str, int, str]] = set()  # (structural fingerprint, operator, implementation's name)
         self._read_changed: set[tuple[str, int]] = set()  # (structural fingerprint, operator)
-        self._recorded: set[str] = set()  # structural fingerprints
 
     def add_failed(self, failed: FailedGuards) -> None:
         """Remember the implementations of guards that failed."""
@@ -33,7 +32,6 @@ class RuledOut:
         for graph in record.graphs:
             unusable = [(op.id, impl.name) for op in graph.operators for impl in op.implementations if not impl.usable]
             structure = graph.structural_fingerprint
-            self._recorded.add(structure)
             self._known |= {(structure, *which) for which in unusable}
             self._read_changed |= {(structure, op.id) for op in graph.operators if op.reads_changed}
 
@@ -49,16 +47,6 @@ class RuledOut:
                 changed[op.id] = replace(op, replayable=False, reads_changed=True)
         graph = replace(graph, operators=tuple(changed)) if concerned else graph
         return without(graph, {(op, k) for op, k, name in named if (structure, op, name) in self._known})
-
-    def without_in(self, joint: JointGraph, graph: Graph) -> Graph:
-        """``without`` of a graph of ``joint``, which the plan may not have.
-
-        Nobody has seen what the script changes of another structure's inputs and outputs: nothing that it may change is
-        read again.
-        """
-        if self._recorded and graph.structural_fingerprint not in self._recorded:
-            graph = without_reading_again(graph, changeable(joint))
-        return self.without(graph)
 
     def record_without(self, record: StepRecord) -> StepRecord:
         """``record`` with such graphs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,8 +80,7 @@ class RunningPlan:
         self.room = Room(steps.meter)
         self.enforcement = Enforcement(device, steps.meter, note, of_plain=moved_memory.is_share(self._budget))
         self._frugal: tuple[Schedule, ...] | None = None  # the most frugal schedules of the record's graphs
-        unbounded = self.enforcement.unbounded if moved_memory.is_share(self._budget) else contextlib.nullcontext
-        self._other_shapes = OtherShapes(settings, device, steps, known, note, unbounded)
+        self._other_shapes = OtherShapes(settings, device, steps, known, note, self.enforcement.unbounded)
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
         self._estimated: set[str] = set()  # graphs whose steps are known in part, under a share of the plain peak
         self._ruled_out = RuledOut()

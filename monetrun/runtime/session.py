@@ -123,7 +123,7 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     if _session is None:
         _session = Session(settings, plan)
         _session.watch_process()
-        word_as_arguments(True)
+        word_as_arguments(("budget", *apply_arguments.OPTIONS))
         print_warnings()
     try:
         for optimizer in hooks.optimizers_of(model):
@@ -143,7 +143,7 @@ def close() -> dict[str, Any]:
         ``planned_peak_bytes``, ``planned_overhead``, ``measured_peak_bytes`` and ``steps``. Empty: there was no plan;
         a warning says why.
     """
-    word_as_arguments(False)
+    word_as_arguments(())
     if _session is None or _launched:
         return {}
     engine = _session.engine

@@ -123,9 +123,11 @@ def test_a_wrong_implementation_that_is_called_exact_is_found(checked):
     assert lines[2].startswith("  8 of 14 values are bitwise those of the plain step; the plan promises the plain step")
     too_much = [line.split()[:2] for line in lines if line.endswith("too much")]
     assert sorted(too_much) == [["gradient", f"{k}.0.{name}"] for k in range(3) for name in ("bias", "weight")]
-    rows = lines[1 + next(k for k, line in enumerate(lines) if line.lstrip().startswith("farthest from plan")) :]
+    at = next(k for k, line in enumerate(lines) if line.lstrip().startswith("farthest from plan"))
+    head, *rows = lines[at:]
     assert len(rows) == 10
-    assert all({"forward", "backward"} & set(row.split()) for row in rows)  # which ones depends on the machine's load
+    column = head.index("pass")  # names of operators may have blanks
+    assert {row[column:].split()[0] for row in rows} <= {"forward", "backward"}  # which ones depends on the load
     assert "not compared with float64: --no-float64 was given" in out
     assert "values of the planned step are not the plain step's, most of all gradient 0." in err
     assert "once more" not in err  # a second plain run would not explain it

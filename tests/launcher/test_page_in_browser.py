@@ -40,12 +40,12 @@ pytestmark = [
 
 
 def page() -> str:
-    """The page of a plan that no search decides: what four layers save is computed again."""
+    """The page of a plan that no search decides: what four operators give is computed again."""
     (graph,) = RECORD.graphs
-    schedule = planner.baseline(RECORD).plain_schedules[0]
+    base = planner.baseline(RECORD)
     inner = [op.outputs[0] for op in graph.operators[: graph.forward_count] if op.name.startswith(("block0", "block1"))]
-    schedule = dropping(graph, schedule, set(inner))
-    timeline, base = replay(RECORD, [schedule]), planner.baseline(RECORD)
+    schedule = dropping(graph, base.plain_schedules[0], set(inner))
+    timeline = replay(RECORD, [schedule])
     plan = Plan(
         graphs=(GraphPlan.of(graph, schedule),),
         budget_bytes=21500,

@@ -8,25 +8,10 @@ from torch import nn
 from monetrun.capture import cpu_allocator
 from support import random_models
 
-# others are run by hand: python -m support.random_models [--small] FIRST END; the latter of these have found something
+# others are run by hand: python -m support.random_models [--small] [--changed] FIRST END
 FOUND = (2, 4, 11, 13, 14, 18, 20, 21, 101, 106, 107, 114, 128, 133, 460, 1001)  # those that have found something
-SMALL = (
-    *range(24),
-    33,
-    70,
-    74,
-    132,
-    134,
-    156,
-    165,
-    213,
-    228,
-    254,
-    331,
-    5056,
-    5141,
-    7043,
-)  # the latter have found something
+FOUND_SMALL = (33, 70, 74, 132, 134, 156, 165, 213, 228, 254, 331, 5056, 5141, 7043)
+SMALL = (*range(24), *FOUND_SMALL)
 CHANGED = (7021, 7038, 7075)  # have found something where the script changes outputs in place
 _AVERAGE = "torch 2.11: a mean that a buffer is updated with differs in its last bit after the batch size has changed"
 _OLD = torch.__version__ < "2.12"

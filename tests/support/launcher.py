@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,8 +22,7 @@ import psutil
 MONETRUN, TORCHRUN = "monetrun", "torch.distributed.run"
 LIMIT_SECONDS = 300.0  # for one launch: where ranks wait for each other, torch does for half an hour
 
-# what a rank of torch's may print as it ends, in about one launch of a thousand, under torchrun as well: a thread of
-# torch's own is still there, and the process is aborted
+# what a rank has printed that was aborted as it ended, seldom, and under torchrun as well; its cause is not known
 _ABORTED = "terminate called without an active exception"
 
 # variables that are read when libraries are loaded, before torch is imported
@@ -43,7 +43,8 @@ def run(
     Args:
         module: ``MONETRUN`` or ``TORCHRUN``.
         words: of the command line.
-        expect: the exit code; None: any. A launch that ends otherwise since torch aborts a rank is made once more.
+        expect: the exit code; None: any. A launch that ends otherwise since a rank is aborted so is made once more,
+            with a warning.
         environment: the present one by default.
         number: what runs at the same time has different ones.
         again: it may be made once more.
@@ -72,6 +73,7 @@ def run(
         assert answer, "the process that launches has ended"
     done = subprocess.CompletedProcess([module, *map(str, words)], json.loads(answer), out, err)
     if again and expect not in (None, done.returncode) and _ABORTED in err:
+        warnings.warn(f"made once more: {done.args}: {err}", stacklevel=2)
         return run(module, *words, expect=expect, environment=environment, number=number, again=False)
     assert expect is None or done.returncode == expect, done.stderr
     return done
