@@ -24,9 +24,11 @@ from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.scalars import StepScalars
 from monetrun.runtime.settings import MEASURE, Settings
 
-# In the second step the optimizer's state is there. A trial ends with it: what a script does between steps (save, log)
-# should happen as seldom as possible twice. Where an optimizer steps more rarely than others, it waits a little for it.
-_STEPS, _MOST_STEPS = 2, 4
+# In the second step the optimizer's state is there, after which fragments can make what the allocator takes grow once
+# more: a trial ends with the first step from the third on in which that did not grow. It is as short as that, since
+# what a script does between steps happens twice. Where an optimizer steps more rarely, it waits a little for it.
+_STEPS, _MOST_STEPS = 3, 5
+_STEPS_WITHOUT_DEVICE = 2
 
 
 class PlainRun:
@@ -42,6 +44,8 @@ class PlainRun:
         self._steps: Counter[int] = Counter()  # of each optimizer, by its number
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._has_optimizer = False
+        self._ended = 0  # steps that all optimizers have made
+        self._reserved = 0  # the most reserved bytes at the end of the last of them
         self._backwards = 0
         self._undo = contextlib.ExitStack()
         self._reporter = Reporter(settings)
@@ -97,11 +101,21 @@ class PlainRun:
         """Count it. A trial ends once every optimizer has made its steps."""
         self._steps[self._numbers.setdefault(optimizer, len(self._numbers))] += 1
         fewest, most = min(self._steps.values()), max(self._steps.values())
-        enough = fewest >= _STEPS or most >= _MOST_STEPS
         if self.device is not None:
             self._scalars.step_ended(most)
-        if self.settings.mode == MEASURE and enough:  # without a device the script trains on the CPU
+        if self.settings.mode == MEASURE and self._has_seen_enough(fewest, most):
+            # without a device the script trains on the CPU
             probe.leave(None if self.device is None else self._peaks(), self.settings.record_file)
+
+    def _has_seen_enough(self, fewest: int, most: int) -> bool:
+        """Whether a trial has seen the steps that it is for: all optimizers have made ``fewest``, one made ``most``."""
+        if self.device is None:
+            return fewest >= _STEPS_WITHOUT_DEVICE or most >= _MOST_STEPS
+        if fewest > self._ended:
+            self._ended, before, self._reserved = fewest, self._reserved, self._peaks().reserved_bytes
+            if fewest >= _STEPS and self._reserved == before:
+                return True
+        return most >= _MOST_STEPS
 
     def _peaks(self) -> PlainPeaks:
         assert self.device is not None

@@ -156,6 +156,28 @@ def test_a_generator_and_a_critic_keep_the_budget_with_the_last_steps_samples(ma
 
 
 @pytest.mark.slow
+def test_the_plain_peak_has_what_the_allocator_takes_in_the_third_step(machine, tmp_path):
+    """Fragments make what is reserved grow after the second step; here it is the script's own history of batches."""
+    script = tmp_path / "grows.py"
+    script.write_text(
+        "import collections, json, torch\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "history = collections.deque(maxlen=3)\n"
+        "for step in range(8):\n"
+        "    history.append(torch.randn(16384, 512, device='cuda'))\n"
+        "    optimizer.zero_grad()\n"
+        "    model(history[-1]).sum().backward()\n"
+        "    optimizer.step()\n"
+        "print('DEVICE', json.dumps({'reserved': torch.cuda.max_memory_reserved()}))\n"
+    )
+    plain = held(subprocess.run([sys.executable, script], env=machine, capture_output=True, text=True))[0]
+    done = launch(machine, "--budget", "0.9x", str(script))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert report(done)["plain_reserved_bytes"] == pytest.approx(plain["reserved"], rel=0.005)
+
+
+@pytest.mark.slow
 def test_a_script_that_trains_on_the_cpu_is_planned_there_and_its_trials_end(machine, tmp_path):
     """The plain trial finds no device to measure, and ends after its steps instead of training to the end."""
     script = tmp_path / "on_the_cpu.py"
