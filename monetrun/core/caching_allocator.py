@@ -143,6 +143,11 @@ class CachingAllocator:
         self._heap.merge(block, block.next)
         self._heap.keep_free(block)
 
+    def free_all(self) -> None:
+        """Give back every block that is in use."""
+        for address in [block.start for block in self._heap.blocks.values() if block.allocated]:
+            self.free(address)
+
     def empty_cache(self) -> None:
         """Release all cached memory, as ``torch.cuda.empty_cache``."""
         for pool in (self._heap.pools[False], self._heap.pools[True]):

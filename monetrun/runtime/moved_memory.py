@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from monetrun.capture.allocator_history import blocks
 from monetrun.capture.joint import JointGraph
 from monetrun.core.budget import SHARE_OF_PLAIN, format_budget, format_bytes, parse, resolve
 from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime, own_faults
 from monetrun.core.options import Options
+from monetrun.core.plain_heap import PlainHeap
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import HELD_SINCE, StepRecord, replay
@@ -63,30 +65,69 @@ def is_share(budget: str) -> bool:
     return bool(budget) and parse(budget).kind == SHARE_OF_PLAIN
 
 
-def plan_at_plain_peak(plan: Plan, budget: str, plain_allocated_bytes: int) -> Plan | None:
+class PlainReserved:
+    """What the plain run reserves where it allocates more than the recorded step.
+
+    Args:
+        device: a CUDA device, or one where nothing is reserved.
+        record: of the planned step, where known.
+    """
+
+    def __init__(self, device: torch.device, record: StepRecord | None) -> None:
+        self.device = device
+        self._record = record
+        self._steps: dict[str, StepRecord] = {}  # plain steps, by the fingerprint of their graph
+        self._heap: PlainHeap | None = None
+
+    def step_is(self, step: StepRecord) -> None:
+        """The graph of ``step``, a plain one, is not in the record."""
+        self._steps[step.graphs[0].fingerprint] = step
+
+    def bytes_at(self, fingerprint: str, plan: Plan, plain_allocated_bytes: int) -> int:
+        """At a forward of this graph, in whose plain step so much is allocated.
+
+        Without what a trial run tells of the allocator, what is reserved is taken to grow as what is allocated does.
+        """
+        assert plan.pool is not None
+        step = self._steps.get(fingerprint, self._record)
+        if step is None or self._record is None or self._record.memory is None:
+            return plan.pool.plain_bytes * plain_allocated_bytes // max(1, plan.plain_peak_bytes)
+        if self._heap is None:
+            self._heap = PlainHeap(self._record)
+        self._heap.run(step, [nbytes for _, nbytes in sorted(blocks(self.device).items())])
+        return max(plan.pool.plain_bytes, self._heap.reserved_bytes, plain_allocated_bytes)
+
+
+def plan_at_plain_peak(
+    plan: Plan, budget: str, plain_allocated_bytes: int, fingerprint: str, reserved: PlainReserved
+) -> Plan | None:
     """The plan with the budget that is a share of the largest plain peak seen; None where that does not grow.
 
     Args:
         plan: as it is.
         budget: in ``--budget``'s grammar; empty where the plan came with its own.
         plain_allocated_bytes: the plain step's peak now.
+        fingerprint: of the graph that begins its forward.
+        reserved: on CUDA, the same of reserved bytes.
     """
     if not is_share(budget) or plain_allocated_bytes <= plan.plain_peak_bytes * _GROWTH:
         return None
     pool = plan.pool
-    if pool is not None:  # what is reserved grows as what is allocated does
-        pool = replace(pool, plain_bytes=pool.plain_bytes * plain_allocated_bytes // max(1, plan.plain_peak_bytes))
+    if pool is not None:
+        pool = replace(pool, plain_bytes=reserved.bytes_at(fingerprint, plan, plain_allocated_bytes))
     grown = replace(plan, plain_peak_bytes=plain_allocated_bytes, pool=pool)
     budget_bytes = resolve(parse(budget), None, plain_bytes(grown))
     return replace(grown, budget_bytes=budget_bytes) if budget_bytes > plan.budget_bytes else None
 
 
-def plain_peak_beside(plan: Plan, shortage: Shortage) -> int:
+def plain_peak_beside(plan: Plan, shortage: Shortage, measured_bytes: int) -> int:
     """The plain step's peak with what is held now; a little more than that where it has grown by less than is followed.
 
     Else a step for which 8 bytes were lacking would find no schedule at ``1.0x``.
+
+    ``measured_bytes``: peak of steps of which not all is known, such as their optimizer's; the plain run takes as much.
     """
-    plain = shortage.held_bytes + shortage.need.plain_bytes
+    plain = max(shortage.held_bytes + shortage.need.plain_bytes, measured_bytes)
     return max(plain, int(plan.plain_peak_bytes * _GROWTH) + 1) if plain > plan.plain_peak_bytes else plain
 
 

@@ -81,8 +81,8 @@ class OtherShapes:
         self.unbounded = unbounded
         self._held_more: dict[str, int] = {}  # by fingerprint: bytes that may come to be held beside what is there
 
-    def step(self, new: NewGraph) -> tuple[StepRecord, int]:
-        """The step of a graph that is about to run, and the plain step's peak in bytes.
+    def step(self, new: NewGraph) -> tuple[StepRecord, StepRecord]:
+        """The step of a graph that is about to run, under the plan's schedules and in the plain run.
 
         Bytes are measured now, of those operators' implementations that the plain step and the plan's schedules use;
         seconds are estimated.
@@ -92,7 +92,7 @@ class OtherShapes:
         step = self._step(new, {**self.known, **self._measured(joint, 0, used)})
         plain = [plain_schedule(g) for g in new.record.graphs] if new.record is not None else []
         outside = adaptation.outside(joint, new.record, plain)
-        return step, moved_memory.plain_peak(replace(step, events=adaptation.events_of(outside)))
+        return step, replace(step, events=adaptation.events_of(outside))
 
     def _step(self, new: NewGraph, known: Mapping[str, OperatorCost]) -> StepRecord:
         """The step under the plan's schedules; what is not in ``known`` is estimated."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from monetrun.capture.meter import meter_for
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
 from monetrun.machine.device import query
@@ -69,6 +70,7 @@ class PlainRun:
             device = candidates.device_of_parameters(p for g in optimizer.param_groups for p in g["params"])
             if device.type == "cuda":
                 self.device = device
+                meter_for(device)  # from now on the script's resets of peaks are its own
                 if self.settings.mode != MEASURE:
                     set_limit(device, self.settings.budget_bytes or None)
 
@@ -119,14 +121,14 @@ class PlainRun:
 
     def _peaks(self) -> PlainPeaks:
         assert self.device is not None
-        stats = torch.cuda.memory_stats(self.device)
+        peaks = meter_for(self.device).peaks()
         return PlainPeaks(
-            allocated_bytes=int(stats["allocated_bytes.all.peak"]),
-            reserved_bytes=int(stats["reserved_bytes.all.peak"]),
-            retries=int(stats["num_alloc_retries"]),
+            allocated_bytes=peaks.allocated_bytes,
+            reserved_bytes=peaks.reserved_bytes,
+            retries=peaks.retries,
             steps=max(self._steps.values(), default=0),
             device=self.device.index or 0,
-            outside_bytes=self._outside_bytes(int(stats["reserved_bytes.all.current"])),
+            outside_bytes=self._outside_bytes(peaks.reserved_now_bytes),
         )
 
     def _values(self, last: bool) -> dict[str, float | None]:

@@ -83,6 +83,7 @@ class RunningPlan:
         self._other_shapes = OtherShapes(settings, device, steps, known, note, self.enforcement.unbounded)
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
         self._estimated: set[str] = set()  # graphs whose steps are known in part, under a share of the plain peak
+        self._plain_reserved = moved_memory.PlainReserved(device, record)
         self._ruled_out = RuledOut()
         self.collectives = CollectiveTimes(device, record)
         if record is not None:
@@ -165,9 +166,11 @@ class RunningPlan:
         self.enforcement.enforce()  # another model's plan may have less than this model's capture takes
         if fingerprint not in self.schedules:
             new = NewGraph(joint, self._ruled_out, self.record, self.plan)
-            step, plain_bytes = self._other_shapes.step(new)
+            step, plain = self._other_shapes.step(new)
+            self._plain_reserved.step_is(plain)
             estimated = not adaptation.is_known(joint, self.record)
-            self._follow_plain_peak(plain_bytes, f"inputs of {adaptation.input_shapes(joint)}", estimated=estimated)
+            why = f"inputs of {adaptation.input_shapes(joint)}"
+            self._follow_plain_peak(fingerprint, moved_memory.plain_peak(plain), why, estimated=estimated)
             new = replace(new, plan=self.plan)  # its budget may have grown
             step, self.schedules[fingerprint] = self._other_shapes.schedule(new, step, estimated=estimated)
             if estimated and moved_memory.is_share(self._budget):
@@ -194,9 +197,9 @@ class RunningPlan:
         shortage = self.room.shortage(fingerprint) if holds else self.room.held_before(fingerprint)
         if shortage is None:
             return
-        plain = moved_memory.plain_peak_beside(self.plan, shortage)
+        plain = moved_memory.plain_peak_beside(self.plan, shortage, 0 if holds else self.steps.peak_bytes)
         why = f"{format_bytes(shortage.excess_bytes)} more are held before a forward"
-        self._follow_plain_peak(plain, why, estimated=not holds)
+        self._follow_plain_peak(fingerprint, plain, why, estimated=not holds)
         if holds and shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_bytes:
             raise MemoryShort("too much is held for this schedule", "monetrun plans again", shortage=shortage)
 
@@ -223,9 +226,9 @@ class RunningPlan:
             f" planned again within {format_bytes(self.plan.budget_bytes)}, overhead {self.plan.overhead:+.1%}"
         )
 
-    def _follow_plain_peak(self, plain_bytes: int, why: str, *, estimated: bool = False) -> None:
+    def _follow_plain_peak(self, fingerprint: str, plain_bytes: int, why: str, *, estimated: bool = False) -> None:
         """A budget that is a share of the plain peak grows with it. ``plain_bytes``: allocated, at these shapes."""
-        grown = moved_memory.plan_at_plain_peak(self.plan, self._budget, plain_bytes)
+        grown = moved_memory.plan_at_plain_peak(self.plan, self._budget, plain_bytes, fingerprint, self._plain_reserved)
         if grown is None:
             return
         plain = "about " * estimated + format_bytes(moved_memory.plain_bytes(grown))

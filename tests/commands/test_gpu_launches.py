@@ -69,6 +69,7 @@ def test_a_share_is_of_what_the_plain_run_reserves_and_is_kept(machine, plain):
     assert figures["plain_peak_bytes"] == pytest.approx(plain["allocated"], rel=0.005)
     assert figures["budget_bytes"] == int(0.7 * figures["plain_reserved_bytes"])
     assert found["reserved"] <= figures["budget_bytes"]
+    assert found["allocated"] >= figures["measured_peak_bytes"] - 4096  # the script sees the peak of the whole run
     assert found["retries"] == figures["allocation_retries"] == 0
     assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=0.005)
     assert abs(figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"]) <= 32 * MIB

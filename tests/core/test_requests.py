@@ -11,41 +11,9 @@ from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
 from monetrun.core.requests import STEPS, StepReplay, _Call, load_base, reserved, reserved_under
-from monetrun.core.step import BETWEEN_STEPS, LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, replay
+from monetrun.core.step import BETWEEN_STEPS, LAST_OUTPUTS, OUTSIDE, Event, Segment, replay
 from monetrun.core.step_changes import with_excess, with_plain_peaks
-from support.step_records import chain_record, output_of
-
-MIB = 1 << 20
-SETTINGS = AllocatorSettings(expandable=True)
-
-
-def requests(event):
-    """Of the loss: the tangent, which the backward releases, 11 MiB that stay until it has ended, and a temporary."""
-    held, high = event.delta_bytes, event.peak_bytes
-    return ((held - 11) * MIB, 11 * MIB, (high - held) * MIB, -3) if event.name == "loss" else ()
-
-
-def in_mib(event):
-    delta, peak = event.delta_bytes * MIB, event.peak_bytes * MIB
-    return replace(event, delta_bytes=delta, peak_bytes=peak, requests=requests(event))
-
-
-def on_a_device(record, **memory):
-    """``record`` with all its sizes in MiB, on a device that holds its base in one block."""
-    scaled = replace(
-        record,
-        graphs=tuple(
-            replace(g, tensors=tuple(replace(t, nbytes=t.nbytes * MIB) for t in g.tensors)) for g in record.graphs
-        ),
-        costs=tuple(
-            replace(c, workspace_bytes=tuple(tuple(b * MIB for b in row) for row in c.workspace_bytes))
-            for c in record.costs
-        ),
-        events=tuple(in_mib(event) for event in record.events),
-        base_bytes=record.base_bytes * MIB,
-    )
-    base = (Segment(False, (scaled.base_bytes,)),) if scaled.base_bytes else ()
-    return replace(scaled, memory=DeviceMemory(SETTINGS, AllocatorSettings(), 80 << 30, base, **memory))
+from support.step_records import EXPANDABLE, MIB, chain_record, on_a_device, output_of
 
 
 @pytest.fixture
@@ -109,7 +77,7 @@ def test_a_part_of_the_batch_that_is_freed_within_the_step_is_no_gradient(record
     """The script makes the next inputs, then frees the first ones; the next step replaces the latest of them."""
     size = 30 * MIB
     base = (*record.memory.base, Segment(False, (size,)))
-    allocator = CachingAllocator(SETTINGS)
+    allocator = CachingAllocator(EXPANDABLE)
     with_batch = replace(record, memory=replace(record.memory, base=base, batch=(size,)))
     replayed = StepReplay(with_batch, plain(record), allocator)
     replayed.batch.find(load_base(with_batch.memory, allocator))
@@ -172,7 +140,7 @@ def test_what_replaces_a_part_between_steps_may_have_other_sizes(record):
     steps = _noted(one)
     assert steps.count(13 * MIB) == steps.count(17 * MIB) == 3
     assert steps.count(-13 * MIB) == steps.count(-17 * MIB) == 2
-    peaks = [reserved_under(r, plain(r), SETTINGS).allocated_peak_bytes for r in (one, held)]
+    peaks = [reserved_under(r, plain(r), EXPANDABLE).allocated_peak_bytes for r in (one, held)]
     assert peaks[0] == peaks[1]
 
 
@@ -212,7 +180,7 @@ def _noted(record):
             super().free(address)
             noted.append(-sizes.pop(address))
 
-    allocator, sizes = Noting(SETTINGS), {}
+    allocator, sizes = Noting(EXPANDABLE), {}
     replayed = StepReplay(record, plain(record), allocator)
     loaded = load_base(record.memory, allocator)
     sizes.update(loaded)
@@ -224,7 +192,7 @@ def _noted(record):
 
 def test_what_the_script_frees_of_gradients_is_freed_by_its_size_and_place(record):
     """Without sizes the latest gradients that are together no more are freed."""
-    allocator = CachingAllocator(SETTINGS)
+    allocator = CachingAllocator(EXPANDABLE)
     replayed = StepReplay(record, plain(record), allocator)
     sizes = [32 * MIB, 8 * MIB, 1 * MIB]
 
@@ -244,7 +212,7 @@ def test_what_the_script_frees_of_gradients_is_freed_by_its_size_and_place(recor
 
 def test_a_forward_without_a_backward_leaves_nothing_after_its_step(record):
     one = replace(record, events=(record.events[0], *record.events))
-    allocator = CachingAllocator(SETTINGS)
+    allocator = CachingAllocator(EXPANDABLE)
     replayed = StepReplay(one, plain(one), allocator)
     held = []
     for number in range(3):
@@ -259,7 +227,7 @@ def test_inputs_that_only_the_backward_holds_are_freed_in_it(record):
     nbytes = graph.tensors[x].nbytes
     base = (*record.memory.base, Segment(False, (nbytes,)))
     one = replace(record, memory=replace(record.memory, base=base, batch=(nbytes,)))
-    allocator = CachingAllocator(SETTINGS)
+    allocator = CachingAllocator(EXPANDABLE)
     replayed = StepReplay(one, plain(one), allocator)
     replayed.batch.find(load_base(one.memory, allocator))
     before = allocator.allocated_bytes
@@ -299,7 +267,7 @@ def test_last_outputs_are_held_in_the_replay_until_their_own_forward_has_given_n
     two = tuple(replace(e, graph=1, released=()) for e in steps)
     events = with_last_outputs((*steps, *two), 2 * nbytes, [(0, nbytes), (1, nbytes)])
     one = replace(record, graphs=(other, other), costs=record.costs * 2, events=tuple(events))
-    allocator = CachingAllocator(SETTINGS)
+    allocator = CachingAllocator(EXPANDABLE)
     replayed = StepReplay(one, plain(one), allocator)
     held = []
     for kind in ("_forward", "_backward"):
@@ -348,7 +316,7 @@ def test_an_output_is_dropped_at_its_place_among_the_scripts_requests(record):
     nbytes = record.graphs[0].tensors[output].nbytes
     peaks = []
     for after in ((2,), ()):
-        allocator = CachingAllocator(SETTINGS)
+        allocator = CachingAllocator(EXPANDABLE)
         replayed = StepReplay(record, plain(record), allocator)
         replayed._forward(0)
         allocator.reset_peaks()

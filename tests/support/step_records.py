@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor
-from monetrun.core.step import OUTSIDE, Event, StepRecord
+from monetrun.core.step import OUTSIDE, DeviceMemory, Event, Segment, StepRecord
 
 WEIGHT_BYTES = 500
+MIB = 1 << 20
+EXPANDABLE = AllocatorSettings(expandable=True)
 
 
 def graph_record(graph: Graph, costs: Costs) -> StepRecord:
@@ -114,3 +120,32 @@ def chained_graphs_record(batch: int = 100) -> StepRecord:
         Event(OUTSIDE, -1, -8, 0),
     )
     return StepRecord(graphs, one.costs + two.costs, events, 1000, {}, "cpu", "2.15.0")
+
+
+def _requests(event: Event) -> tuple[int, ...]:
+    """Of the loss: the tangent, which the backward releases, 11 MiB that stay until it has ended, and a temporary."""
+    held, high = event.delta_bytes, event.peak_bytes
+    return ((held - 11) * MIB, 11 * MIB, (high - held) * MIB, -3) if event.name == "loss" else ()
+
+
+def _in_mib(event: Event) -> Event:
+    delta, peak = event.delta_bytes * MIB, event.peak_bytes * MIB
+    return replace(event, delta_bytes=delta, peak_bytes=peak, requests=_requests(event))
+
+
+def on_a_device(record: StepRecord, **memory: Any) -> StepRecord:
+    """``record`` with all its sizes in MiB, on a device that holds its base in one block."""
+    scaled = replace(
+        record,
+        graphs=tuple(
+            replace(g, tensors=tuple(replace(t, nbytes=t.nbytes * MIB) for t in g.tensors)) for g in record.graphs
+        ),
+        costs=tuple(
+            replace(c, workspace_bytes=tuple(tuple(b * MIB for b in row) for row in c.workspace_bytes))
+            for c in record.costs
+        ),
+        events=tuple(_in_mib(event) for event in record.events),
+        base_bytes=record.base_bytes * MIB,
+    )
+    base = (Segment(False, (scaled.base_bytes,)),) if scaled.base_bytes else ()
+    return replace(scaled, memory=DeviceMemory(EXPANDABLE, AllocatorSettings(), 80 << 30, base, **memory))

@@ -1,0 +1,67 @@
+"""Peaks of the CUDA allocator's counters, which two read and reset: the script and monetrun.
+
+Torch has one peak for all who ask. Each of the two sees here the most since its own last reset, so that a script's
+``torch.cuda.max_memory_allocated()`` is what it is under torchrun, and no step is measured too low.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+OURS, SCRIPT = "ours", "script"
+_OTHER = {OURS: SCRIPT, SCRIPT: OURS}
+_PEAK = "peak"
+
+# what ``torch.cuda`` and ``torch.accelerator`` call; a build of torch without CUDA does not have the first
+_READ, _RESET = "_cuda_memoryStats", "_cuda_resetPeakMemoryStats"
+_NAMES = ((_READ, _RESET), ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats"))
+_TORCHS: dict[str, Callable[[int], Any]] = {
+    name: getattr(torch._C, name) for names in _NAMES for name in names if hasattr(torch._C, name)
+}
+
+# by reader and device: the most before the other's resets, by counter and pool
+_before: defaultdict[tuple[str, int], dict[tuple[str, str], int]] = defaultdict(dict)
+
+
+def read(index: int, reader: str = OURS, name: str = _READ) -> dict[str, Any]:
+    """All counters of a device by name, as ``torch.cuda.memory_stats_as_nested_dict``; peaks since the reader's reset.
+
+    Args:
+        index: of the device.
+        reader: ``OURS`` or ``SCRIPT``.
+        name: of torch's function.
+    """
+    stats: dict[str, Any] = _TORCHS[name](index)
+    for (counter, pool), most in _before[reader, index].items():
+        found = stats.get(counter, {}).get(pool)
+        if found is not None and found[_PEAK] < most:
+            found[_PEAK] = most
+    return stats
+
+
+def reset(index: int, reader: str = OURS, name: str = _RESET) -> None:
+    """The reader's peaks start anew from what is held now; the other's stay."""
+    other = _before[_OTHER[reader], index]
+    for counter, pools in _TORCHS[_READ](index).items():
+        if isinstance(pools, dict):
+            for pool, values in pools.items():
+                if isinstance(values, dict) and values[_PEAK] > other.get((counter, pool), 0):
+                    other[counter, pool] = values[_PEAK]
+    _before[reader, index].clear()
+    _TORCHS[name](index)
+
+
+def keep_apart() -> None:
+    """From now on what the script calls gives it its own peaks.
+
+    It stays so in this process: what was reset before the script asks would be lost to it.
+    """
+    for reads, resets in _NAMES:
+        if _READ in _TORCHS and reads in _TORCHS and resets in _TORCHS:
+            setattr(torch._C, reads, functools.partial(read, reader=SCRIPT, name=reads))
+            setattr(torch._C, resets, functools.partial(reset, reader=SCRIPT, name=resets))

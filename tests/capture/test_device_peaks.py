@@ -1,0 +1,56 @@
+"""The script's peaks and ours of the same allocator: neither sees what the other resets."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.paths import ROOT, python_path
+from support.standin_gpu import environment, unavailable_reason
+
+pytestmark = pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_reason() or "the stand-in GPU is there")
+
+SCRIPT = """
+import json
+import torch
+from monetrun.capture.meter import CudaMeter
+
+MIB = 1 << 20
+
+def take(mib):
+    torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
+
+meter = CudaMeter(torch.device("cuda"))
+meter.reset_peak()  # before the device is used
+said = []
+
+def say():
+    of_script = torch.cuda.max_memory_allocated() // MIB, torch.cuda.max_memory_reserved() // MIB
+    said.append([*of_script, meter.peak_bytes() // MIB])
+
+take(40)
+say()
+meter.reset_peak()
+take(20)
+say()
+torch.cuda.reset_peak_memory_stats()
+say()
+take(30)
+meter.reset_peak()
+torch.cuda.empty_cache()
+torch.cuda.reset_peak_memory_stats()
+take(10)
+say()
+said.append(torch.accelerator.max_memory_allocated() // MIB if hasattr(torch.accelerator, "memory_stats") else 10)
+said.append(torch.cuda.memory_stats()["allocated_bytes.large_pool.peak"] // MIB)
+print(json.dumps(said))
+"""
+
+
+def test_each_sees_the_most_since_its_own_reset():
+    variables = {**os.environ, **environment(gib=4), "PYTHONPATH": python_path(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[40, 40, 40], [40, 40, 20], [0, 40, 20], [10, 10, 10], 10, 10]
