@@ -68,6 +68,8 @@ class LaunchParser(argparse.ArgumentParser):
         hint = "monetrun --help lists monetrun's options, torchrun --help all others"
         if "training_script" in message:
             message, hint = "no script was given", f"usage: {self.usage_text}"
+        if "expected one argument" in message:
+            hint = "its value is missing, or begins with - like an option (written --option=VALUE it is read as a value)"
         for word in message.split():
             name = word.rstrip(":,").partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import sys
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
@@ -79,6 +80,7 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     def observed_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         with without_collection():
             importlib.import_module("torch._dynamo")  # torch's first optimizer imports it
+        observe_steps()
         init(self, *args, **kwargs)
         observer.optimizer_made(self)
 
@@ -87,11 +89,13 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         observer.parameters_added(self)
 
     def observed_zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
-        observer.zeroing_gradients((p for g in self.param_groups for p in g["params"]), set_to_none)
+        if not torch.compiler.is_compiling():
+            observer.zeroing_gradients((p for g in self.param_groups for p in g["params"]), set_to_none)
         zero_optimizer(self, set_to_none)
 
     def observed_zero_module(self: nn.Module, set_to_none: bool = True) -> None:
-        observer.zeroing_gradients(self.parameters(), set_to_none)
+        if not torch.compiler.is_compiling():
+            observer.zeroing_gradients(self.parameters(), set_to_none)
         zero_module(self, set_to_none)
 
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,11 +131,19 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         observer.step_begins(optimizer)
         return _with_closure_observed(optimizer, args, kwargs, observer)
 
-    for register, action in (
-        (register_optimizer_step_pre_hook, step_begins),
-        (register_optimizer_step_post_hook, lambda optimizer, args, kwargs: observer.step_ended(optimizer)),
-    ):
-        undo.callback(register(action).remove)
+    def step_ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        observer.step_ended(optimizer)
+
+    @functools.cache
+    def observe_steps() -> None:  # also those of a compiled ``optimizer.step``, whose graph ends before and after it
+        for register, action in (
+            (register_optimizer_step_pre_hook, step_begins),
+            (register_optimizer_step_post_hook, step_ended),
+        ):
+            undo.callback(register(torch.compiler.disable(action)).remove)
+
+    if "torch._dynamo" in sys.modules:  # else it is not imported before the script has an optimizer
+        observe_steps()
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -302,7 +302,7 @@ class Session:
         if self.engine is not None:
             self.engine.optimizer_begins(again=optimizer in self.stepped)
         elif self.settings.mode == PROBE and optimizer in self.stepped:
-            _end_unplanned_trial(self.settings)
+            unplannable_use.end_trial(self.settings)
 
     def closure_ended(self, optimizer: Optimizer) -> None:
         """The closure of an optimizer's step has run."""
@@ -315,6 +315,8 @@ class Session:
             self._idle.add(optimizer)  # no training step: loading a checkpoint makes one to allocate the state
             return
         self.stepped.add(optimizer)
+        if self.engine is None and not self.reporter.warned and (unseen := self.models()):
+            self.reporter.give_up(unplannable_use.unseen(candidates.outermost_name(unseen), optimizer))
         all_stepped = hooks.all_trained(self.optimizers, self.stepped)
         if self.engine is not None:
             self.engine.optimizer_ended(type(optimizer).__name__, all_stepped)
@@ -322,14 +324,13 @@ class Session:
             if all_stepped and self.engine.records_again():
                 self.stepped.clear()
         elif self.settings.mode == PROBE and all_stepped:
-            _end_unplanned_trial(self.settings)
+            unplannable_use.end_trial(self.settings)
 
     # ---- models
 
     def models(self) -> list[nn.Module]:
         """The modules that are planned, or wait for their first training forward."""
-        modules = [call.module() for call in _calls(self)]
-        return [module for module in modules if module is not None]
+        return [module for call in _calls(self) if (module := call.module()) is not None]
 
     def put_triggers(self, modules: Iterable[nn.Module]) -> None:
         """Wait for the first training forward of each of ``modules``; warn of those that cannot be planned."""
@@ -390,11 +391,3 @@ def _warn_if_compiled(session: Session, optimizer: Optimizer) -> None:
         owners = candidates.owners({id(p) for p in trained})
         if not any(candidates.unplannable(module) for module in owners):  # else it was warned of
             session.reporter.give_up(f"{candidates.outermost_name(owners)} runs without a plan: it is {reason}")
-
-
-def _end_unplanned_trial(settings: Settings) -> None:
-    """End a trial run in which no model could be planned; the run itself warns why."""
-    from monetrun.core.step import StepRecord
-    from monetrun.runtime import probe
-
-    probe.leave(StepRecord((), (), (), 0, {}, "", torch.__version__), settings.record_file)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from monetrun.core.errors import CaptureFailed
 from monetrun.runtime import probe
@@ -79,6 +80,22 @@ def double_backward(names: Sequence[str], settings: Settings, has_stepped: bool)
     part.write_text(reason)
     part.replace(part.with_name(AS_IS_MARK))
     probe.leave(None, "")
+
+
+def unseen(name: str, optimizer: Optimizer) -> str:
+    """Why models of this name are not planned: an optimizer has stepped, and none was called as planned ones are."""
+    return (
+        f"nothing is planned: {name} has made no training forward before {type(optimizer).__name__}'s step"
+        " (planned are calls in training mode with gradients enabled, outside torch.func's transforms and of what the"
+        " script compiles or traces)"
+    )
+
+
+def end_trial(settings: Settings) -> None:
+    """End a trial run in which no model could be planned; the run itself warns why."""
+    from monetrun.core.step import StepRecord  # not needed where models are planned
+
+    probe.leave(StepRecord((), (), (), 0, {}, "", torch.__version__), settings.record_file)
 
 
 def _end_trial_or_strict_run(reason: str, settings: Settings) -> None:

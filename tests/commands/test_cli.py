@@ -82,6 +82,8 @@ def test_our_options_cannot_be_abbreviated_and_torchrun_has_none_of_their_names(
     assert not names & set(run.get_args_parser()._option_string_actions)
     with pytest.raises(UsageError, match="did you mean --budget"):
         parsed("--budge", "1GiB", "train.py")
+    with pytest.raises(UsageError, match="expected one argument\n.*written --option=VALUE"):
+        parsed("--budget", "-0.5x", "train.py")
 
 
 def test_our_options_have_the_stated_defaults_and_values():

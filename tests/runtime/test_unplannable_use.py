@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -307,6 +308,41 @@ def test_a_script_that_compiles_only_its_loss_is_planned_without_a_warning(opene
         optimizer.step()
     assert one.engine.plan is not None
     assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_model_that_is_only_called_within_transforms_is_warned_of_once(opened, capsys, strict):
+    opened(strict=strict)
+    model = critic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    def step():
+        values = {name: p.detach() for name, p in model.named_parameters()}
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, torch.ones(5, 8))
+        for name, p in model.named_parameters():
+            p.grad = gradients[name].mean(0)
+        optimizer.step()
+
+    with pytest.raises(CaptureFailed, match="no training forward") if strict else contextlib.nullcontext():
+        step()
+        step()
+    assert capsys.readouterr().err.count("Sequential has made no training forward before SGD's step") == (not strict)
+
+
+def test_a_step_that_the_script_compiles_is_seen(opened, recwarn):
+    session = opened()
+    model = critic()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(5, 8)).square().sum().backward()
+        step()
+    assert session.engine.meters.steps.steps >= 2
+    assert not [w for w in recwarn if "monetrun" in str(w.message)]  # Dynamo does not trace what observes the step
 
 
 def test_a_trial_of_a_script_without_an_optimizer_ends_with_its_second_backward(opened, tmp_path):
