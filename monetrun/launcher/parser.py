@@ -69,7 +69,7 @@ class LaunchParser(argparse.ArgumentParser):
         if "training_script" in message:
             message, hint = "no script was given", f"usage: {self.usage_text}"
         if "expected one argument" in message:
-            hint = "its value is missing, or begins with - like an option (written --option=VALUE it is read as a value)"
+            hint = "its value is missing, or begins with - like an option (--option=VALUE is read as a value)"
         for word in message.split():
             name = word.rstrip(":,").partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:

@@ -82,7 +82,7 @@ def test_our_options_cannot_be_abbreviated_and_torchrun_has_none_of_their_names(
     assert not names & set(run.get_args_parser()._option_string_actions)
     with pytest.raises(UsageError, match="did you mean --budget"):
         parsed("--budge", "1GiB", "train.py")
-    with pytest.raises(UsageError, match="expected one argument\n.*written --option=VALUE"):
+    with pytest.raises(UsageError, match=r"expected one argument\n.*--option=VALUE"):
         parsed("--budget", "-0.5x", "train.py")
 
 
