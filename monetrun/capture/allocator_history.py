@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import torch
 
 from monetrun.core.allocator_settings import AllocatorSettings, parse_settings, settings_text
+from monetrun.core.plain_heap import BLAS
 from monetrun.core.step import Segment
 
 T = TypeVar("T")
 
 _ALLOC, _FREE = "alloc", "free_completed"
 _MAIN_STREAM = 0
-# words in the names of operators that call cuBLAS; convolutions do where cuDNN is not used
-_BLAS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "dot", "vdot", "mv", "addmv", "attention"}
+# convolutions call cuBLAS where cuDNN is not used
 _CONVOLUTIONS = {"convolution", "conv1d", "conv2d", "conv3d"}
 
 
@@ -176,7 +176,7 @@ def requests_of(device: torch.device, call: Callable[[], T]) -> tuple[T, tuple[i
 
 def use_library_workspaces(targets: Iterable[str]) -> bool:
     """Whether operators with these targets multiply matrices in cuBLAS, or may."""
-    words = _BLAS if torch.backends.cudnn.enabled else _BLAS | _CONVOLUTIONS
+    words = BLAS if torch.backends.cudnn.enabled else BLAS | _CONVOLUTIONS
     return any(words.intersection(re.split("[._]", target)) for target in targets)
 
 

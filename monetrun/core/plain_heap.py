@@ -1,4 +1,4 @@
-"""What the plain run would have reserved by now, where its steps are no longer as the trial run saw them.
+"""What the plain run reserves, as the allocator's model has it: of the recorded step, and of what comes after it.
 
 Under a plan the allocator's own segments say nothing of that: they are the plan's. So the recorded step is replayed as
 the plain run makes it, and what comes later (other shapes, other models, more that is held) on top of that.
@@ -6,12 +6,18 @@ the plain run makes it, and what comes later (other shapes, other models, more t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.graph import BACKWARD, FORWARD, Operator
 from monetrun.core.plain_step import plain_step
-from monetrun.core.requests import STEPS, StepReplay, load_base
-from monetrun.core.step import StepRecord
+from monetrun.core.requests import STEPS, Reserved, StepReplay, load_base
+from monetrun.core.step import DeviceMemory, Segment, StepRecord
+
+# words in the names of operators that call cuBLAS
+BLAS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "dot", "vdot", "mv", "addmv", "attention"}
 
 
 class PlainHeap:
@@ -21,7 +27,7 @@ class PlainHeap:
         record: of the step that the trial run saw, with the device's memory.
 
     Attributes:
-        reserved_bytes: the most that the plain run has reserved so far.
+        recorded: what steps like the recorded one reserve.
 
     Raises:
         ValueError: the record has no ``memory``.
@@ -30,13 +36,18 @@ class PlainHeap:
     def __init__(self, record: StepRecord) -> None:
         if record.memory is None:
             raise ValueError("the record does not have the device's memory")
-        self._allocator = CachingAllocator(record.memory.plain_settings, record.memory.device_bytes)
-        steps = StepReplay(*plain_step(record), self._allocator)
-        steps.batch.find(load_base(record.memory, self._allocator))
+        self._allocator = allocator = CachingAllocator(record.memory.plain_settings, record.memory.device_bytes)
+        steps = _PlainSteps(record, allocator)
+        loaded = load_base(steps.take_libraries_later(record.memory), allocator)
+        steps.batch.find(loaded)
+        allocator.empty_cache()
+        allocator.reset_peaks()
         for number in range(STEPS):
             steps.step(first=number == 0)
+        large_bytes = allocator.large_bytes + record.memory.other_streams_bytes
+        self.recorded = Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, large_bytes)
         measured = record.memory.plain_reserved_bytes
-        self._beside_bytes = measured - self._allocator.peak_reserved_bytes if measured else 0
+        self._beside_bytes = measured - allocator.peak_reserved_bytes if measured else 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -49,7 +60,44 @@ class PlainHeap:
         The optimizer's state, where it is there, is in ``held``.
         """
         self._allocator.free_all()
-        steps = StepReplay(*plain_step(step), self._allocator)
+        steps = _PlainSteps(step, self._allocator)
         steps.batch.find({self._allocator.allocate(nbytes): nbytes for nbytes in held})
         for _ in range(STEPS):
             steps.step(first=False)
+
+
+class _PlainSteps(StepReplay):
+    """Steps without a plan, in which cuBLAS takes its workspaces when a pass first calls it: among what is there then.
+
+    Under a plan it takes them before the first step.
+    """
+
+    def __init__(self, record: StepRecord, allocator: CachingAllocator) -> None:
+        super().__init__(*plain_step(record), allocator)
+        self._workspaces: dict[str, int] = {}  # bytes that are still to be taken, by the pass whose thread takes them
+
+    def take_libraries_later(self, memory: DeviceMemory) -> DeviceMemory:
+        """``memory`` without the workspaces that are taken later, as if they had never been in its segments."""
+        operators = [op for graph in self.record.graphs for op in graph.operators]
+        passes = [phase for phase in (FORWARD, BACKWARD) if any(op.phase == phase and _is_blas(op) for op in operators)]
+        each = memory.library_bytes // max(1, len(passes))
+        if not each or sum(segment.blocks.count(each) for segment in memory.base) < len(passes):
+            return memory
+        self._workspaces = dict.fromkeys(passes, each)
+        left, base = len(passes), []
+        for segment in memory.base:
+            blocks = list(segment.blocks)
+            while left and each in blocks:
+                blocks.remove(each)
+                left -= 1
+            base += [Segment(segment.small, tuple(blocks))] if blocks else []
+        return replace(memory, base=tuple(base))
+
+    def results_allocated(self, operator: Operator) -> None:
+        """The first call of cuBLAS in a pass takes the workspace of its thread."""
+        if self._workspaces and _is_blas(operator):
+            self.allocator.allocate(self._workspaces.pop(operator.phase, 0))
+
+
+def _is_blas(operator: Operator) -> bool:
+    return not BLAS.isdisjoint(re.split("[._]", operator.target))

@@ -15,7 +15,7 @@ from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.event import is_optimizer_step
 from monetrun.core.freed import freed_after
-from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Requests
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Operator, Requests
 from monetrun.core.last_outputs import dropped_later, last_outputs_bytes
 from monetrun.core.plan import Schedule, Step
 from monetrun.core.replayed_blocks import Block, LastOutputs, ReplayedBatch, free_all, free_latest, free_some
@@ -301,6 +301,9 @@ class StepReplay:
         for address in held:
             self.allocator.free(address)
 
+    def results_allocated(self, operator: Operator) -> None:
+        """``operator`` runs, and has its results."""
+
     def _run(self, k: int, call: _Call, i: int) -> None:
         """One step of a schedule: the call of its operator, then what is read no more is freed."""
         graph, schedule = self.record.graphs[k], self.schedules[k]
@@ -311,6 +314,7 @@ class StepReplay:
         again: list[int] = []
         new = op.outputs[0 if implementation.in_place_of is None else 1 :]
         addresses = _serve(self.allocator, self.record.costs[k], step, [graph.tensors[t].nbytes for t in new])
+        self.results_allocated(op)
         if implementation.in_place_of is not None:
             addresses.insert(0, call.addresses.pop(implementation.in_place_of))
             call.until.pop(implementation.in_place_of, None)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from monetrun.core.errors import NoPlanInTime
 from monetrun.core.options import Options
+from monetrun.core.plain_heap import PlainHeap
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
-from monetrun.core.requests import Reserved, reserved, reserved_under
+from monetrun.core.requests import Reserved, reserved
 from monetrun.core.step import StepRecord, replay
 from monetrun.planning import placement
 
@@ -67,8 +68,7 @@ def plain_allocated_bytes(record: StepRecord) -> int:
 
 
 def _modelled_plain(record: StepRecord) -> Reserved:
-    assert record.memory is not None
-    return reserved_under(*plain_step(record), record.memory.plain_settings)
+    return PlainHeap(record).recorded
 
 
 def found_within(

@@ -7,7 +7,7 @@ import pytest
 from monetrun.core.plain_heap import PlainHeap
 from monetrun.core.plain_step import plain_step
 from monetrun.core.requests import reserved_under
-from monetrun.core.step import replay
+from monetrun.core.step import Segment, replay
 from support.step_records import MIB, chain_record, on_a_device
 
 
@@ -55,3 +55,19 @@ def test_what_is_held_counts(record):
 def test_a_record_without_the_devices_memory_is_refused(record):
     with pytest.raises(ValueError, match="memory"):
         PlainHeap(replace(record, memory=None))
+
+
+def test_cublas_takes_its_workspaces_when_a_pass_first_calls_it(record):
+    """Among the activations that are there then, and not below all of them as under a plan."""
+    graph = record.graphs[0]
+    last = max(op.id for op in graph.operators if op.phase == "forward")
+    operators = [
+        replace(op, target="aten.addmm.default" if op.id == last or op.phase == "backward" else "aten.relu.default")
+        for op in graph.operators
+    ]
+    held = (*record.memory.base, Segment(False, (32 * MIB, 32 * MIB)))
+    memory = replace(record.memory, library_bytes=64 * MIB, base=held)
+    late = replace(record, graphs=(replace(graph, operators=tuple(operators)),), memory=memory)
+    first = replace(late, memory=replace(memory, library_bytes=0))
+    assert PlainHeap(late).recorded.allocated_peak_bytes == PlainHeap(first).recorded.allocated_peak_bytes
+    assert PlainHeap(late).reserved_bytes != PlainHeap(first).reserved_bytes
