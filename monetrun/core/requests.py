@@ -8,7 +8,7 @@ last step's gradients come to lie among the activations, and once more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
@@ -179,7 +179,7 @@ class StepReplay:
                 requests += sum(n > 0 for n in event.requests)
         free_all(self.allocator, last_gradients)
         last_outputs.drop_all()
-        self._end_calls_without_backward()
+        _end_calls(self.allocator, self._calls, self._without_backward)
         if between is not None:
             self._outside(between, requests, first=False)
         self.batch.is_last_of(self._script, requests)
@@ -188,15 +188,6 @@ class StepReplay:
         for name, blocks in ((LAST_GRADIENTS, self.gradients), (LAST_OUTPUTS, self.outputs)):
             if name not in held_over:
                 free_all(self.allocator, blocks)
-
-    def _end_calls_without_backward(self) -> None:
-        """What forwards save of which no backward comes is freed with the script's last reference to their outputs."""
-        for k, n in self._without_backward.items():
-            calls = self._calls.get(k, [])
-            for call in calls[:n]:
-                for address in call.addresses.values():
-                    self.allocator.free(address)
-            del calls[: max(0, n)]
 
     # ---- the script
 
@@ -332,6 +323,16 @@ class StepReplay:
             if call.until.get(t) == i:
                 del call.until[t]
                 self.allocator.free(call.addresses.pop(t))
+
+
+def _end_calls(allocator: CachingAllocator, calls: Mapping[int, list[_Call]], without_backward: Counter[int]) -> None:
+    """What forwards save of which no backward comes is freed with the script's last reference to their outputs."""
+    for k, n in without_backward.items():
+        of_graph = calls.get(k, [])
+        for call in of_graph[:n]:
+            for address in call.addresses.values():
+                allocator.free(address)
+        del of_graph[: max(0, n)]
 
 
 def _without_backward(events: Sequence[Event]) -> Counter[int]:
