@@ -20,6 +20,7 @@ from monetrun.core.step_changes import with_more_held
 from monetrun.launcher import report
 from monetrun.launcher.options import LaunchOptions
 from monetrun.planning import planner
+from monetrun.planning.summary import rounding_note
 from monetrun.runtime.step_meter import SETTLING_STEPS
 
 MOST_RESTARTS = 2
@@ -61,6 +62,7 @@ def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, 
     return (
         f"memory ran out in training step {outcome.steps + 1}: starting again ({restarts + 1} of {MOST_RESTARTS}"
         f" times at most) with a plan that leaves {format_bytes(free_bytes)} of the budget free"
+        f"{rounding_note(made, more)}"
     )
 
 

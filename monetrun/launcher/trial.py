@@ -41,7 +41,7 @@ _LOOK_SECONDS, _END_SECONDS = 0.1, 1.0
 
 # A trial that calls no model in training ends so long after it has begun, unless a plan is needed; and where its
 # processes have worked for less than this share of a core for so long: they wait, as a server does.
-_MOST_SECONDS, _WAITING_SECONDS, _WAITING_SHARE = 1800.0, 60.0, 0.01
+_MOST_SECONDS, _WAITING_SECONDS, _WAITING_SHARE = 1800.0, 60.0, 0.03
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from monetrun.core.budget import format_bytes
-from monetrun.core.graph import FORWARD
+from monetrun.core.graph import FORWARD, Implementation
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
 from monetrun.planning.ledger import ledger_line
+
+_ROUNDING = "differ from eager by rounding; --implementations exact leaves them out"
 
 
 def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> list[str]:
@@ -30,23 +32,36 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
         f"  {ledger_line(plan.ledger)}",
     ]
     schedules = [graph.schedule for graph in plan.graphs]
-    steps = [[*schedule.forward, *schedule.backward] for schedule in schedules]
-    chosen = [
-        graph.operators[s.operator].implementations[s.implementation]
-        for graph, own in zip(() if record is None else record.graphs, steps, strict=False)
-        for s in own
-        if s.implementation
-    ]
-    kinds = Counter(implementation.kind for implementation in chosen)
-    others = sum(s.implementation > 0 for own in steps for s in own)
+    kinds = Counter(implementation.kind for implementation in _chosen(plan, record))
+    others = sum(step.implementation > 0 for own in schedules for step in (*own.forward, *own.backward))
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()) or str(others)
     total = sum(len(schedule.forward) for schedule in schedules)
     operators, runs = again(schedules, record)
     more = f" ({runs} runs)" if runs != operators else ""
     lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}")
-    if inexact := sum(not implementation.exact for implementation in chosen):
-        lines.append(f"  {inexact} of these differ from eager by rounding; --implementations exact leaves them out")
+    if inexact := _inexact(plan, record):
+        lines.append(f"  {inexact} of these {_ROUNDING}")
     return [*lines, *_kept_lines(plan, record)]
+
+
+def _chosen(plan: Plan, record: StepRecord | None) -> list[Implementation]:
+    """The implementations other than the default ones that the plan runs, each as often as it does."""
+    return [
+        graph.operators[step.operator].implementations[step.implementation]
+        for graph, own in zip(() if record is None else record.graphs, plan.graphs, strict=False)
+        for step in (*own.schedule.forward, *own.schedule.backward)
+        if step.implementation
+    ]
+
+
+def _inexact(plan: Plan, record: StepRecord | None) -> int:
+    return sum(not implementation.exact for implementation in _chosen(plan, record))
+
+
+def rounding_note(plan: Plan, record: StepRecord | None) -> str:
+    """The end of a line about a plan: how much of what it runs does not give eager's bits; empty: all does."""
+    inexact = _inexact(plan, record)
+    return f"; {inexact} implementations in it {_ROUNDING}" if inexact else ""
 
 
 def _kept_lines(plan: Plan, record: StepRecord | None) -> list[str]:

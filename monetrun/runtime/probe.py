@@ -63,6 +63,7 @@ def stand_in_for_the_other_ranks(world_size: int, undo: contextlib.ExitStack, *,
     for owner, name, stand_in in (
         (torch.distributed, "init_process_group", init_process_group),
         (torch.distributed.distributed_c10d, "init_process_group", init_process_group),
+        (torch.distributed.device_mesh, "init_process_group", init_process_group),
         (parallel, "__init__", initialize_alone),
         (parallel, "register_comm_hook", lambda self, state, hook: None),
         (torch.distributed, "_verify_params_across_processes", lambda *args: None),

@@ -22,7 +22,7 @@ from monetrun.core.step import LIBRARIES, StepRecord
 from monetrun.core.step_changes import with_excess
 from monetrun.planning import kept, planner
 from monetrun.planning.intervals import Interval, intervals, optimizer_steps
-from monetrun.planning.summary import planned_bytes
+from monetrun.planning.summary import planned_bytes, rounding_note
 from monetrun.runtime import adaptation, agreement, moved_memory
 from monetrun.runtime.collective_times import CollectiveTimes
 from monetrun.runtime.enforcement import Enforcement
@@ -144,7 +144,8 @@ class RunningPlan:
         except MonetrunError as failure:
             warn(f"planned steps reserve more than was planned, and no other plan was found: {failure}")
             return False
-        warn("the first planned steps reserved more than was planned: planned again with what was seen")
+        seen = "the first planned steps reserved more than was planned: planned again with what was seen"
+        warn(seen + rounding_note(plan, record))
         self.record = record
         self.follow(plan)
         self.steps.forget_peaks()
@@ -224,6 +225,7 @@ class RunningPlan:
         self.note(
             f"{format_bytes(shortage.excess_bytes)} more are held before the forward than planned:"
             f" planned again within {format_bytes(self.plan.budget_bytes)}, overhead {self.plan.overhead:+.1%}"
+            f"{rounding_note(self.plan, self.record)}"
         )
 
     def _follow_plain_peak(self, fingerprint: str, plain_bytes: int, why: str, *, estimated: bool = False) -> None:

@@ -14,7 +14,7 @@ from monetrun.launcher.report import plan_lines
 from monetrun.planning import planner
 from monetrun.planning.explain import explain
 from monetrun.planning.ledger import ledger_line
-from monetrun.planning.summary import summary_lines
+from monetrun.planning.summary import rounding_note, summary_lines
 from support.step_records import chain_record
 
 RECORD = chain_record(64)
@@ -75,3 +75,19 @@ def test_a_ledger_is_printed_in_one_order():
 def test_the_console_shows_brackets_as_they_are():
     lines = plan_lines(plan_at(1.0), "monetrun  [red]train.py", RECORD)
     assert lines[0] == r"[bold]monetrun  \[red]train.py[/bold]"
+
+
+def test_what_does_not_give_eagers_bits_is_counted_and_a_plan_made_later_says_so_too():
+    graph = RECORD.graphs[0]
+    rounding = [
+        replace(op, implementations=(op.implementations[0], *(replace(i, exact=False) for i in op.implementations[1:])))
+        for op in graph.operators
+    ]
+    record = replace(RECORD, graphs=(replace(graph, operators=tuple(rounding)),))
+    plan = plan_at(0.3)
+    schedule = plan.graphs[0].schedule
+    runs = sum(step.implementation > 0 for step in (*schedule.forward, *schedule.backward))
+    assert runs > 0
+    assert any(line.startswith(f"  {runs} of these differ from eager") for line in summary_lines(plan, "t", record))
+    assert rounding_note(plan, record).startswith(f"; {runs} implementations in it differ from eager by rounding")
+    assert rounding_note(plan, RECORD) == rounding_note(plan, None) == ""

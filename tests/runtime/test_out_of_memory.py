@@ -12,6 +12,7 @@ from monetrun.core.errors import BudgetExceeded
 from monetrun.core.step import replay
 from monetrun.launcher import report, restart
 from monetrun.planning import planner
+from monetrun.planning.summary import rounding_note
 from monetrun.runtime import out_of_memory, traceback_file
 from monetrun.runtime.settings import Settings
 from monetrun.runtime.traceback_file import ERROR_FILE
@@ -74,6 +75,7 @@ def test_a_restart_leaves_free_what_was_lacking_and_a_second_one_much_more(tmp_p
         line = restart.tighter_plan(settings.to_environment(), BudgetExceeded.exit_code, restarts, options)
         assert f"in training step {steps + 1}: starting again" in line
         made = codec.loads(type(plan), plan_file.read_text())
+        assert line.endswith("free" + rounding_note(made, codec.loads(type(record), record_file.read_text())))
         peaks.append(replay(record, [g.schedule for g in made.graphs]).peak_bytes)
     assert peaks[0] <= plan.budget_bytes - lacking - plan.budget_bytes // 100 + 1
     assert peaks[0] >= plan.budget_bytes * 0.85  # 8% of the budget and more were given up without need
