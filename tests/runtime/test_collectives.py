@@ -47,6 +47,11 @@ def test_a_trial_waits_for_no_other_rank(monkeypatch, tmp_path, of, mode):
         trial._undo.close()
 
 
+def test_a_device_mesh_that_makes_the_process_group_waits_for_no_other_rank(in_a_trial):
+    mesh = dist.init_device_mesh("cpu", (4,))
+    assert (dist.get_backend(), mesh.size()) == ("fake", 4)
+
+
 def peak_of(run):
     cpu_allocator.install()
     before = cpu_allocator.allocated_bytes()

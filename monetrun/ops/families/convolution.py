@@ -32,10 +32,11 @@ def _without_the_input(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     call, value = input_gradient(node), value_of(grad)
     if call is None or any(v is None or not v.is_contiguous() for v in map(value_of, (x, grad, weight))):
         return
-    if value is not None and value.device.type == "cpu":
+    if value is not None and value.device.type == "cpu" and _by_onednn(x, *node.args[2:-1]) and _by_onednn(*call.args):
         yield Alternative("conv:apart", call, costs_as=Call.of(node))
     else:
-        # elsewhere the transposed convolution may be another kernel: ATen's depthwise gradient is a kernel of its own
+        # elsewhere the transposed convolution may be another kernel: ATen's depthwise gradient is a kernel of its own,
+        # and on one thread it multiplies matrices for small batches of 1x1 convolutions
         yield Alternative("conv:apart", call, exact=None, no_faster_than_default=True)
 
 
@@ -60,6 +61,14 @@ def input_gradient(node: fx.Node) -> Call | None:
         (grad, weight, None, stride, padding, dilation, not transposed, output_padding, groups),
         only=0,
     )
+
+
+def _by_onednn(x: fx.Node, weight: fx.Node, bias: Any, *window: Any) -> bool:
+    """Whether oneDNN computes a convolution on this CPU with as many threads as now, and not ATen's own kernels."""
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    keywords = dict(zip(names, window, strict=True))
+    backend = torch._C._select_conv_backend(value_of(x), value_of(weight), bias=None, bias_sizes=None, **keywords)
+    return not backend.name.startswith("Slow")
 
 
 def for_each(values: Sequence[int], dimensions: int) -> list[int]:
