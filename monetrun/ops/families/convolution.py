@@ -66,9 +66,9 @@ def input_gradient(node: fx.Node) -> Call | None:
 def _by_onednn(x: fx.Node, weight: fx.Node, bias: Any, *window: Any) -> bool:
     """Whether oneDNN computes a convolution on this CPU with as many threads as now, and not ATen's own kernels."""
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    keywords = dict(zip(names, window, strict=True))
-    backend = torch._C._select_conv_backend(value_of(x), value_of(weight), bias=None, bias_sizes=None, **keywords)
-    return not backend.name.startswith("Slow")
+    keywords: dict[str, Any] = dict(zip(names, window, strict=True))
+    given: Any = value_of(x), value_of(weight), None
+    return not torch._C._select_conv_backend(*given, bias_sizes=None, **keywords).name.startswith("Slow")
 
 
 def for_each(values: Sequence[int], dimensions: int) -> list[int]:
