@@ -37,6 +37,7 @@ from monetrun.runtime import breaks
 from monetrun.runtime.call_timing import CallTiming, Run
 from monetrun.runtime.seen_calls import (
     CallObserver,
+    RoomKeeper,
     measured,
     measured_by_turns,
     observed,
@@ -49,7 +50,7 @@ from monetrun.runtime.terms import GradientTerms
 _log = logging.getLogger("monetrun")
 
 
-class Chooser(Protocol):
+class Chooser(RoomKeeper, Protocol):
     """Decides what a captured graph runs."""
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
@@ -57,13 +58,6 @@ class Chooser(Protocol):
 
         Raises:
             MonetrunError: no schedule fits.
-        """
-
-    def check_room(self, fingerprint: str) -> None:
-        """A graph's forward is about to run under a plan.
-
-        Raises:
-            MemoryShort: there is no room for its step.
         """
 
 
@@ -240,7 +234,7 @@ class Backend:
         if guards.used and self.meters is not None:
             self._guards.append(guards)
         forward, backward = modules
-        forward.meta["monetrun"] = (number, guards)
+        forward.meta["monetrun"] = (number, guards, of.forward_outputs)
         # it may be compiled much later, after other graphs
         with_terms, by_turns = of.order.in_turn(backward)
         watched: list[list[Any]] = []
@@ -254,13 +248,12 @@ class Backend:
         share_output_versions()
         if isinstance(opened := module.meta["monetrun"], OpenSizes):
             return opened.forward
-        number, guards = module.meta["monetrun"]
+        number, guards, outputs = module.meta["monetrun"]
         if self.meters is None:
             return observed(self.observer, FORWARD, number, guards.watching(execute.boxed(module)))
         timed = self._timed(module, FORWARD, number)
-        return guards.checking(
-            with_room(self.chooser.check_room, guards.graph, measured(self.meters.steps, FORWARD, number, timed))
-        )
+        run = measured(self.meters.steps, FORWARD, number, timed)
+        return guards.checking(with_room(self.chooser, guards.graph, outputs, run))
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         if isinstance(opened := module.meta["monetrun"], OpenSizes):

@@ -73,7 +73,23 @@ class _Recording:
             self.recorder.zeroing_gradients(parameters, set_to_none)
 
 
-class Engine(_Recording):
+class _WithRoom:
+    """Sees that there is room for steps under a plan (``seen_calls.RoomKeeper``)."""
+
+    running: RunningPlan | None
+
+    def check_room(self, fingerprint: str) -> None:
+        """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""
+        assert self.running is not None
+        self.running.check_room(fingerprint)
+
+    def outputs_given(self, outputs: Iterable[Any]) -> None:
+        """It has given these: see ``Room.outputs_given``."""
+        assert self.running is not None
+        self.running.room.outputs_given(outputs)
+
+
+class Engine(_Recording, _WithRoom):
     """Chooses the schedules of all captured graphs, and measures what running them takes.
 
     Without a plan the first step is recorded; when it has ended, or the one after it, it is planned.
@@ -208,11 +224,6 @@ class Engine(_Recording):
         chooser = self.recorder or self.running
         assert chooser is not None
         return chooser.choose(joint)
-
-    def check_room(self, fingerprint: str) -> None:
-        """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""
-        assert self.running is not None
-        self.running.check_room(fingerprint)
 
     # ---- the step
 

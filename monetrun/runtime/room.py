@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from monetrun.capture.meter import Meter
 from monetrun.core.plan import Schedule
@@ -15,6 +19,14 @@ from monetrun.planning.intervals import optimizer_steps
 
 # A call is planned again so often at most: where compiling it anew takes memory each time, it runs as it is.
 _MOST_REPEATS = 3
+# Outputs of so little, the limit >> 10, may as well be the script's own, such as a loss.
+_NOTHING_SHIFT = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    storage: StorageWeakRef
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +35,7 @@ class Shortage:
 
     Attributes:
         fingerprint: of the forward's graph.
-        held_bytes: allocated now.
+        held_bytes: allocated now, and what of the last step's outputs is not there, though it was as planned.
         need: what its step needs, and what is held before it as planned.
     """
 
@@ -54,6 +66,8 @@ class Room:
         self._calls: Counter[str] = Counter()  # of each graph, in the present step
         self._optimizers = 1  # optimizer steps in a training step
         self._optimizer_steps = 0
+        self._outputs: list[_Output] = []  # of the present step
+        self._last_outputs: list[_Output] = []  # of the step before
         self._first = False
         self._repeated = 0  # calls for which there was no room, one after the other
 
@@ -79,11 +93,17 @@ class Room:
         self._optimizer_steps += 1
         if self._optimizer_steps % self._optimizers == 0:
             self._calls.clear()
+            self._last_outputs, self._outputs = self._outputs, []
+
+    def outputs_given(self, outputs: Iterable[Any]) -> None:
+        """A graph's forward has given these."""
+        storages = (o.untyped_storage() for o in outputs if type(o) is torch.Tensor)
+        self._outputs += [_Output(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
 
     def held_before(self, fingerprint: str) -> Shortage | None:
         """A graph's forward begins in a step that is not bounded: what is held, where that is more than planned."""
         need = self._need(fingerprint)
-        found = None if need is None else Shortage(fingerprint, self.meter.current_bytes(), need)
+        found = None if need is None else Shortage(fingerprint, self._held(need), need)
         return found if found is not None and found.excess_bytes > 0 else None
 
     def shortage(self, fingerprint: str) -> Shortage | None:
@@ -92,16 +112,27 @@ class Room:
         if need is None or self._repeated >= _MOST_REPEATS:
             self._repeated = 0
             return None
-        if self.meter.current_bytes() + need.planned_bytes <= self.limit_bytes:
+        if self._held(need) + need.planned_bytes <= self.limit_bytes:
             self._repeated = 0
             return None
         gc.collect()
-        held = self.meter.current_bytes()
+        held = self._held(need)
         if held + need.planned_bytes <= self.limit_bytes:
             return None
         self._calls[fingerprint] -= 1  # the call is repeated
         self._repeated += 1
         return Shortage(fingerprint, held, need)
+
+    def _held(self, need: ForwardNeed) -> int:
+        """Allocated now, and with it what ``need`` takes to be freed soon and is not there: the last step's outputs.
+
+        The first step of an epoch has none where the script's loop is a function: what else is held then stays, and
+        would be taken for what is freed.
+        """
+        gone = [o.nbytes for o in self._last_outputs if o.storage.expired()]
+        there = [o.nbytes for o in self._last_outputs if not o.storage.expired()]
+        missing = _missing(need.last_outputs_bytes, gone, there)
+        return self.meter.current_bytes() + (missing if missing > self.limit_bytes >> _NOTHING_SHIFT else 0)
 
     def _need(self, fingerprint: str) -> ForwardNeed | None:
         """What the step of a forward that begins needs; None where it is not looked at."""
@@ -112,3 +143,14 @@ class Room:
         if not first or not needs or not self.meter.exact:
             return None
         return needs[min(number, len(needs) - 1)]
+
+
+def _missing(planned: int, gone: Sequence[int], there: Sequence[int]) -> int:
+    """Of ``planned`` bytes of outputs those that are not there; ``gone`` are also others, which are never held."""
+    if gone and not there and sum(gone) <= planned:
+        return planned  # of a smaller batch, perhaps
+    left = planned - sum(there)
+    for nbytes in sorted(gone, reverse=True):
+        if nbytes <= left:
+            left -= nbytes
+    return planned - sum(there) - left

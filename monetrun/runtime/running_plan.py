@@ -144,8 +144,8 @@ class RunningPlan:
         except MonetrunError as failure:
             warn(f"planned steps reserve more than was planned, and no other plan was found: {failure}")
             return False
-        seen = "the first planned steps reserved more than was planned: planned again with what was seen"
-        warn(seen + rounding_note(plan, record))
+        what = "the first planned steps reserved more than was planned: planned again with what was seen"
+        warn(what + rounding_note(plan, record))
         self.record = record
         self.follow(plan)
         self.steps.forget_peaks()
@@ -222,11 +222,9 @@ class RunningPlan:
             raise moved_memory.refused_step(self.plan, shortage, failure, self.device) from None
         self.record, self._frugal = found.record, found.frugal
         self.follow(found.plan)
-        self.note(
-            f"{format_bytes(shortage.excess_bytes)} more are held before the forward than planned:"
-            f" planned again within {format_bytes(self.plan.budget_bytes)}, overhead {self.plan.overhead:+.1%}"
-            f"{rounding_note(self.plan, self.record)}"
-        )
+        again = f"planned again within {format_bytes(self.plan.budget_bytes)}, overhead {self.plan.overhead:+.1%}"
+        again += rounding_note(self.plan, self.record)
+        self.note(f"{format_bytes(shortage.excess_bytes)} more are held before the forward than planned: {again}")
 
     def _follow_plain_peak(self, fingerprint: str, plain_bytes: int, why: str, *, estimated: bool = False) -> None:
         """A budget that is a share of the plain peak grows with it. ``plain_bytes``: allocated, at these shapes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 from monetrun.capture.in_turn import Turns
@@ -30,6 +30,20 @@ class CallObserver(Protocol):
         """
 
 
+class RoomKeeper(Protocol):
+    """Sees that there is room for the steps under a plan."""
+
+    def check_room(self, fingerprint: str) -> None:
+        """A graph's forward is about to run.
+
+        Raises:
+            MemoryShort: there is no room for its step.
+        """
+
+    def outputs_given(self, outputs: Sequence[Any]) -> None:
+        """It has given these."""
+
+
 def observed(observer: CallObserver | None, phase: str, number: int, run: Run) -> Run:
     """``run``, the forward or backward (``phase``) of the graph with this number, seen by ``observer``."""
     if observer is None:
@@ -45,13 +59,15 @@ def observed(observer: CallObserver | None, phase: str, number: int, run: Run) -
     return called
 
 
-def with_room(check: Callable[[str], None], graph: Graph, run: Run) -> Run:
-    """``run``, a forward of ``graph``, which begins only where ``check`` of its fingerprint raises nothing."""
+def with_room(room: RoomKeeper, graph: Graph, outputs: int, run: Run) -> Run:
+    """``run``, a forward of ``graph`` with so many ``outputs``, which begins only where ``room`` raises nothing."""
     fingerprint = graph.fingerprint
 
     def called(arguments: list[Any]) -> Any:
-        check(fingerprint)
-        return run(arguments)
+        room.check_room(fingerprint)
+        results = run(arguments)
+        room.outputs_given(results[:outputs])
+        return results
 
     called._boxed_call = True  # type: ignore[attr-defined]
     return called

@@ -132,6 +132,35 @@ def test_a_share_is_of_the_largest_plain_peak_seen(capsys):
     assert "inputs of 1024x128: the plain run takes" in capsys.readouterr().err
 
 
+def test_the_first_step_of_an_epoch_has_no_outputs_of_the_last_one_and_what_is_held_since_counts():
+    """What it holds is less than in other steps, but it frees less: what came to be held must not pass for outputs."""
+
+    def script():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 784), nn.Sigmoid())
+        optimizer = torch.optim.Adam(model.parameters())
+        data = torch.rand(4, 128, 784)
+        losses = []
+
+        def epoch():
+            for x in data:
+                optimizer.zero_grad()
+                y = model(x)
+                loss = (torch.log(1.0 + y) * torch.log(2.0 - y) + torch.pow(y - 0.5, 2) * torch.pow(y - 0.5, 4)).sum()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+
+        epoch()
+        held = torch.rand(64, 784)
+        epoch()
+        return losses, held.sum()
+
+    plain, planned, engine = under("1.0x", script)
+    assert planned == plain
+    assert engine.plan.plain_peak_bytes > engine.findings()["measured_peak_bytes"] * 0.99
+
+
 def test_a_share_that_is_an_estimate_follows_what_another_optimizer_comes_to_hold():
     """Layers that are trained later: another graph, and an optimizer whose state is not there at its first step."""
     meter, peaks = meter_for(torch.device("cpu")), []

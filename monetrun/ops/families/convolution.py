@@ -63,7 +63,7 @@ def input_gradient(node: fx.Node) -> Call | None:
     )
 
 
-def _by_onednn(x: fx.Node, weight: fx.Node, bias: Any, *window: Any) -> bool:
+def _by_onednn(x: Any, weight: Any, bias: Any, *window: Any) -> bool:
     """Whether oneDNN computes a convolution on this CPU with as many threads as now, and not ATen's own kernels."""
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     keywords: dict[str, Any] = dict(zip(names, window, strict=True))
