@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -175,7 +176,8 @@ class Backend:
         self._order = order = GradientOrder(in_terms=self.terms.needed or undecided)
         self._traced = TracedBackward()
         without_donation = torch._functorch.config.patch(donated_buffer=False)
-        with operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
+        capturing = contextlib.nullcontext() if self.observer is None else self.observer.capturing()
+        with capturing, operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
             with backward_autocast.traced_under(self.autocast) as autocast, casts_once(module, inputs), order.kept():
                 compiled = uncounted(stay_absent(self._aot(module, inputs)), module)
             traced = dataclasses.replace(self._traced, autocast=autocast)

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ class _Recording:
 
     recorder: Recorder | SecondStep | None = None
     _step_recorded = _record_again = False
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """A graph is captured, while a step is recorded."""
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.capturing()
 
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph is about to run, while a step is recorded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -94,6 +95,10 @@ class Recorder:
         return number, self.schedules[number]
 
     # ---- what happens in the step
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """A graph is captured, perhaps within the step: what that allocates for a while is not the script's."""
+        return self._stretch_meter.leaving_out()
 
     def forward_begins(self, arguments: Iterable[Any]) -> None:
         """A model is called whose hooks allocate before its first graph runs: they are of the step."""

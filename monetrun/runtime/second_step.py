@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from monetrun.capture.joint import JointGraph
@@ -85,6 +86,10 @@ class SecondStep:
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """See ``Recorder.choose``."""
         return self._recorder.choose(joint)
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """See ``Recorder.capturing``."""
+        return self._meter.leaving_out()
 
     def measure(self, store: Any) -> list[Costs]:
         """The costs are in the record."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from monetrun.capture.in_turn import Turns
@@ -13,6 +14,9 @@ from monetrun.runtime.step_meter import StepMeter
 
 class CallObserver(Protocol):
     """Sees the calls of captured graphs with their tensors."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """A graph is captured in this context."""
 
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's forward or backward is about to run on these arguments (see ``execute.build``)."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from monetrun.capture.meter import Meter
@@ -21,6 +22,7 @@ class StretchMeter:
         self.meter = meter
         self.stretches: list[Stretch] = []
         self._start = 0
+        self._peak_bytes = 0  # of the present stretch, before what is left out
 
     def begin(self) -> None:
         """The first stretch begins."""
@@ -30,10 +32,19 @@ class StretchMeter:
     def end(self, kind: str, graph: int = -1, name: str = "") -> None:
         """The present stretch ends, and the next one begins."""
         now = self.meter.current_bytes()
-        peak = max(now, self._start, self.meter.peak_bytes())
+        peak = max(now, self._start, self._peak_bytes, self.meter.peak_bytes())
         self.stretches.append(Stretch(kind, graph, name, self._start, peak, now))
-        self._start = now
+        self._start, self._peak_bytes = now, 0
         self.meter.reset_peak()
+
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """What is allocated in this context, and freed in it, is no part of the present stretch."""
+        self._peak_bytes = max(self._peak_bytes, self.meter.peak_bytes())
+        try:
+            yield
+        finally:
+            self.meter.reset_peak()
 
 
 def joined(stretches: Sequence[Stretch]) -> list[Stretch]:
