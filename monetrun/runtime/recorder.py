@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,11 +33,11 @@ from monetrun.runtime import sharding
 from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.resharding import ShardingRecorder, with_lingering_copies
 from monetrun.runtime.ruled_out import changeable, usable_now
-from monetrun.runtime.stretches import StretchMeter
+from monetrun.runtime.stretches import StretchMeter, WithoutCaptures
 from monetrun.solve import greedy
 
 
-class Recorder:
+class Recorder(WithoutCaptures):
     """Gives every captured graph the schedule of the least peak, and measures what the step allocates between calls.
 
     Args:
@@ -95,10 +94,6 @@ class Recorder:
         return number, self.schedules[number]
 
     # ---- what happens in the step
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """A graph is captured, perhaps within the step: what that allocates for a while is not the script's."""
-        return self._stretch_meter.leaving_out()
 
     def forward_begins(self, arguments: Iterable[Any]) -> None:
         """A model is called whose hooks allocate before its first graph runs: they are of the step."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from monetrun.capture.joint import JointGraph
@@ -22,7 +21,7 @@ from monetrun.core.step import OUTSIDE, Break, StepRecord, replay
 from monetrun.planning.intervals import Stretch, optimizer_steps
 from monetrun.runtime import probe
 from monetrun.runtime.recorder import Recorder
-from monetrun.runtime.stretches import StretchMeter, joined
+from monetrun.runtime.stretches import StretchMeter, WithoutCaptures, joined
 
 # Outputs of less than a thousandth of the plain peak are not waited for.
 _WORTHWHILE_SHIFT = 10
@@ -50,7 +49,7 @@ def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> 
     return TrialsSecondStep(recorder, record, path)
 
 
-class SecondStep:
+class SecondStep(WithoutCaptures):
     """Sees the step after the recorded one, in the recorder's place and on its schedules.
 
     It looks until the last outputs are dropped: mostly before the first backward, else until the optimizer begins.
@@ -64,7 +63,7 @@ class SecondStep:
         self.known, self.sharding = recorder.known, recorder.sharding
         self._recorder = recorder
         self._recorded = self._record = record
-        self._meter = StretchMeter(recorder.meter)
+        self._stretch_meter = StretchMeter(recorder.meter)
         self._begun = self._in_backward = self._seen = False
         self._optimizers_ended = 0
 
@@ -75,7 +74,7 @@ class SecondStep:
         memory = self._recorder.memory
         if memory is not None:
             memory.warm_up_again()
-        self._meter.begin()
+        self._stretch_meter.begin()
 
     def _end(self) -> None:
         """Nothing more is looked at."""
@@ -86,10 +85,6 @@ class SecondStep:
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """See ``Recorder.choose``."""
         return self._recorder.choose(joint)
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """See ``Recorder.capturing``."""
-        return self._meter.leaving_out()
 
     def measure(self, store: Any) -> list[Costs]:
         """The costs are in the record."""
@@ -105,21 +100,21 @@ class SecondStep:
         """The next step begins with what hooks allocate, as the recorded one did."""
         if not self._begun:
             self._step_begins()
-            self._meter.end(OUTSIDE)
+            self._stretch_meter.end(OUTSIDE)
 
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins; from the first backward on nothing more is looked at once the outputs are dropped."""
         if self._seen:
             return
         self._step_begins()
-        self._meter.end(OUTSIDE)
+        self._stretch_meter.end(OUTSIDE)
         self._in_backward |= phase == BACKWARD
         if self._in_backward and self._see() <= replay(*plain_step(self._recorded)).peak_bytes >> _WORTHWHILE_SHIFT:
             self._end()
 
     def _see(self) -> int:
         """Put what was seen into the record; gives how many bytes of the outputs are still held."""
-        stretches = joined(self._recorder.stretches), joined(self._meter.stretches)
+        stretches = joined(self._recorder.stretches), joined(self._stretch_meter.stretches)
         held = last_outputs_bytes(self._recorded)
         freed = freed_outputs(*stretches, held)
         self._record = with_outputs_dropped(self._recorded, freed)
@@ -128,7 +123,7 @@ class SecondStep:
     def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """It has ended."""
         if not self._seen:
-            self._meter.end(phase, graph)
+            self._stretch_meter.end(phase, graph)
 
     def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
         """The record has it already."""
@@ -139,7 +134,7 @@ class SecondStep:
     def optimizer_begins(self) -> None:
         """It ends what is looked at."""
         if self._in_backward and not self._seen:
-            self._meter.end(OUTSIDE)
+            self._stretch_meter.end(OUTSIDE)
             self._see()
             self._end()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from monetrun.capture.meter import Meter
@@ -45,6 +46,16 @@ class StretchMeter:
             yield
         finally:
             self.meter.reset_peak()
+
+
+class WithoutCaptures:
+    """Records a step's stretches, without what capturing a graph within them allocates for a while."""
+
+    _stretch_meter: StretchMeter
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """A graph is captured in this context, perhaps within the step."""
+        return self._stretch_meter.leaving_out()
 
 
 def joined(stretches: Sequence[Stretch]) -> list[Stretch]:

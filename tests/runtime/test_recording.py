@@ -16,7 +16,11 @@ def test_what_capturing_a_graph_within_the_step_allocates_is_not_the_scripts():
     session.watch_process()
     try:
         generator = nn.Sequential(
-            nn.ConvTranspose2d(32, 64, 4), nn.BatchNorm2d(64), nn.ConvTranspose2d(64, 48, 4, 2, 1)
+            nn.ConvTranspose2d(32, 64, 4),
+            nn.BatchNorm2d(64),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(64, 48, 4, 2, 1),
+            nn.Tanh(),
         )
         critic = nn.Sequential(nn.Conv2d(48, 24, 4, 2, 1), nn.LeakyReLU(0.2, True), nn.Conv2d(24, 1, 4))
         optimizer = torch.optim.SGD([*generator.parameters(), *critic.parameters()], 0.1)
