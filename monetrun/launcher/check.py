@@ -165,10 +165,12 @@ def _failure(script: str, what: str, code: int, result: Path, error_file: Path, 
         return error
     if code == 0 and not error_file.exists():
         return NeverTrained(f"{script} ended without a training step", "monetrun check compares a training step")
-    message = f"{script} failed in its {what}: {how_it_failed(code, error_file)}"
     if error is not None:
-        hint = "" if what.startswith("plain") else "the plan's budget bounds the step: give a larger --budget"
-        return BudgetExceeded(message, hint or "the plain step has to fit the device to be compared: a smaller batch")
+        hint = error.hint or "the plan's budget bounds the step: give a larger --budget"
+        if what.startswith("plain"):
+            hint = "the plain step has to fit the device to be compared: a smaller batch"
+        return BudgetExceeded(f"{script} failed in its {what}: {error.message}", hint)
+    message = f"{script} failed in its {what}: {how_it_failed(code, error_file)}"
     return ScriptFailed(f"{stderr_file.read_text(errors='replace')}{message}", exit_code=code or 1)
 
 

@@ -122,6 +122,7 @@ class Outcome:
         measured_reserved_bytes: the most that any rank's CUDA allocator reserved; None on a CPU.
         retries: how often an allocator gave cached memory back in settled steps; None on a CPU.
         excess_bytes: what planned steps reserved beyond what is derived from their schedules.
+        unplanned: why there is no plan, where no warning has said it.
         collectives: what those of sharded modules took, where that was measured.
         measured_overhead: seconds of recomputation, and of slower implementations what they take longer, over all other
             seconds of the timed calls, the largest of all ranks; None if not measured.
@@ -149,6 +150,7 @@ class Outcome:
     most_planned: tuple[int, int] = (0, 0)
     ranks: tuple[RankFigures, ...] = ()
     collectives: CollectiveSeconds = ()
+    unplanned: str = ""
 
     def planned(self, plan: Plan) -> tuple[int, int]:
         """``most_planned``, and at least what ``plan`` has."""
@@ -182,6 +184,7 @@ def read_outcome(folder: Path) -> Outcome:
         measured_step=_measured_step(reports),
         needed_bytes=int(short.get("needed_bytes", 0)),
         held=short.get("held", {}),
+        unplanned=next((str(r["unplanned"]) for r in reports if r.get("unplanned")), ""),
         most_planned=_most_planned(reports),
         ranks=tuple(sorted(map(rank_figures.of_report, reports), key=lambda figures: figures.rank)),
     )
@@ -209,7 +212,8 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     if exit_code != 0:
         return []
     if plan is None:
-        return [f"[bold]monetrun[/bold]: nothing was planned{_held(outcome)}"]
+        why = f": {outcome.unplanned}" if outcome.unplanned else ""
+        return [f"[bold]monetrun[/bold]: nothing was planned{why}{_held(outcome)}"]
     if plan.pool is not None:
         return _cuda_lines(outcome, plan, plan.pool)
     measured = outcome.measured_peak_bytes

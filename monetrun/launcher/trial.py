@@ -33,7 +33,7 @@ from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.trial_environment import allocator_variables, trial_environment
 from monetrun.runtime import trial_files
-from monetrun.runtime.probe import BEGUN, UNSEEN
+from monetrun.runtime.probe import BEGUN, NO_OPTIMIZER, UNSEEN
 from monetrun.runtime.settings import TRIAL, Settings
 
 # How often the launcher looks whether the trial has left its record, and how long its processes may take to end.
@@ -113,7 +113,10 @@ def run_trial(
     if needed or options.strict:
         raise NeverTrained(why, "monetrun --no-probe plans it while it trains; torchrun runs it without a plan")
     if not options.quiet:
-        print(f"monetrun: {why}; planning at the first step instead", file=sys.stderr, flush=True)
+        then = "planning at the first step instead"
+        if unseen.get("reason") == NO_OPTIMIZER:
+            then = "nothing is planned before one makes a step"
+        print(f"monetrun: {why}; {then}", file=sys.stderr, flush=True)
     return Trial(None)
 
 

@@ -22,10 +22,14 @@ def planned_share(record: StepRecord) -> float:
     return min(1.0, max(0.0, 1.0 - outside / step)) if step > 0 else 0.0
 
 
+# of steps as recorded; of others a share is an estimate, and a line says so
+HOLDS = "the budget holds for all of a step like the recorded one"
+
+
 def coverage(record: StepRecord) -> str:
     """One line on a model that is not captured whole: what breaks it, what is planned; empty where it is whole."""
     models = {b.module.partition(".")[0]: b for b in reversed(record.breaks)}
     if not models:
         return ""
     broken = "; ".join(f"{b.name} is planned in parts: {b.reason} ({b.where})" for b in reversed(models.values()))
-    return f"{broken}; {planned_share(record):.0%} of the step's peak is planned, the budget holds for all of it"
+    return f"{broken}; {planned_share(record):.0%} of the step's peak is planned, {HOLDS}"

@@ -296,7 +296,7 @@ def _may_be_told(engine: Engine) -> bool:
 
 def _reported(call: PlannedCall) -> bool:
     """Say once what keeps the model from being captured whole, and what is planned; the latter with the plan."""
-    from monetrun.planning.coverage import planned_share
+    from monetrun.planning.coverage import HOLDS, planned_share
 
     reason = f": {call.broken.reason} ({call.broken.where})" if call.broken else ""
     running = call.engine.running
@@ -308,7 +308,7 @@ def _reported(call: PlannedCall) -> bool:
         if running is None:
             return False
         share = f"; {planned_share(running.record):.0%} of the step's peak is planned" if running.record else ""
-        call.reporter.tell(f"{call.name} is planned in parts{reason}{share}, the budget holds for all of it")
+        call.reporter.tell(f"{call.name} is planned in parts{reason}{share}, {HOLDS}")
     return True
 
 

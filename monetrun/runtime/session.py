@@ -238,7 +238,7 @@ class Session:
     def report(self) -> None:
         """Leave what this rank measured for the launcher."""
         found = self._findings if self.engine is None else self.engine.findings()
-        self.reporter.write({**found, "short": self.short})
+        self.reporter.write({**found, "short": self.short, "unplanned": _unsaid(self)})
 
     def trained_parameters(self) -> list[torch.Tensor]:
         """The parameters of all optimizers, each once."""
@@ -376,6 +376,12 @@ class Session:
         self.planned.append(planned)
         module._compiled_call_impl = planned  # type: ignore[assignment]
         return planned
+
+
+def _unsaid(session: Session) -> str:
+    """Why nothing was planned, where no warning has said it."""
+    said = session.engine is not None or session.reporter.warned
+    return "" if said else unplannable_use.no_step(bool(session.optimizers))
 
 
 def _calls(session: Session) -> list[PlannedCall | Trigger]:

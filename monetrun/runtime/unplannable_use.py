@@ -91,6 +91,11 @@ def unseen(name: str, optimizer: Optimizer) -> str:
     )
 
 
+def no_step(optimizers: bool) -> str:
+    """Why nothing was planned in a process in which no optimizer has made a step; ``optimizers``: there are any."""
+    return f"no optimizer of torch.optim {'has made a step' if optimizers else 'was made'}"
+
+
 def end_trial(settings: Settings) -> None:
     """End a trial run in which no model could be planned; the run itself warns why."""
     from monetrun.core.step import StepRecord  # not needed where models are planned

@@ -1,4 +1,4 @@
-"""The trial run decides nothing: a launch does without what it cannot see. None of these scripts imports torch."""
+"""The trial run decides nothing: a launch does without what it cannot see. All but one of these scripts do without torch."""
 
 from __future__ import annotations
 
@@ -95,6 +95,20 @@ def test_a_trial_of_a_server_that_never_trains_and_never_ends_is_ended(
     printed = capfd.readouterr().err
     assert f"the trial run cannot see {path} train: {reason}" in printed
     assert printed.count("planning at the first step instead") == 1
+
+
+def test_a_script_that_updates_its_parameters_itself_is_told_that_nothing_is_planned(script, capfd):
+    text = (
+        "import torch\nmodel = torch.nn.Linear(8, 8)\n"
+        "for _ in range(3):\n"
+        "    model(torch.ones(4, 8)).sum().backward()\n"
+        "    for p in model.parameters():\n"
+        "        p.data.add_(p.grad, alpha=-0.1)\n"
+    )
+    assert main([script(text)]) == 0
+    printed = capfd.readouterr().err
+    assert "without an optimizer of torch.optim; nothing is planned before one makes a step" in printed
+    assert "monetrun: nothing was planned: no optimizer of torch.optim was made" in printed
 
 
 def test_processes_that_a_trial_leaves_are_ended_before_the_workers_start(script, tmp_path):

@@ -58,5 +58,5 @@ def test_a_model_in_parts_is_named_once_with_its_outermost_break():
     said = coverage(dataclasses.replace(record, breaks=breaks))
     share = planned_share(record)
     assert said == f"Net is planned in parts: why (a.py:1, x[x > 0]); {share:.0%} of the step's peak is planned, " + (
-        "the budget holds for all of it"
+        "the budget holds for all of a step like the recorded one"
     )
