@@ -1,4 +1,4 @@
-"""The trial run decides nothing: a launch does without what it cannot see. All but one of these scripts do without torch."""
+"""The trial run decides nothing: a launch does without what it cannot see. Scripts here need no torch, but for one."""
 
 from __future__ import annotations
 
