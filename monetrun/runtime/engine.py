@@ -393,7 +393,7 @@ def _findings(engine: Engine) -> dict[str, Any]:
         "allocation_retries": steps.retries,
         "measured_overhead": engine.meters.timing.overhead(),
         "call_seconds": engine.meters.timing.call_seconds(),
-        "steps": steps.steps,
+        "steps": steps.training_steps,
         "exact": engine.meter.exact,
         "plan": None if engine.plan is None else codec.to_plain(engine.plan),
         "intervals": [] if running is None else codec.to_plain(intervals_of(running)),

@@ -133,6 +133,9 @@ class OtherShapes:
             InfeasibleBudget, NoPlanInTime: nothing fits.
         """
         joint, plan, graph = new.joint, new.plan, step.graphs[0]
+        if self.settings.plan_given and not self._held_more:
+            shapes = adaptation.input_shapes(joint)
+            self.note(f"inputs of {shapes} are not the plan's, nor is its plain peak theirs: planned within its budget")
         limit, more = moved_memory.allocated_limit(plan), self._held_more.setdefault(graph.fingerprint, 0)
         for carried in adaptation.carried(step, plan, limit - more):
             if not adaptation.inexact(graph, carried):

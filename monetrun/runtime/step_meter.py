@@ -21,7 +21,7 @@ class StepMeter:
     A training step begins with the first forward after an optimizer's step.
 
     Attributes:
-        steps: completed so far.
+        steps: completed so far, by optimizers.
         peak_bytes: the most allocated in any of them.
         reserved_bytes: the most that CUDA's allocator reserved in any of them.
         most_planned: allocated bytes, and those that the budget bounds, the most of the plans of these steps.
@@ -68,6 +68,11 @@ class StepMeter:
         """
         optimizers = max(1, self._optimizers)
         return self.steps > SETTLING_STEPS * optimizers and self._optimizer_steps % optimizers == 0
+
+    @property
+    def training_steps(self) -> int:
+        """``steps`` in training steps: a GAN's have two optimizers' steps each. One that has not ended counts."""
+        return -(-self.steps // max(1, self._optimizers))
 
     def forward_begins(self) -> None:
         """A planned model is called in training."""

@@ -79,6 +79,7 @@ def test_a_training_step_may_have_several_optimizers():
         train(steps, meter)
     assert [s.name for s in steps.stretches if s.name] == ["SGD.step", "SGD.step"]
     assert sum(s.kind == FORWARD for s in steps.stretches) == 2
+    assert (steps.steps, steps.training_steps) == (7, 4)
 
 
 def test_a_step_with_several_optimizers_is_settled_only_when_all_of_them_have_stepped():
