@@ -12,9 +12,24 @@ _PUBLIC = {
     "apply": "monetrun.runtime.session",
     "close": "monetrun.runtime.session",
     "SavedTensors": "monetrun.integrations.partitioner",
+    "MonetrunError": "monetrun.core.errors",
+    "InfeasibleBudget": "monetrun.core.errors",
+    "BudgetExceeded": "monetrun.core.errors",
+    "CaptureFailed": "monetrun.core.errors",
+    "UsageError": "monetrun.core.errors",
 }
 
-__all__ = ["SavedTensors", "__version__", "apply", "close"]
+__all__ = [
+    "BudgetExceeded",
+    "CaptureFailed",
+    "InfeasibleBudget",
+    "MonetrunError",
+    "SavedTensors",
+    "UsageError",
+    "__version__",
+    "apply",
+    "close",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ from monetrun.capture.meter import meter_for
 from monetrun.core import codec
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.budget import Budget, parse, resolve
+from monetrun.core.errors import InfeasibleBudget
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import Break, StepRecord
 from monetrun.machine.store import Store
@@ -37,7 +38,7 @@ from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
-from monetrun.runtime.running_plan import RunningPlan, intervals_of
+from monetrun.runtime.running_plan import RunningPlan, WithRoom, intervals_of
 from monetrun.runtime.scalars import StepScalars, planned_values
 from monetrun.runtime.second_step import SecondStep, followed, outputs_are_held
 from monetrun.runtime.settings import CHECK, PROBE, Settings
@@ -52,6 +53,7 @@ class _Recording:
 
     recorder: Recorder | SecondStep | None = None
     _step_recorded = _record_again = False
+    refused = False  # no schedule fits the budget
 
     def capturing(self) -> AbstractContextManager[None]:
         """A graph is captured, while a step is recorded."""
@@ -78,23 +80,7 @@ class _Recording:
             self.recorder.zeroing_gradients(parameters, set_to_none)
 
 
-class _WithRoom:
-    """Sees that there is room for steps under a plan (``seen_calls.RoomKeeper``)."""
-
-    running: RunningPlan | None
-
-    def check_room(self, fingerprint: str) -> None:
-        """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""
-        assert self.running is not None
-        self.running.check_room(fingerprint)
-
-    def outputs_given(self, outputs: Iterable[Any]) -> None:
-        """It has given these: see ``Room.outputs_given``."""
-        assert self.running is not None
-        self.running.room.outputs_given(outputs)
-
-
-class Engine(_Recording, _WithRoom):
+class Engine(_Recording, WithRoom):
     """Chooses the schedules of all captured graphs, and measures what running them takes.
 
     Without a plan the first step is recorded; when it has ended, or the one after it, it is planned.
@@ -369,7 +355,11 @@ def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan
     budget_bytes = budget_of(planner.plain_bytes(record, base))
     options = settings.solver_options()
     known = known_schedules(engine.store, base.searched.graphs, options)
-    return kept_parameters.plan_step(record, budget_bytes, settings.algorithm, options, base, known)
+    try:
+        return kept_parameters.plan_step(record, budget_bytes, settings.algorithm, options, base, known)
+    except InfeasibleBudget:
+        engine.refused = True
+        raise
 
 
 def _scalars(engine: Engine, last: bool) -> dict[str, float | None]:

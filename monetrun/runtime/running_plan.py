@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -238,6 +239,22 @@ class RunningPlan:
         self.plan = grown
         self.room.limit_bytes = moved_memory.allocated_limit(grown)
         self.enforcement.plan_is(grown.budget_bytes, grown.pool, bool(grown.ledger.get(LIBRARIES)))
+
+
+class WithRoom:
+    """Sees that there is room for steps under a plan (``seen_calls.RoomKeeper``)."""
+
+    running: RunningPlan | None
+
+    def check_room(self, fingerprint: str) -> None:
+        """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""
+        assert self.running is not None
+        self.running.check_room(fingerprint)
+
+    def outputs_given(self, outputs: Sequence[Any]) -> None:
+        """It has given these: see ``Room.outputs_given``."""
+        assert self.running is not None
+        self.running.room.outputs_given(outputs)
 
 
 def intervals_of(running: RunningPlan) -> tuple[Interval, ...]:

@@ -166,6 +166,8 @@ def close() -> dict[str, Any]:
 def _why_unplanned(session: Session) -> str:
     """Why a session that ends has no plan."""
     waiting = [type(optimizer).__name__ for optimizer in session.optimizers if optimizer not in session.stepped]
+    if session.engine is not None and session.engine.refused:
+        return "no schedule fits the budget (see the error above)"
     if session.engine is None and session.reporter.warned:
         return "the warnings above say why"
     if session.engine is None:
@@ -380,8 +382,7 @@ class Session:
 
 def _unsaid(session: Session) -> str:
     """Why nothing was planned, where no warning has said it."""
-    said = session.engine is not None or session.reporter.warned
-    return "" if said else unplannable_use.no_step(bool(session.optimizers))
+    return "" if session.engine or session.reporter.warned else unplannable_use.no_step(bool(session.optimizers))
 
 
 def _calls(session: Session) -> list[PlannedCall | Trigger]:

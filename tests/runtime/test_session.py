@@ -387,6 +387,12 @@ def test_close_says_why_nothing_was_planned(capsys):
     x, _ = zoo.images(4, 32)
     assert f"{begins}no step of SGD has ended" in said_after(lambda: model(x))
     assert f"{begins}training ended before the plan is made" in said_after(lambda: step(model, optimizer))
+    monetrun.apply(model, "0.01x")
+    with pytest.raises(monetrun.InfeasibleBudget):
+        for _ in range(3):
+            step(model, optimizer)
+    assert monetrun.close() == {}
+    assert f"{begins}no schedule fits the budget" in capsys.readouterr().err
     assert monetrun.close() == {}
     assert capsys.readouterr().err == ""  # nothing was applied
 
