@@ -389,8 +389,7 @@ def test_close_says_why_nothing_was_planned(capsys):
     assert f"{begins}training ended before the plan is made" in said_after(lambda: step(model, optimizer))
     monetrun.apply(model, "0.01x")
     with pytest.raises(monetrun.InfeasibleBudget):
-        for _ in range(3):
-            step(model, optimizer)
+        [step(model, optimizer) for _ in range(3)]
     assert monetrun.close() == {}
     assert f"{begins}no schedule fits the budget" in capsys.readouterr().err
     assert monetrun.close() == {}
