@@ -21,6 +21,9 @@ from monetrun.planning.intervals import optimizer_steps
 _MOST_REPEATS = 3
 # Outputs of so little, the limit >> 10, may as well be the script's own, such as a loss.
 _NOTHING_SHIFT = 10
+# Where all of the last step's outputs are gone, and they were fewer than planned, its batch was smaller; unless they
+# were less than this part of them: then most of what was planned is no outputs, but what a library has kept.
+_SMALLER_BATCH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,13 @@ class Shortage:
         fingerprint: of the forward's graph.
         held_bytes: allocated now, and what of the last step's outputs is not there, though it was as planned.
         need: what its step needs, and what is held before it as planned.
+        missing_bytes: part of ``held_bytes``: those outputs.
     """
 
     fingerprint: str
     held_bytes: int
     need: ForwardNeed
+    missing_bytes: int = 0
 
     @property
     def excess_bytes(self) -> int:
@@ -68,6 +73,7 @@ class Room:
         self._optimizer_steps = 0
         self._outputs: list[_Output] = []  # of the present step
         self._last_outputs: list[_Output] = []  # of the step before
+        self._counts_outputs = True
         self._first = False
         self._repeated = 0  # calls for which there was no room, one after the other
 
@@ -103,7 +109,7 @@ class Room:
     def held_before(self, fingerprint: str) -> Shortage | None:
         """A graph's forward begins in a step that is not bounded: what is held, where that is more than planned."""
         need = self._need(fingerprint)
-        found = None if need is None else Shortage(fingerprint, self._held(need), need)
+        found = None if need is None else self._found(fingerprint, need)
         return found if found is not None and found.excess_bytes > 0 else None
 
     def shortage(self, fingerprint: str) -> Shortage | None:
@@ -112,27 +118,33 @@ class Room:
         if need is None or self._repeated >= _MOST_REPEATS:
             self._repeated = 0
             return None
-        if self._held(need) + need.planned_bytes <= self.limit_bytes:
+        if self._found(fingerprint, need).held_bytes + need.planned_bytes <= self.limit_bytes:
             self._repeated = 0
             return None
         gc.collect()
-        held = self._held(need)
-        if held + need.planned_bytes <= self.limit_bytes:
+        found = self._found(fingerprint, need)
+        if found.held_bytes + need.planned_bytes <= self.limit_bytes:
             return None
         self._calls[fingerprint] -= 1  # the call is repeated
         self._repeated += 1
-        return Shortage(fingerprint, held, need)
+        return found
 
-    def _held(self, need: ForwardNeed) -> int:
-        """Allocated now, and with it what ``need`` takes to be freed soon and is not there: the last step's outputs.
+    def does_without(self, shortage: Shortage) -> bool:
+        """No schedule fits: outputs that may be missing are counted no more. Gives whether that changes anything."""
+        self._counts_outputs &= not shortage.missing_bytes
+        return shortage.missing_bytes > 0
+
+    def _found(self, fingerprint: str, need: ForwardNeed) -> Shortage:
+        """What is held, and with it what ``need`` takes to be freed soon and is not there: the last step's outputs.
 
         The first step of an epoch has none where the script's loop is a function: what else is held then stays, and
         would be taken for what is freed.
         """
         gone = [o.nbytes for o in self._last_outputs if o.storage.expired()]
         there = [o.nbytes for o in self._last_outputs if not o.storage.expired()]
-        missing = _missing(need.last_outputs_bytes, gone, there)
-        return self.meter.current_bytes() + (missing if missing > self.limit_bytes >> _NOTHING_SHIFT else 0)
+        missing = _missing(need.last_outputs_bytes, gone, there) if self._counts_outputs else 0
+        missing = missing if missing > self.limit_bytes >> _NOTHING_SHIFT else 0
+        return Shortage(fingerprint, self.meter.current_bytes() + missing, need, missing)
 
     def _need(self, fingerprint: str) -> ForwardNeed | None:
         """What the step of a forward that begins needs; None where it is not looked at."""
@@ -147,8 +159,8 @@ class Room:
 
 def _missing(planned: int, gone: Sequence[int], there: Sequence[int]) -> int:
     """Of ``planned`` bytes of outputs those that are not there; ``gone`` are also others, which are never held."""
-    if gone and not there and sum(gone) <= planned:
-        return planned  # of a smaller batch, perhaps
+    if not there and planned >= sum(gone) >= planned // _SMALLER_BATCH > 0:
+        return planned
     left = planned - sum(there)
     for nbytes in sorted(gone, reverse=True):
         if nbytes <= left:

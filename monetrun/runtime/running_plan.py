@@ -39,6 +39,8 @@ _log = logging.getLogger("monetrun")
 # stream has of its own. Where a page of a large segment more was taken, another one may be, beyond the budget.
 _TOLERATED = 8 << 20
 
+_CORRECTED = "the first planned steps reserved more than was planned: planned again with what was seen"
+
 
 class RunningPlan:
     """Gives graphs their schedules, and keeps allocations within the plan's budget.
@@ -145,8 +147,7 @@ class RunningPlan:
         except MonetrunError as failure:
             warn(f"planned steps reserve more than was planned, and no other plan was found: {failure}")
             return False
-        what = "the first planned steps reserved more than was planned: planned again with what was seen"
-        warn(what + rounding_note(plan, record))
+        warn(_CORRECTED + rounding_note(plan, record))
         self.record = record
         self.follow(plan)
         self.steps.forget_peaks()
@@ -220,6 +221,8 @@ class RunningPlan:
         try:
             found = moved_memory.plan_with_more_held(self.record, self.plan, shortage, self.settings, self._frugal)
         except (InfeasibleBudget, NoPlanInTime) as failure:
+            if self.room.does_without(shortage):
+                return
             raise moved_memory.refused_step(self.plan, shortage, failure, self.device) from None
         self.record, self._frugal = found.record, found.frugal
         self.follow(found.plan)

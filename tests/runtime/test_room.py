@@ -1,8 +1,10 @@
 """What counts as held before a step: also the last step's outputs, where a step frees them and they are not there."""
 
 import pytest
+import torch
 
-from monetrun.runtime.room import _missing
+from monetrun.planning.forward_needs import ForwardNeed
+from monetrun.runtime.room import Room, _missing
 
 
 @pytest.mark.parametrize(
@@ -14,6 +16,7 @@ from monetrun.runtime.room import _missing
         (400, [400, 90], [], 400),  # 90 bytes are never held
         (400, [90], [400], 0),
         (400, [300], [100], 300),
+        (400, [30], [], 30),  # what else is planned is none of them
         (8, [400], [], 0),  # a loss is held, and no output
         (0, [400], [], 0),
         (0, [], [70], 0),  # more than planned is held: that counts by itself
@@ -22,3 +25,29 @@ from monetrun.runtime.room import _missing
 )
 def test_outputs_that_are_not_there_are_told_from_those_that_are_never_held(planned, gone, there, missing):
     assert max(0, _missing(planned, gone, there)) == missing
+
+
+def test_outputs_that_may_be_missing_end_no_training():
+    class Held:
+        exact = True
+
+        def current_bytes(self):
+            return 1000
+
+    room = Room(Held())
+    room.limit_bytes = 2000
+    room._needs["graph"] = (ForwardNeed(held_bytes=1000, planned_bytes=900, plain_bytes=1100, last_outputs_bytes=400),)
+
+    def shortage():
+        room.outputs_given([torch.ones(100)])  # which nobody holds
+        room.optimizer_ended()
+        room.call_begins()
+        return room.shortage("graph")
+
+    found = shortage()
+    assert (found.held_bytes, found.missing_bytes, found.excess_bytes) == (1400, 400, 400)
+    assert room.does_without(found)
+    assert shortage() is None
+    room.limit_bytes = 1800
+    assert (found := shortage()).missing_bytes == 0
+    assert not room.does_without(found)
