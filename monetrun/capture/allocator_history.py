@@ -6,14 +6,13 @@ Uses the history that ``torch.cuda.memory._record_memory_history`` keeps, withou
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from monetrun.core.allocator_settings import AllocatorSettings, parse_settings, settings_text
-from monetrun.core.plain_heap import BLAS
+from monetrun.core.plain_heap import calls_blas
 from monetrun.core.step import Segment
 
 T = TypeVar("T")
@@ -176,8 +175,8 @@ def requests_of(device: torch.device, call: Callable[[], T]) -> tuple[T, tuple[i
 
 def use_library_workspaces(targets: Iterable[str]) -> bool:
     """Whether operators with these targets multiply matrices in cuBLAS, or may."""
-    words = BLAS if torch.backends.cudnn.enabled else BLAS | _CONVOLUTIONS
-    return any(words.intersection(re.split("[._]", target)) for target in targets)
+    others = set() if torch.backends.cudnn.enabled else _CONVOLUTIONS
+    return any(calls_blas(target, others) for target in targets)
 
 
 def warm_up_libraries(device: torch.device) -> None:

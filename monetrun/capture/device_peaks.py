@@ -56,6 +56,7 @@ def reset(index: int, reader: str = OURS, name: str = _RESET) -> None:
     _TORCHS[name](index)
 
 
+@functools.cache
 def keep_apart() -> None:
     """From now on what the script calls gives it its own peaks.
 

@@ -7,17 +7,17 @@ the plain run makes it, and what comes later (other shapes, other models, more t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD, FORWARD, Operator
 from monetrun.core.plain_step import plain_step
-from monetrun.core.requests import STEPS, Reserved, StepReplay, load_base
+from monetrun.core.requests import STEPS, StepReplay, load_base, settled
 from monetrun.core.step import DeviceMemory, Segment, StepRecord
 
 # words in the names of operators that call cuBLAS
-BLAS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "dot", "vdot", "mv", "addmv", "attention"}
+_BLAS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "dot", "vdot", "mv", "addmv", "attention"}
 
 
 class PlainHeap:
@@ -38,14 +38,8 @@ class PlainHeap:
             raise ValueError("the record does not have the device's memory")
         self._allocator = allocator = CachingAllocator(record.memory.plain_settings, record.memory.device_bytes)
         steps = _PlainSteps(record, allocator)
-        loaded = load_base(steps.take_libraries_later(record.memory), allocator)
-        steps.batch.find(loaded)
-        allocator.empty_cache()
-        allocator.reset_peaks()
-        for number in range(STEPS):
-            steps.step(first=number == 0)
-        large_bytes = allocator.large_bytes + record.memory.other_streams_bytes
-        self.recorded = Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, large_bytes)
+        steps.batch.find(load_base(steps.take_libraries_later(record.memory), allocator))
+        self.recorded = settled(steps, record.memory)
         measured = record.memory.plain_reserved_bytes
         self._beside_bytes = measured - allocator.peak_reserved_bytes if measured else 0
 
@@ -79,7 +73,8 @@ class _PlainSteps(StepReplay):
     def take_libraries_later(self, memory: DeviceMemory) -> DeviceMemory:
         """``memory`` without the workspaces that are taken later, as if they had never been in its segments."""
         operators = [op for graph in self.record.graphs for op in graph.operators]
-        passes = [phase for phase in (FORWARD, BACKWARD) if any(op.phase == phase and _is_blas(op) for op in operators)]
+        calling = {op.phase for op in operators if calls_blas(op.target)}
+        passes = [phase for phase in (FORWARD, BACKWARD) if phase in calling]
         each = memory.library_bytes // max(1, len(passes))
         if not each or sum(segment.blocks.count(each) for segment in memory.base) < len(passes):
             return memory
@@ -95,9 +90,10 @@ class _PlainSteps(StepReplay):
 
     def results_allocated(self, operator: Operator) -> None:
         """The first call of cuBLAS in a pass takes the workspace of its thread."""
-        if self._workspaces and _is_blas(operator):
+        if self._workspaces and calls_blas(operator.target):
             self.allocator.allocate(self._workspaces.pop(operator.phase, 0))
 
 
-def _is_blas(operator: Operator) -> bool:
-    return not BLAS.isdisjoint(re.split("[._]", operator.target))
+def calls_blas(target: str, others: Set[str] = frozenset()) -> bool:
+    """Whether an operator multiplies matrices in cuBLAS, by the words of its name; ``others`` tell it too."""
+    return not (_BLAS | others).isdisjoint(re.split("[._]", target))

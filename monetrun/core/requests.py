@@ -98,11 +98,17 @@ def reserved_under(
         for number in range(2 if last_outputs_bytes(record) else 1):  # the second one shows when they are dropped
             replay.step(first=number == 0)
         replay.follow(schedules)
+    return settled(replay, record.memory, begun=bool(begun_under))
+
+
+def settled(replay: StepReplay, memory: DeviceMemory, *, begun: bool = False) -> Reserved:
+    """What is reserved for further steps of ``replay``; ``begun``: it has made some."""
+    allocator = replay.allocator
     allocator.empty_cache()
     allocator.reset_peaks()
     for number in range(STEPS):
-        replay.step(first=number == 0 and not begun_under)
-    large_bytes = allocator.large_bytes + record.memory.other_streams_bytes
+        replay.step(first=number == 0 and not begun)
+    large_bytes = allocator.large_bytes + memory.other_streams_bytes
     return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, large_bytes)
 
 

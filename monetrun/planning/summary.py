@@ -11,7 +11,8 @@ from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
 from monetrun.planning.ledger import ledger_line
 
-_ROUNDING = "differ from eager by rounding; --implementations exact leaves them out"
+# the end of a line about implementations that do not give eager's bits
+ROUNDING = "differ from eager by rounding; --implementations exact leaves them out"
 
 
 def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> list[str]:
@@ -32,15 +33,16 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
         f"  {ledger_line(plan.ledger)}",
     ]
     schedules = [graph.schedule for graph in plan.graphs]
-    kinds = Counter(implementation.kind for implementation in _chosen(plan, record))
+    chosen = _chosen(plan, record)
+    kinds = Counter(implementation.kind for implementation in chosen)
     others = sum(step.implementation > 0 for own in schedules for step in (*own.forward, *own.backward))
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()) or str(others)
     total = sum(len(schedule.forward) for schedule in schedules)
     operators, runs = again(schedules, record)
     more = f" ({runs} runs)" if runs != operators else ""
     lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}")
-    if inexact := _inexact(plan, record):
-        lines.append(f"  {inexact} of these {_ROUNDING}")
+    if inexact := _inexact(chosen):
+        lines.append(f"  {inexact} of these {ROUNDING}")
     return [*lines, *_kept_lines(plan, record)]
 
 
@@ -54,14 +56,14 @@ def _chosen(plan: Plan, record: StepRecord | None) -> list[Implementation]:
     ]
 
 
-def _inexact(plan: Plan, record: StepRecord | None) -> int:
-    return sum(not implementation.exact for implementation in _chosen(plan, record))
+def _inexact(chosen: Sequence[Implementation]) -> int:
+    return sum(not implementation.exact for implementation in chosen)
 
 
 def rounding_note(plan: Plan, record: StepRecord | None) -> str:
     """The end of a line about a plan: how much of what it runs does not give eager's bits; empty: all does."""
-    inexact = _inexact(plan, record)
-    return f"; {inexact} implementations in it {_ROUNDING}" if inexact else ""
+    inexact = _inexact(_chosen(plan, record))
+    return f"; {inexact} implementations in it {ROUNDING}" if inexact else ""
 
 
 def _kept_lines(plan: Plan, record: StepRecord | None) -> list[str]:

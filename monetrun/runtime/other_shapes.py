@@ -17,6 +17,7 @@ from monetrun.core.graph import Graph
 from monetrun.core.left_out import without_reading_again
 from monetrun.core.plan import Plan, Schedule, plain_schedule
 from monetrun.core.step import StepRecord
+from monetrun.planning.summary import ROUNDING
 from monetrun.runtime import adaptation, moved_memory
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.ruled_out import RuledOut, changeable
@@ -133,7 +134,7 @@ class OtherShapes:
             InfeasibleBudget, NoPlanInTime: nothing fits.
         """
         joint, plan, graph = new.joint, new.plan, step.graphs[0]
-        if self.settings.plan_given and not self._held_more:
+        if self.settings.plan_given and not self._held_more:  # the first such graph
             shapes = adaptation.input_shapes(joint)
             self.note(f"inputs of {shapes} are not the plan's, nor is its plain peak theirs: planned within its budget")
         limit, more = moved_memory.allocated_limit(plan), self._held_more.setdefault(graph.fingerprint, 0)
@@ -155,10 +156,7 @@ class OtherShapes:
                     return step, greedy.most_frugal(graph, step.costs[0], options)
                 raise moved_memory.refused_shape(joint, step, plan, refused) from None
         if names := adaptation.inexact(graph, schedule):
-            self.note(
-                f"inputs of {adaptation.input_shapes(joint)}: {', '.join(names)} differ from eager by rounding;"
-                " --implementations exact leaves them out"
-            )
+            self.note(f"inputs of {adaptation.input_shapes(joint)}: {', '.join(names)} {ROUNDING}")
         return step, schedule
 
     def more_is_held(self, shortage: Shortage, budget_bytes: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from monetrun.capture.meter import meter_for
+from monetrun.capture.meter import Meter, NoMeter, meter_for
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
 from monetrun.machine.device import query
@@ -42,6 +42,7 @@ class PlainRun:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.device: torch.device | None = None
+        self._meter: Meter = NoMeter()  # of the device, once that is known
         self._steps: Counter[int] = Counter()  # of each optimizer, by its number
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._has_optimizer = False
@@ -70,7 +71,7 @@ class PlainRun:
             device = candidates.device_of_parameters(p for g in optimizer.param_groups for p in g["params"])
             if device.type == "cuda":
                 self.device = device
-                meter_for(device)  # from now on the script's resets of peaks are its own
+                self._meter = meter_for(device)  # from now on the script's resets of peaks are its own
                 if self.settings.mode != MEASURE:
                     set_limit(device, self.settings.budget_bytes or None)
 
@@ -106,12 +107,11 @@ class PlainRun:
         if self.device is not None:
             self._scalars.step_ended(most)
         if self.settings.mode == MEASURE and self._has_seen_enough(fewest, most):
-            # without a device the script trains on the CPU
             probe.leave(None if self.device is None else self._peaks(), self.settings.record_file)
 
     def _has_seen_enough(self, fewest: int, most: int) -> bool:
         """Whether a trial has seen the steps that it is for: all optimizers have made ``fewest``, one made ``most``."""
-        if self.device is None:
+        if self.device is None:  # the script trains on the CPU
             return fewest >= _STEPS_WITHOUT_DEVICE or most >= _MOST_STEPS
         if fewest > self._ended:
             self._ended, before, self._reserved = fewest, self._reserved, self._peaks().reserved_bytes
@@ -121,7 +121,7 @@ class PlainRun:
 
     def _peaks(self) -> PlainPeaks:
         assert self.device is not None
-        peaks = meter_for(self.device).peaks()
+        peaks = self._meter.peaks()
         return PlainPeaks(
             allocated_bytes=peaks.allocated_bytes,
             reserved_bytes=peaks.reserved_bytes,
