@@ -13,9 +13,13 @@ import click
 
 from monetrun.commands import SUMMARIES
 from monetrun.commands.click_command import run_click
+from monetrun.core.budget import format_bytes
 from monetrun.core.errors import UsageError
+from monetrun.core.plan import Plan
+from monetrun.core.step import StepRecord
 from monetrun.machine import archive
-from monetrun.machine.store import KINDS, Store, default_root
+from monetrun.machine.store import KINDS, Entry, Store, default_root
+from monetrun.planning.summary import plain_bytes, planned_bytes
 
 
 def _store() -> Store:
@@ -78,10 +82,21 @@ def show(store: Store, *, as_json: bool) -> None:
         return
     for entry in entries:
         when = datetime.datetime.fromtimestamp(entry.modified_seconds).strftime("%Y-%m-%d %H:%M")
-        problem = f"  unusable: {entry.problem}" if entry.problem else ""
-        print(f"{entry.kind:8}  {entry.key}  {when}  {entry.size_bytes / 1024:9.1f} KiB{problem}")
+        what = f"unusable: {entry.problem}" if entry.problem else _contents(store, entry)
+        print(f"{entry.kind:8}  {entry.key}  {when}  {entry.size_bytes / 1024:9.1f} KiB  {what}".rstrip())
     total_bytes = sum(entry.size_bytes for entry in entries)
     print(f"monetrun: {len(entries)} entries, {total_bytes / 1024:.1f} KiB in {store.root}", file=sys.stderr)
+
+
+def _contents(store: Store, entry: Entry) -> str:
+    """What a plan or a trial run is of; empty for other entries."""
+    if entry.type == Plan.__name__ and (plan := store.get(entry.kind, entry.key, Plan)) is not None:
+        planned, plain = format_bytes(planned_bytes(plan)), format_bytes(plain_bytes(plan))
+        return f"{planned} of {plain}, overhead {plan.overhead:+.1%}, on {plan.device}"
+    if entry.type == StepRecord.__name__ and (record := store.get(entry.kind, entry.key, StepRecord)) is not None:
+        models = dict.fromkeys(graph.name for graph in record.graphs)
+        return f"{', '.join(models)} on {record.device}"
+    return ""
 
 
 def verify(store: Store) -> bool:

@@ -122,7 +122,10 @@ def show(found: Explanation, title: str, console: Console) -> None:
     again = sum(row.again for row in found.modules)
     runs = f" ({again} runs)" if again != found.operators_again else ""
     added = _milliseconds(sum(r.seconds for r in found.modules))
-    console.print(f"\n[bold]Run again[/bold]: {found.operators_again} operators{runs}; the plan adds {added}")
+    console.print(
+        f"\n[bold]By module[/bold]: {found.operators_again} operators run again{runs}; with other implementations "
+        f"the plan adds {added}"
+    )
     rows = report.table("<  module", "runs again", "adds", "of the step", "saves")
     of_note = [m for m in found.modules if m.again or abs(m.seconds) > 1e-3 * seconds or m.saved_bytes > 0]
     for cost in of_note[:_MOST_ROWS]:
@@ -145,7 +148,7 @@ def show(found: Explanation, title: str, console: Console) -> None:
 
 def _cost_cells(again: int, seconds: float, saved_bytes: int, whole_seconds: float) -> tuple[str, str, str, str]:
     share = f"{seconds / whole_seconds:+.1%}" if whole_seconds else ""
-    return str(again), _milliseconds(seconds), share, format_bytes(saved_bytes)
+    return str(again or "-"), _milliseconds(seconds), share, format_bytes(saved_bytes) if saved_bytes else "-"
 
 
 def _milliseconds(seconds: float) -> str:

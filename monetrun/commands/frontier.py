@@ -20,6 +20,7 @@ from monetrun.launcher import report
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import LaunchParser, command_parser
 from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier, next_budget
+from monetrun.planning.summary import ROUNDING
 
 _WRITABLE_HINT = "name a file in a folder that can be written"
 
@@ -210,5 +211,7 @@ def show(found: Frontier, title: str, console: Console) -> None:
             rows.add_row(*start, "-", "-", f"{p.bound:.1%}", "-", why)
             continue
         figures = (f"{p.overhead:+.1%}", f"{p.bound:.1%}", f"{p.gap:.1%}")
-        rows.add_row(*start, format_bytes(p.planned_peak_bytes), *figures, "")
+        rows.add_row(*start, format_bytes(p.planned_peak_bytes), *figures, f"{p.rounding} round" if p.rounding else "")
     console.print(rows)
+    if any(p.rounding for p in found.points):
+        console.print(f"  round: implementations that {ROUNDING}")

@@ -35,7 +35,7 @@ def run_launch(options: LaunchOptions) -> int:
         ScriptNotFound, UsageError: nothing was started.
         MonetrunError: from planning, from the launch or from the report.
     """
-    check_script(options)
+    check_script(options, SUMMARIES)
     if options.report_folder:
         check_folder(options.report_folder)
     if options.tensorboard_folder:

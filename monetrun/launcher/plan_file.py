@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def read_plan(path: str) -> Plan:
     except OSError as error:
         raise UsageError(f"the plan {path}: {error.strerror}", "monetrun plan SCRIPT writes one") from error
     except ValueError as error:
-        message = f"{path} is not a plan that this monetrun reads: {error}"
+        why = "it is not JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else error
+        message = f"{path} is not a plan that this monetrun reads: {why}"
         raise PlanMismatch(message, "monetrun plan SCRIPT writes one") from error
 
 

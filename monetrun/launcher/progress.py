@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
 import time
-from typing import Any
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.live import Live
@@ -18,18 +19,45 @@ from monetrun.core.budget import format_bytes
 # In a pipe, print an improvement at most this often.
 _SECONDS_BETWEEN_LINES = 0.5
 
+# In a pipe, say this often that something still goes on.
+_SECONDS_BETWEEN_SIGNS = 30.0
+
 # In a terminal, name Ctrl-C once the solver has run for this long.
 _SECONDS_BEFORE_HINT = 2.0
 
 
-def status(console: Console, activity: str, *, shown: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """Show ``activity`` until the returned context ends: a spinner in a terminal, a line in a pipe."""
+@contextlib.contextmanager
+def status(console: Console, activity: str, *, shown: bool = True) -> Iterator[None]:
+    """Show ``activity``, and for how long it has been going on, until the context ends.
+
+    In a terminal that is a line which changes; in a pipe a line at once, and another every half minute.
+    """
     text = f"monetrun: {activity}"
-    if shown and console.is_terminal:
-        return console.status(text)
-    if shown:
-        print(text, file=sys.stderr, flush=True)
-    return contextlib.nullcontext()
+    if not shown:
+        yield
+        return
+    began, ended = time.monotonic(), threading.Event()
+    if console.is_terminal:
+        spinner = Spinner("dots")
+
+        def line() -> Spinner:
+            spinner.update(text=Text(f"{text} {time.monotonic() - began:.0f} s", no_wrap=True, overflow="ellipsis"))
+            return spinner
+
+        with Live(get_renderable=line, console=console, refresh_per_second=8, transient=True):
+            yield
+        return
+
+    def say_that_it_goes_on() -> None:
+        while not ended.wait(_SECONDS_BETWEEN_SIGNS):
+            print(f"{text}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+
+    print(text, file=sys.stderr, flush=True)
+    threading.Thread(target=say_that_it_goes_on, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class SolverProgress:

@@ -33,14 +33,20 @@ sys.exit(99 if spec is None else 0)
 """
 
 
-def check_script(options: LaunchOptions) -> None:
+def check_script(options: LaunchOptions, commands: Iterable[str] = ()) -> None:
     """Check that Python will find the script or module, or the system the program (``--no-python``).
+
+    Args:
+        options: of the launch.
+        commands: names that a script's name may be a misspelling of.
 
     Raises:
         ScriptNotFound: there is none; the hint names what is there.
         UsageError: it exists, but cannot be run.
     """
     name = options.script
+    if not os.path.exists(name) and (near := difflib.get_close_matches(name, commands, 1)):
+        raise ScriptNotFound(f"there is no script or command {name!r}", f"did you mean monetrun {near[0]}?")
     if not (options.torchrun.run_path or options.torchrun.no_python):
         _check_interpreter()
     if options.torchrun.run_path:

@@ -7,6 +7,7 @@ is then tried for real: its record improves the line through the two nearest bat
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -25,6 +26,7 @@ SMALLEST_TRIAL = 4  # with fewer samples, convolutions and normalizations run ot
 _MAX_VERIFIED = 6
 _MAX_EXTRAPOLATION = 1024  # no prediction goes beyond this multiple of the largest batch that was tried
 _MIN_GAIN = 0.01  # a batch larger by less than this share is not worth another trial run
+_SECONDS_OF_SILENCE = 10.0
 _MIN_FED = 0.95  # a smaller share of the predicted bytes means that the script had fewer samples to feed
 
 
@@ -124,13 +126,18 @@ def find(request: BatchRequest, script: Script, report: Callable[[str], None]) -
         samples[batch] = script.trial(batch)
     check_alike(samples)
     report("predicting the largest batch from both")
-    search = _Search(request, script, samples)
-    while len(search.verified) < _MAX_VERIFIED:
-        batch = search.next_batch()
-        if batch <= search.largest_fitting * (1 + _MIN_GAIN):
-            break
-        report(f"batch {batch} is predicted to fit, trying it")
-        report(search.verify(batch))
+    search = _Search(request, script, samples, report)
+    try:
+        while len(search.verified) < _MAX_VERIFIED:
+            batch = search.next_batch()
+            if batch <= search.largest_fitting * (1 + _MIN_GAIN):
+                break
+            report(f"batch {batch} is predicted to fit, trying it")
+            report(search.verify(batch))
+    except (KeyboardInterrupt, SystemExit):
+        if search.largest_fitting:
+            report(f"stopped; batch {search.largest_fitting} fits, a larger one may")
+        raise
     return search.found()
 
 
@@ -145,11 +152,13 @@ class _Search:
         verified: every batch verified, in order.
     """
 
-    def __init__(self, request: BatchRequest, script: Script, samples: dict[int, StepRecord]) -> None:
+    def __init__(
+        self, request: BatchRequest, script: Script, samples: dict[int, StepRecord], report: Callable[[str], None]
+    ) -> None:
         self.request = request
         self.script = script
         self.samples = samples
-        self.prediction = _Prediction(request)
+        self.prediction = _Prediction(request, report)
         self.largest_fitting = 0
         self.smallest_failing: int | None = None
         self.plan: Plan | None = None
@@ -263,8 +272,10 @@ class _Prediction:
         frugal: the most frugal schedules found so far.
     """
 
-    def __init__(self, request: BatchRequest) -> None:
+    def __init__(self, request: BatchRequest, report: Callable[[str], None]) -> None:
         self.request = request
+        self._report = report
+        self._reported = time.monotonic()
         self.options = replace(request.options, seconds=max(0.3, request.options.seconds / 10))
         self.found: list[StepSchedules] = []
         self.frugal: list[StepSchedules] = []
@@ -293,6 +304,7 @@ class _Prediction:
 
     def within(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
         """Whether a plan within both limits is known for the step at ``batch``, or found now."""
+        self._say(batch)
         record = rescaled(samples, batch)
         base = self.baseline(record)
         budget_bytes = self.request.budget_bytes
@@ -324,8 +336,15 @@ class _Prediction:
 
     def _feasible_after_search(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
         """``_feasible`` after a search at that batch: a schedule that is frugal at one need not be at another."""
+        self._say(batch)
         self._searched_baseline(rescaled(samples, batch))
         return self._feasible(samples, batch)
+
+    def _say(self, batch: int) -> None:
+        """Report that ``batch`` is looked at, if nothing has been reported for a while."""
+        if time.monotonic() - self._reported >= _SECONDS_OF_SILENCE:
+            self._report(f"predicting: looking at batch {batch}")
+            self._reported = time.monotonic()
 
     def _searched_baseline(self, record: StepRecord) -> Baseline:
         base = planner.baseline(record)

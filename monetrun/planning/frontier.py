@@ -18,6 +18,7 @@ from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.planner import Baseline
+from monetrun.planning.summary import inexact_runs
 
 DEFAULT_POINTS = 8
 DEFAULT_SECONDS = 60.0
@@ -34,6 +35,7 @@ class Point:
         bound: no plan within the budget has less.
         gap: overhead less bound, None where none was found.
         status: ``"optimal"``, ``"feasible"``, ``"infeasible"`` (less than the smallest budget) or ``"unknown"``.
+        rounding: how many of the implementations that the plan runs differ from eager's by rounding.
     """
 
     budget_bytes: int
@@ -42,6 +44,7 @@ class Point:
     bound: float
     gap: float | None
     status: str
+    rounding: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,13 @@ def frontier(
             plans[budget_bytes] = kept_parameters.plan_step(
                 record, budget_bytes, algorithm, replace(options, seconds=share), base, starts
             )
-    points = _monotone(descending, [plans.get(b) for b in descending], base)
+    points = _monotone(descending, [plans.get(b) for b in descending], base, record)
     return Frontier(base.plain.peak_bytes, base.frugal.peak_bytes, algorithm, record.device, points)
 
 
-def _monotone(budgets: Sequence[int], plans: Sequence[Plan | None], base: Baseline) -> tuple[Point, ...]:
+def _monotone(
+    budgets: Sequence[int], plans: Sequence[Plan | None], base: Baseline, record: StepRecord
+) -> tuple[Point, ...]:
     """The points: at each budget the cheapest of the plans within it, and the highest of the bounds of larger ones."""
     bounds: list[float] = []
     for plan in plans:  # an overhead may be negative, where other implementations are faster, but not below -1
@@ -127,9 +132,8 @@ def _monotone(budgets: Sequence[int], plans: Sequence[Plan | None], base: Baseli
             continue
         proven = min(bound, best.overhead)
         status = "optimal" if best.overhead <= proven else best.status
-        points.append(
-            Point(budget_bytes, best.planned_peak_bytes, best.overhead, proven, best.overhead - proven, status)
-        )
+        gap, rounding = best.overhead - proven, inexact_runs(best, record)
+        points.append(Point(budget_bytes, best.planned_peak_bytes, best.overhead, proven, gap, status, rounding))
     return tuple(reversed(points))
 
 

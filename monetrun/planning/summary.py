@@ -41,7 +41,7 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
     operators, runs = again(schedules, record)
     more = f" ({runs} runs)" if runs != operators else ""
     lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}")
-    if inexact := _inexact(chosen):
+    if inexact := inexact_runs(plan, record):
         lines.append(f"  {inexact} of these {ROUNDING}")
     return [*lines, *_kept_lines(plan, record)]
 
@@ -56,13 +56,14 @@ def _chosen(plan: Plan, record: StepRecord | None) -> list[Implementation]:
     ]
 
 
-def _inexact(chosen: Sequence[Implementation]) -> int:
-    return sum(not implementation.exact for implementation in chosen)
+def inexact_runs(plan: Plan, record: StepRecord | None) -> int:
+    """How often the plan runs an implementation that does not give eager's bits; 0 if the step is not known."""
+    return sum(not implementation.exact for implementation in _chosen(plan, record))
 
 
 def rounding_note(plan: Plan, record: StepRecord | None) -> str:
     """The end of a line about a plan: how much of what it runs does not give eager's bits; empty: all does."""
-    inexact = _inexact(_chosen(plan, record))
+    inexact = inexact_runs(plan, record)
     return f"; {inexact} implementations in it {ROUNDING}" if inexact else ""
 
 

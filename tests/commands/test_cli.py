@@ -191,6 +191,9 @@ def test_a_missing_script_is_named_with_similar_names(capsys, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert cli.main(["trian.py", "--epochs", "3"]) == 2
     assert capsys.readouterr().err == "monetrun: error: there is no script 'trian.py'\n  did you mean train.py?\n"
+    assert cli.main(["plam", "train.py"]) == 2
+    wanted = "monetrun: error: there is no script or command 'plam'\n  did you mean monetrun plan?\n"
+    assert capsys.readouterr().err == wanted
     assert cli.main([]) == 2
     assert "no script was given" in capsys.readouterr().err
 
@@ -284,7 +287,7 @@ def test_main_prints_an_error_once_and_ends_with_its_code(error, code, printed, 
 
 
 def test_a_fault_of_our_own_shows_its_traceback_and_ends_with_70(monkeypatch, capsys):
-    monkeypatch.setattr("monetrun.commands.run.check_script", lambda options: 1 / 0)
+    monkeypatch.setattr("monetrun.commands.run.check_script", lambda *_: 1 / 0)
     assert cli.main(["train.py"]) == 70
     printed = capsys.readouterr().err
     assert "ZeroDivisionError" in printed

@@ -1,6 +1,7 @@
 """Commands that plan without training, from the command line: each makes one trial run."""
 
 import json
+import re
 import shlex
 import socket
 from pathlib import Path
@@ -92,7 +93,10 @@ def test_frontier_prints_and_draws_every_budget_from_one_trial_run(capsys):
 def test_a_plan_is_explained_with_its_record_from_the_cache_and_refused_without_it(capsys, monkeypatch, tmp_path):
     run(capsys, "plan", "--budget", "0.7x", "--solver-seconds", "1", "--out", "p.json", *WORDS)
     out, _ = run(capsys, "explain", "p.json")
-    assert "Run again" in out
+    assert re.search(r"By module: \d+ operators run again.*; with other implementations the plan adds", out)
+    cached, _ = run(capsys, "cache", "list")
+    assert " MiB, overhead +" in cached
+    assert " on cpu" in cached.split("probe ", 1)[1].splitlines()[0]
     found = json.loads(run(capsys, "explain", "--json", "p.json").out)
     plan = json.loads(Path("p.json").read_text())
     assert found["planned_peak_bytes"] == plan["planned_peak_bytes"] == sum(found["at_peak"].values())

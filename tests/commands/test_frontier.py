@@ -15,7 +15,7 @@ from monetrun.core import codec
 from monetrun.core.errors import BudgetSyntaxError, UsageError
 from monetrun.planning.frontier import Frontier, Point
 
-POINTS = (Point(1000, 1000, 0.0, 0.0, 0.0, "optimal"), Point(500, 490, 0.25, 0.2, 0.05, "feasible"),
+POINTS = (Point(1000, 1000, 0.0, 0.0, 0.0, "optimal"), Point(500, 490, 0.25, 0.2, 0.05, "feasible", 3),
           Point(100, None, None, 0.2, None, "infeasible"))  # fmt: skip
 MADE = Frontier(1000, 400, "greedy", "cpu", POINTS)
 
@@ -39,8 +39,9 @@ def test_every_point_is_printed_and_written_as_json(tmp_path, capsys):
     show(MADE, "train.py", Console(file=out, width=120, highlight=False))
     rows = [line.split() for line in out.getvalue().splitlines()[3:]]
     assert rows[0] == ["1000", "bytes", "1.00x", "1000", "bytes", "+0.0%", "0.0%", "0.0%"]
-    assert rows[1] == ["500", "bytes", "0.50x", "490", "bytes", "+25.0%", "20.0%", "5.0%"]
+    assert rows[1] == ["500", "bytes", "0.50x", "490", "bytes", "+25.0%", "20.0%", "5.0%", "3", "round"]
     assert rows[2] == ["100", "bytes", "0.10x", "-", "-", "20.0%", "-", "under", "the", "smallest"]
+    assert " ".join(rows[3]).startswith("round: implementations that differ from eager by rounding")
     write_json(MADE, str(tmp_path / "f.json"))
     assert codec.loads(Frontier, (tmp_path / "f.json").read_text()) == MADE
     write_json(MADE, "-")

@@ -108,7 +108,7 @@ def test_what_is_no_plan_is_refused_with_the_reason(tmp_path, what):
     reasons = {
         "folder": "Is a directory",
         "loop": "Too many levels of symbolic links",
-        "binary": "invalid start byte",
+        "binary": "it is not JSON",
         "deep": "nested too deeply",
         "endless": "over 256 MiB",
     }

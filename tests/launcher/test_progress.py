@@ -2,6 +2,7 @@
 
 import io
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from monetrun.core.options import Options
 from monetrun.launcher import progress as progress_module
-from monetrun.launcher.progress import SolverProgress
+from monetrun.launcher.progress import SolverProgress, status
 from monetrun.planning import planner
 from monetrun.planning.planner import _disjoint_sum
 from support.step_records import chain_record
@@ -39,6 +40,27 @@ def test_a_pipe_gets_a_line_for_a_better_plan_and_a_last_line(monkeypatch):
         "monetrun: planning: +15.0% (bound 10.0%, gap 5.0%) 2.0 s",
         "monetrun: planning: +13.0% (bound 12.0%, gap 1.0%) 4.2 s",
     ]
+
+
+def test_what_takes_long_says_so_in_a_pipe_until_it_ends(monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_SIGNS", 0.05)
+    with status(pipe(), "trial run"):
+        time.sleep(0.2)
+    first, *signs = capsys.readouterr().err.splitlines()
+    assert first == "monetrun: trial run"
+    assert set(signs) == {"monetrun: trial run: 0 s so far"}
+    time.sleep(0.2)
+    with status(pipe(), "trial run", shown=False):
+        time.sleep(0.2)
+    assert not capsys.readouterr().err
+
+
+def test_a_terminal_shows_what_is_done_and_for_how_long():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
+    with status(console, "trial run"):
+        time.sleep(0.3)
+    assert "monetrun: trial run 0 s" in console.file.getvalue()
+    assert console.file.getvalue().endswith("\x1b[2K")
 
 
 def test_another_budget_starts_again():

@@ -256,6 +256,20 @@ def test_a_script_that_fails_at_a_large_batch_is_stepped_down_from():
         search(limits(30_000, trials=(64, 128)), failing)
 
 
+def test_a_search_that_is_stopped_says_what_fits_so_far():
+    wanted, lines = limits(30_000), []
+    script = Script(wanted)
+
+    def report(line):
+        lines.append(line)
+        if "fits:" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find(wanted, script, report)
+    assert lines[-1] == f"stopped; batch {script.tried[-1]} fits, a larger one may"
+
+
 def test_a_budget_for_no_batch_names_what_the_smallest_needs():
     with pytest.raises(InfeasibleBudget, match="batch 1 needs") as refused:
         search(limits(1000))

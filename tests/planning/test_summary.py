@@ -53,7 +53,7 @@ def test_explain_counts_the_same():
     out = io.StringIO()
     show(explain(plan, RECORD), "p.json", Console(file=out, width=160, highlight=False))
     operators = len(plan.graphs[0].schedule.runs_again())
-    assert f"Run again: {operators} operators ({operators + 1} runs); the plan adds " in out.getvalue()
+    assert f"By module: {operators} operators run again ({operators + 1} runs); with other" in out.getvalue()
 
 
 def explain_peak(plan):
