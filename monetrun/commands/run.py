@@ -13,7 +13,7 @@ from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.page import check_folder, check_tensorboard
 from monetrun.launcher.parser import LaunchParser, launch_parser
 from monetrun.launcher.process import restored_environment
-from monetrun.launcher.restart import forget_reports, ran_short_early, tighter_plan
+from monetrun.launcher.restart import forget_reports, plan_that_lasted, ran_short_early, tighter_plan
 from monetrun.launcher.script import check_script
 
 
@@ -51,6 +51,8 @@ def run_launch(options: LaunchOptions) -> int:
                 print(f"monetrun: {line}", file=sys.stderr, flush=True)
                 restarts += 1
                 exit_code = launch(options, environment)
+            if restarts and (tighter := plan_that_lasted(environment, exit_code)) is not None:
+                job.keep(tighter)
             short = ran_short_early(environment, exit_code)
             if short and (instead := as_it_is(job, "memory ran out under each plan")) is not None:
                 forget_reports(environment)

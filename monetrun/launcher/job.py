@@ -239,6 +239,14 @@ class Job:
                 self._store.put("plan", smallest_key, refused.smallest_schedules)
             raise
 
+    def keep(self, tighter: Plan) -> None:
+        """Keep a plan with which training went on after memory had run out: the next launch begins with it."""
+        if self._store is None or self.record is None or self.options.plan_file:
+            return
+        record_key = keys.record_key(self.options, self.ranks)
+        plan_key = keys.plan_key(self.options, record_key, self.budget_bytes(), self.record)
+        self._store.put("plan", plan_key, planner.of_step(self.record, tighter))
+
     def finish(self, exit_code: int) -> None:
         """Report what the workers measured, and keep it for ``monetrun explain --measured``.
 

@@ -52,8 +52,9 @@ def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, 
     share = _FREE if lacking_bytes and not restarts else _MUCH_FREE * (restarts + 1)
     free_bytes = max(0, plan.budget_bytes - planned) + lacking_bytes + int(share * plan.budget_bytes)
     try:
-        more = with_more_held(record, free_bytes)
-        made = planner.plan_step(more, plan.budget_bytes, options.algorithm, options.solver_options())
+        more, found = with_more_held(record, free_bytes), [graph.schedule for graph in plan.graphs]
+        base = planner.baseline(more, found)  # a more frugal one is looked for if this is over the budget
+        made = planner.plan_step(more, plan.budget_bytes, options.algorithm, options.solver_options(), base, [found])
     except (InfeasibleBudget, NoPlanInTime):
         return ""
     _replace(plan_file, codec.dumps(made))
@@ -72,6 +73,14 @@ def ran_short_early(environment: Mapping[str, str], exit_code: int) -> bool:
     if exit_code != BudgetExceeded.exit_code or not reports:
         return False
     return report.read_outcome(Path(reports)).steps <= SETTLING_STEPS
+
+
+def plan_that_lasted(environment: Mapping[str, str], exit_code: int) -> Plan | None:
+    """The plan of a launch that has gone on beyond the first steps. Arguments as for ``tighter_plan``."""
+    steps = report.read_outcome(Path(environment["MONETRUN_REPORT_FOLDER"])).steps
+    if exit_code and steps <= SETTLING_STEPS:
+        return None
+    return codec.loads(Plan, Path(environment["MONETRUN_PLAN_FILE"]).read_text())
 
 
 def forget_reports(environment: Mapping[str, str]) -> None:

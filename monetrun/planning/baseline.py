@@ -88,13 +88,7 @@ def baseline(
     base = Baseline(fastest, replay(record, known), script, fast, known, rounds, record)
     if frugal is None:
         # the lowest peak of each graph need not give the step's lowest: what one graph saves adds to the others' peaks
-        for joined in rounds:
-            if base.frugal.peak_bytes <= far_below_bytes:
-                break
-            if isinstance(joined, SeparateRound):
-                base = _with_lower(record, base, joined.least_saving())
-            else:
-                base = _with_lower(record, base, joined.split(greedy.most_frugal(joined.graph, joined.costs)))
+        base = _lowered_at_its_peaks(record, base, _frugal_in, far_below_bytes)
         for found in (fast, script):  # the searches may end above them
             base = _with_lower(record, base, dict(enumerate(found)))
     return base
@@ -116,12 +110,44 @@ def more_frugal(record: StepRecord, base: Baseline, options: Options) -> Baselin
     """
     from monetrun.solve.least import least_budget  # cvxpy takes long to import, and most budgets are feasible
 
-    share = replace(options, seconds=options.seconds / max(1, len(base.rounds)), on_progress=None)
-    for joined in base.rounds:
+    left = replace(options, on_progress=None)
+
+    def lowest_in(joined: RoundGraph | SeparateRound, base: Baseline) -> dict[int, Schedule]:
+        nonlocal left
+        share = replace(left, seconds=left.seconds / min(2, len(base.rounds)))
+        left = replace(left, seconds=left.seconds - share.seconds) if len(base.rounds) > 1 else left
         if isinstance(joined, SeparateRound):
-            base = _with_lower(record, base, joined.lowest_peak(base.frugal_schedules, share))
-        else:
-            base = _with_lower(record, base, joined.split(least_budget(joined.graph, joined.costs, share).schedule))
+            return joined.lowest_peak(base.frugal_schedules, share)
+        return joined.split(least_budget(joined.graph, joined.costs, share).schedule)
+
+    return _lowered_at_its_peaks(record, base, lowest_in)
+
+
+def _frugal_in(joined: RoundGraph | SeparateRound, base: Baseline) -> Mapping[int, Schedule]:
+    if isinstance(joined, SeparateRound):
+        return joined.least_saving()
+    return joined.split(greedy.most_frugal(joined.graph, joined.costs))
+
+
+def _lowered_at_its_peaks(
+    record: StepRecord,
+    base: Baseline,
+    search: Callable[[RoundGraph | SeparateRound, Baseline], Mapping[int, Schedule]],
+    enough_bytes: int = 0,
+) -> Baseline:
+    """The baseline after ``search`` of the round in which its most frugal step has its peak, as long as that is new.
+
+    A search of another round cannot lower the peak. A step has many rounds where gradients are accumulated, or where
+    the optimizer calls the model itself.
+    """
+    searched: set[int] = set()
+    while base.frugal.peak_bytes > enough_bytes:
+        peak = base.frugal.peak_event
+        at_peak = next((k for k, (begin, end) in enumerate(record.rounds) if begin <= peak < end), None)
+        if at_peak is None or at_peak in searched:
+            break
+        searched.add(at_peak)
+        base = _with_lower(record, base, search(base.rounds[at_peak], base))
     return base
 
 

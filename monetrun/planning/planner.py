@@ -117,6 +117,14 @@ def plan_step(
     return _plan(record, budget_bytes, algorithm, base, found, reserve)
 
 
+def of_step(record: StepRecord, plan: Plan) -> Plan:
+    """The schedules of ``plan``, made for the same graphs with more held beside them, as a plan of ``record``."""
+    schedules, base = [graph.schedule for graph in plan.graphs], baseline(record, [g.schedule for g in plan.graphs])
+    found = Found(tuple(schedules), (1 + plan.bound) * base.plain.seconds, plan.status)
+    reserve = None if record.memory is None else reserved(record, schedules)
+    return _plan(record, plan.budget_bytes, plan.solver, base, found, reserve)
+
+
 def _most_frugal_allowed(
     record: StepRecord, budget_bytes: int, options: Options, base: Baseline
 ) -> tuple[Found, Reserved | None] | None:

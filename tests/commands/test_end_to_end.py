@@ -183,11 +183,16 @@ def test_what_no_schedule_fits_beside_ends_in_the_middle_with_the_bytes_by_kind_
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_before_the_first_steps_end_restarts_with_a_tighter_plan(plain):
-    done = monetrun("--budget", "0.75x", "--solver-seconds", "2", TINY, "out", "--untried", str(2300 << 10))
+def test_memory_that_runs_out_before_the_first_steps_end_restarts_with_a_tighter_plan_which_is_kept(plain):
+    words = ("--budget", "0.75x", "--solver-seconds", "2", TINY, "out", "--untried", str(2300 << 10))
+    done = monetrun(*words)
     same(plain / "one.0", "out.0")
     assert 1 <= done.stderr.count("starting again") <= 2
     assert "are held; the planned step allocates" in done.stderr
+    done = monetrun(*words)
+    same(plain / "one.0", "out.0")
+    assert "(plan from the cache)" in done.stderr
+    assert "starting again" not in done.stderr
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from monetrun.core.left_out import dominated, without
 from monetrun.core.options import Options, parse_kinds
 from monetrun.core.plan import GraphPlan, Schedule, Step, each_once, plain_schedule
 from monetrun.core.simulate import simulate
+from monetrun.core.step import OUTSIDE, Event
 from monetrun.planning import kept, planner
 from monetrun.solve import greedy
 from support.exhaustive import cheapest_seconds
@@ -193,3 +194,17 @@ def test_a_refusal_names_the_share_that_fits_and_what_weights_leave(weights, lis
     smallest, plain = refused.value.smallest_bytes, refused.value.plain_bytes
     assert smallest <= budget_bytes < smallest + 0.01 * plain
     assert planner.plan_step(record, budget_bytes, "greedy", Options(seconds=1.0)).planned_peak_bytes <= budget_bytes
+
+
+def test_of_many_rounds_only_those_with_the_peak_are_searched_for_the_lowest_one(monkeypatch):
+    """As where gradients are accumulated, or LBFGS calls the model twenty times in a step."""
+    once = chain_record(100, widths=(40,) * 8)
+    events = [e for k in range(20) for e in (*once.events, Event(OUTSIDE, -1, 10 * k, 10 * k))]
+    record = dataclasses.replace(once, events=tuple(events))
+    searched = []
+    search = greedy.most_frugal
+    monkeypatch.setattr(greedy, "most_frugal", lambda g, *rest, **more: searched.append(g) or search(g, *rest, **more))
+    base = planner.baseline(record)
+    assert len(base.rounds) == 20
+    assert len(searched) <= 3
+    assert base.frugal.peak_bytes < base.plain.peak_bytes
