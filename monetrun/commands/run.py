@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from monetrun.commands import SUMMARIES
 from monetrun.launcher.agent import launch, launch_until_decided
-from monetrun.launcher.job import as_it_is, open_job
+from monetrun.launcher.job import as_it_is, keep_plan, open_job
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.page import check_folder, check_tensorboard
@@ -52,7 +52,7 @@ def run_launch(options: LaunchOptions) -> int:
                 restarts += 1
                 exit_code = launch(options, environment)
             if restarts and (tighter := plan_that_lasted(environment, exit_code)) is not None:
-                job.keep(tighter)
+                keep_plan(job, tighter)
             short = ran_short_early(environment, exit_code)
             if short and (instead := as_it_is(job, "memory ran out under each plan")) is not None:
                 forget_reports(environment)

@@ -239,14 +239,6 @@ class Job:
                 self._store.put("plan", smallest_key, refused.smallest_schedules)
             raise
 
-    def keep(self, tighter: Plan) -> None:
-        """Keep a plan with which training went on after memory had run out: the next launch begins with it."""
-        if self._store is None or self.record is None or self.options.plan_file:
-            return
-        record_key = keys.record_key(self.options, self.ranks)
-        plan_key = keys.plan_key(self.options, record_key, self.budget_bytes(), self.record)
-        self._store.put("plan", plan_key, planner.of_step(self.record, tighter))
-
     def finish(self, exit_code: int) -> None:
         """Report what the workers measured, and keep it for ``monetrun explain --measured``.
 
@@ -266,6 +258,15 @@ class Job:
         if not self.options.quiet:
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
+
+
+def keep_plan(job: Job, tighter: Plan) -> None:
+    """Keep a plan with which training went on after memory had run out: the next launch begins with it."""
+    if job._store is None or job.record is None or job.options.plan_file:
+        return
+    record_key = keys.record_key(job.options, job.ranks)
+    plan_key = keys.plan_key(job.options, record_key, job.budget_bytes(), job.record)
+    job._store.put("plan", plan_key, planner.of_step(job.record, tighter))
 
 
 def _planned_or_as_it_is(job: Job, record: StepRecord) -> Decision | None:
