@@ -8,7 +8,9 @@ since one process can be a tenth slower than the next one of the same code: eage
 as torch has them, and as a worker of a launch does. ``auto`` is a budget that the plain step fits with room, so that
 nothing is planned; under ``full``, which it fits too, the step is planned all the same. ``cpu`` is what the process
 took of its processors, in all threads; ``wall`` is the clock, which on a shared machine counts others' work. Costs come
-from a data sheet, so that every run has the same plan.
+from a data sheet, so that every run has the same plan; where that guesses too little of what an operator takes, a step
+under a share runs out of memory, and the row is left out. Rows of other networks and budgets that the file has already
+stay in it.
 """
 
 from __future__ import annotations
@@ -156,19 +158,24 @@ def bench(name: str, budget: str, starts: int, pairs: int, steps: int) -> dict[s
 @click.option("--steps", type=click.IntRange(1), default=40, show_default=True, help="steps of each in a pair")
 @click.option("--out", type=click.Path(path_type=Path), help="write the figures there as JSON")
 def main(networks: str, budgets: str, starts: int, pairs: int, steps: int, out: Path | None) -> None:
-    found: dict[str, Any] = {
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    if out is not None and out.exists():
+        rows = {(row["network"], row["budget"]): row for row in json.loads(out.read_text())["rows"]}
+    found = {
         "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
         "compiled": not program.unavailable_reason(),
-        "rows": [],
     }
     table = Table(box=None)
     for column in ("network", "budget", "overhead", "cpu", "eager's", "ratio", "wall ratio", "operators", "eager's"):
         table.add_column(column, justify="left" if column == "network" else "right")
     for name in networks.split(","):
         for budget in budgets.split(","):
-            row = bench(name, budget, starts, pairs, steps)
-            found["rows"].append(row)
+            try:
+                row = rows[name, budget] = bench(name, budget, starts, pairs, steps)
+            except (EOFError, BrokenPipeError):
+                click.echo(f"{name} under {budget}: a process ended", err=True)
+                continue
             table.add_row(
                 name,
                 budget,
@@ -181,7 +188,7 @@ def main(networks: str, budgets: str, starts: int, pairs: int, steps: int, out: 
                 str(row["eager_operators"]),
             )
             if out is not None:
-                out.write_text(json.dumps(found, indent=1) + "\n")
+                out.write_text(json.dumps({**found, "rows": list(rows.values())}, indent=1) + "\n")
     Console().print(table)
 
 

@@ -318,11 +318,14 @@ def _program(module: fx.GraphModule) -> Run:
     return (programs.program(module) if programs.runs_on_cuda(module) else None) or execute.boxed(module)
 
 
-def or_as_it_is(backend: Backend, give_up: Callable[[str], None]) -> Callable[..., Any]:
+def or_as_it_is(
+    backend: Backend, give_up: Callable[[str], None], runs_in_python: Callable[[], None]
+) -> Callable[..., Any]:
     """``backend``, for graphs of a forward that has begun and cannot be repeated: what it cannot compile runs as it is.
 
     A graph that has graphs in it (a checkpointed region) does not: they take buffers as inputs, which they change. So
-    the code that it was made of runs in Python, of which Dynamo makes graphs further in.
+    the code that it was made of runs in Python, of which Dynamo makes graphs further in; ``runs_in_python`` is called,
+    since nothing tells from now on which way that code takes.
 
     Refusals (nothing fits the budget, a plan of another model) are raised.
     """
@@ -337,6 +340,7 @@ def or_as_it_is(backend: Backend, give_up: Callable[[str], None]) -> Callable[..
             what = str(error).partition("\n")[0]
             give_up(f"a part of {backend.name} runs without a plan: {type(error).__name__}: {what}")
             if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in module.graph.nodes):
+                runs_in_python()
                 raise torch._dynamo.exc.SkipFrame(what) from None
             return module.forward
 

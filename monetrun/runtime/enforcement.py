@@ -30,6 +30,7 @@ class Enforcement:
 
     Attributes:
         share_was_estimated: a step was not held to the budget (see ``suspend``).
+        share_is_estimate: no step will be, where the budget is a share of the plain peak.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Enforcement:
         self._held_bytes = 0  # reserved when the pool was held last
         self._lifted = True  # until a captured graph begins its forward
         self._suspended = False  # the present step is not bounded
-        self.share_was_estimated = False
+        self.share_was_estimated = self.share_is_estimate = False
         self._step_ended = False
         self._noted_bytes = 0
 
@@ -82,7 +83,7 @@ class Enforcement:
 
         Once a step was not, none is: what is known of the recorded step may be of others than this one, too.
         """
-        if suspended or self.share_was_estimated:
+        if suspended or self.share_was_estimated or (self.share_is_estimate and self._of_plain):
             self.suspend()
         if not self._lifted:
             return

@@ -130,6 +130,7 @@ class Engine(_Recording, WithRoom):
         self.breaks: dict[str, Break] = {}
         self.running: RunningPlan | None = None
         self.autocast, self.terms = BackwardAutocast(reporter.warn), GradientTerms()
+        self._runs_in_python = False
         self._looked = settings.mode == CHECK  # whose plan is the one to check
         self._traces = _Traces()
         plan = _given_plan(plan, settings)
@@ -161,6 +162,13 @@ class Engine(_Recording, WithRoom):
     def _run(self, plan: Plan, record: StepRecord | None) -> None:
         steps, note = self.meters.steps, self.reporter.note
         self.running = RunningPlan(self.settings, self.device, steps, self.known, plan, record, note)
+        self.running.enforcement.share_is_estimate = self._runs_in_python
+
+    def runs_in_python(self) -> None:
+        """Part of a model runs in Python, which may take another way in each step: a share of its peak is a guess."""
+        self._runs_in_python = True
+        if self.running is not None:
+            self.running.enforcement.share_is_estimate = True
 
     def plan_recorded_step(self) -> None:
         """Before a model's call: plan the recorded step, if there is one, in rank 0 for all; models are compiled anew.

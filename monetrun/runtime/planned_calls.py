@@ -218,7 +218,7 @@ class PlannedCall:
         key = (self.model is None, type(self.module()), whole, self.as_compiled, self._without_hooks, self._frozen)
         if key not in shared or shared[key][0] != generation:
             backend = self.engine.backend(self.name)
-            compiler = backend if whole else or_as_it_is(backend, self.reporter.give_up)
+            compiler = backend if whole else or_as_it_is(backend, self.reporter.give_up, self.engine.runs_in_python)
             dynamic = None if whole and self._open_sizes and self.engine.recorder is None else False
             run = _torch_compile(_entry(self._without_hooks), backend=compiler, dynamic=dynamic, fullgraph=whole)
             shared[key] = (generation, backend, run)
