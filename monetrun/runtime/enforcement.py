@@ -43,7 +43,7 @@ class Enforcement:
         self._budget_bytes = 0
         self._pool: Pool | None = None
         self._libraries = False
-        self._held_bytes = 0  # reserved when the pool was held last
+        self._held_bytes = self._retries = 0  # reserved when the pool was held last, and allocations retried by then
         self._lifted = True  # until a captured graph begins its forward
         self._suspended = False  # the present step is not bounded
         self.share_was_estimated = self.share_is_estimate = False
@@ -75,6 +75,8 @@ class Enforcement:
                 f"between training steps {format_bytes(peak)} were {taken}: evaluation, and what else is no training"
                 f" step, is not planned and may take more than the budget of {format_bytes(self._budget_bytes)}"
             )
+        if peaks.retries > self._retries:  # the allocator has: held again, the pool would not serve that request either
+            self._held_bytes, self._retries = min(self._held_bytes, peaks.reserved_now_bytes), peaks.retries
         if peaks.reserved_bytes > self._budget_bytes or peaks.reserved_now_bytes < self._held_bytes:
             self._hold()  # what was cached meanwhile goes back to the device; or the script has given the pool back
 
@@ -148,4 +150,5 @@ class Enforcement:
         if self._pool is not None and self.device.type == "cuda":
             set_limit(self.device, None)
             reserved.hold(self.device, self._pool, self._libraries)
-            self._held_bytes = self.meter.peaks().reserved_now_bytes
+            peaks = self.meter.peaks()
+            self._held_bytes, self._retries = peaks.reserved_now_bytes, peaks.retries

@@ -35,6 +35,7 @@ from monetrun.runtime.autocast import BackwardAutocast
 from monetrun.runtime.backend import Backend, PlannedCallMeters
 from monetrun.runtime.budget_here import budget_here
 from monetrun.runtime.call_timing import CallTiming, OperatorTiming
+from monetrun.runtime.first_steps import FirstSteps
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
@@ -130,8 +131,7 @@ class Engine(_Recording, WithRoom):
         self.breaks: dict[str, Break] = {}
         self.running: RunningPlan | None = None
         self.autocast, self.terms = BackwardAutocast(reporter.warn), GradientTerms()
-        self._runs_in_python = False
-        self._looked = settings.mode == CHECK  # whose plan is the one to check
+        self._first_steps = FirstSteps(self.meters.steps, settings)
         self._traces = _Traces()
         plan = _given_plan(plan, settings)
         if plan is None:
@@ -162,13 +162,7 @@ class Engine(_Recording, WithRoom):
     def _run(self, plan: Plan, record: StepRecord | None) -> None:
         steps, note = self.meters.steps, self.reporter.note
         self.running = RunningPlan(self.settings, self.device, steps, self.known, plan, record, note)
-        self.running.enforcement.share_is_estimate = self._runs_in_python
-
-    def runs_in_python(self) -> None:
-        """Part of a model runs in Python, which may take another way in each step: a share of its peak is a guess."""
-        self._runs_in_python = True
-        if self.running is not None:
-            self.running.enforcement.share_is_estimate = True
+        self.running.enforcement.share_is_estimate = self.part_in_python
 
     def plan_recorded_step(self) -> None:
         """Before a model's call: plan the recorded step, if there is one, in rank 0 for all; models are compiled anew.
@@ -253,9 +247,8 @@ class Engine(_Recording, WithRoom):
             self.running.step_ended()
             self.scalars.step_ended(self.meters.steps.steps)
             self._traces.drop()
-            if self.meters.steps.settled and not self._looked:
-                self._looked = True
-                self.generation += _look(self, self.running)
+            if self._first_steps.have_settled:
+                self.generation += self._first_steps.looked(_look(self, self.running))
             return
         assert self.recorder is not None
         self.recorder.optimizer_ended(name, self.trained_parameters())

@@ -19,7 +19,7 @@ from monetrun.core.graph import Graph
 from monetrun.core.keeping import as_planned
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.simulate import judge
-from monetrun.core.step import LIBRARIES, StepRecord
+from monetrun.core.step import LIBRARIES, DeviceMemory, StepRecord
 from monetrun.core.step_changes import with_excess
 from monetrun.planning import kept, planner
 from monetrun.planning.intervals import Interval, intervals, optimizer_steps
@@ -134,7 +134,7 @@ class RunningPlan:
         if self.record is None or memory is None or self.plan.pool is None:
             return False
         other_shapes = not self.schedules.keys() <= {g.fingerprint for g in self.plan.graphs}  # which may have taken it
-        excess = 0 if other_shapes else _far_beyond(self.plan, self.steps, memory.settings.large_segment_bytes)
+        excess = 0 if other_shapes else _far_beyond(self.plan, self.steps, memory)
         if not (excess := agreement.largest(excess)):
             return False
         self.excess_bytes = memory.excess_bytes + excess
@@ -245,9 +245,21 @@ class RunningPlan:
 
 
 class WithRoom:
-    """Sees that there is room for steps under a plan (``seen_calls.RoomKeeper``)."""
+    """Sees that there is room for steps under a plan (``seen_calls.RoomKeeper``).
+
+    Attributes:
+        running: the plan, once there is one.
+        part_in_python: part of a model runs in Python, which may take another way in each step.
+    """
 
     running: RunningPlan | None
+    part_in_python = False
+
+    def runs_in_python(self) -> None:
+        """A part of a model does from now on: a share of the plain peak is of the recorded step only."""
+        self.part_in_python = True
+        if self.running is not None:
+            self.running.enforcement.share_is_estimate = True
 
     def check_room(self, fingerprint: str) -> None:
         """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""
@@ -284,15 +296,18 @@ def _search_for_kernels(running: RunningPlan, joint: JointGraph, schedule: Sched
         running.steps.meter.reset_peak()  # that of the search
 
 
-def _far_beyond(plan: Plan, steps: StepMeter, page: int) -> int:
+def _far_beyond(plan: Plan, steps: StepMeter, memory: DeviceMemory) -> int:
     """What steps reserved beyond what was planned, in whole pages; 0 where that is little and within the budget.
 
-    Where requests were short, what was free in pieces was given back to the driver, so that it was not reserved.
+    Where requests were short, what was free in pieces was given back to the driver, so that it was not reserved: then
+    at least as much again as was planned for such excess before.
     """
+    page = memory.settings.large_segment_bytes
     assert plan.pool is not None
     planned, found = plan.pool.planned_bytes, steps.reserved_bytes
     beyond = found - planned if found > min(plan.budget_bytes, planned + _TOLERATED) else 0
-    return -(-max(beyond, steps.retries > 0) // page) * page
+    short = max(1, memory.excess_bytes) if steps.retries else 0
+    return -(-max(beyond, short) // page) * page
 
 
 def _is_sound(graph: Graph, schedule: Schedule, settings: Settings) -> bool:

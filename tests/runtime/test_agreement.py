@@ -16,7 +16,10 @@ from monetrun.core.options import Options
 from monetrun.core.step import DeviceMemory, Segment
 from monetrun.planning import planner
 from monetrun.runtime import agreement, exchange
+from monetrun.runtime.first_steps import FirstSteps
 from monetrun.runtime.running_plan import RunningPlan
+from monetrun.runtime.settings import CHECK, Settings
+from monetrun.runtime.step_meter import SETTLING_STEPS
 from support.step_records import chain_record
 
 RECORD = chain_record(10)
@@ -118,6 +121,32 @@ def test_a_little_more_than_planned_within_the_budget_needs_no_other_plan(ranks,
     one.plan = replace(DEVICE_PLAN, budget_bytes=planned + room * MIB)
     assert ranks(partial(RunningPlan.correct, one, lambda said: None)) == [again]
     assert bool(one.followed) == again
+
+
+def test_where_requests_are_short_again_the_next_plan_leaves_twice_as_much(ranks):
+    one, found = seen(DEVICE_PLAN.pool.planned_bytes, retries=3), []
+    for _ in range(3):
+        assert ranks(partial(RunningPlan.correct, one, lambda said: None)) == [True]
+        found.append(one.record.memory.excess_bytes)
+    assert found == [20 * MIB, 40 * MIB, 80 * MIB]
+
+
+def test_a_plan_is_looked_at_until_it_needs_no_correction_and_three_times_at_most():
+    steps = SimpleNamespace(steps=0, settled=False)
+    first = FirstSteps(steps, Settings())
+    looked = []
+    for number in range(1, 20):
+        steps.steps, steps.settled = number, number > SETTLING_STEPS
+        if first.have_settled:
+            looked.append(number)
+            assert first.looked(True)
+    assert looked == [3, 5, 7]
+    trusted = FirstSteps(steps, Settings())
+    assert trusted.have_settled
+    assert not trusted.looked(False)
+    steps.steps += 9
+    assert not trusted.have_settled
+    assert not FirstSteps(steps, Settings(mode=CHECK)).have_settled
 
 
 def test_what_steps_of_other_shapes_reserved_needs_no_other_plan(ranks):

@@ -41,6 +41,48 @@ def test_a_search_for_kernels_cannot_round_up_beyond_the_budget(monkeypatch, ben
     assert limits == [None, limit]
 
 
+def test_a_pool_that_the_script_gave_back_is_held_again_and_one_that_the_allocator_gave_back_is_not(monkeypatch):
+    now, held = {"reserved": 0, "retries": 0}, []
+
+    class Meter(NoMeter):
+        exact = True
+
+        def peaks(self):
+            return Peaks(0, 904 * MIB, now["reserved"] * MIB, now["retries"])
+
+        def reset_peak(self):
+            pass
+
+    def hold(*arguments):
+        held.append(arguments)
+        now["reserved"] = 904
+
+    monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: None)
+    monkeypatch.setattr(enforcement.reserved, "hold", hold)
+    of = enforcement.Enforcement(torch.device("cuda", 0), Meter(), print)
+    of.plan_is(1000 * MIB, POOL, libraries=False)
+    found = []
+    for reserved, retries in ((904, 0), (500, 0), (800, 1), (800, 2), (700, 2)):
+        of.enforce()
+        now.update(reserved=reserved, retries=retries)
+        of.lift()
+        of.call_begins()
+        found.append(len(held))
+    assert found == [1, 2, 2, 2, 3]
+
+
+def test_a_share_of_which_part_runs_in_python_is_not_enforced_and_bytes_are(monkeypatch):
+    said = []
+    monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: None)
+    for of_plain in (True, False):
+        of = enforcement.Enforcement(torch.device("cpu"), NoMeter(), said.append, of_plain=of_plain)
+        of.plan_is(1000 * 1024, None, libraries=False)
+        of.share_is_estimate = True
+        of.enforce()
+        assert of.holds is not of_plain
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize(("of_plain", "limit"), [(True, 1001 * 1024), (False, 1000 * 1024)])
 def test_on_a_cpu_a_share_of_the_plain_peak_is_held_to_a_thousandth(monkeypatch, of_plain, limit):
     limits = []
