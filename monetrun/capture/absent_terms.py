@@ -16,6 +16,7 @@ from torch import fx
 
 from monetrun.capture.gradient_terms import shaped
 from monetrun.capture.output_gradients import is_tangent
+from monetrun.capture.strides import FORM_BOUND, alike, with_strides
 from monetrun.ops.families.output_gradients import OPERATOR, add_output_gradient_
 
 aten = torch.ops.aten
@@ -68,6 +69,7 @@ class _Shortened:
         self.values: dict[fx.Node, fx.Node] = {}
         self.absent = set(absent)
         self._late: set[fx.Node] = set()  # what depends on gradients of outputs
+        self._other_strides: set[fx.Node] = set()  # what depends on a term whose strides are not its sum's
 
     def add(self, node: fx.Node) -> None:
         """Go on with the next node of the old graph."""
@@ -84,9 +86,25 @@ class _Shortened:
         elif gone and node.target in _SUMS and len(given) == 2 and not node.kwargs:
             self._pass_on(node, given)
         else:
-            zeros = {n: self._zeros(n) for n in gone}
-            new = self.graph.node_copy(node, lambda n: zeros.get(n) or self.values[n])
+            given_now = {n: self._zeros(n) for n in gone} | self._as_traced(node)
+            new = self.graph.node_copy(node, lambda n: given_now.get(n) or self.values[n])
+            if new.target in (aten.view.default, aten._unsafe_view.default) and node in self._other_strides:
+                new.target = aten.reshape.default
             self.values[node] = new
+
+    def _as_traced(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
+        """What ``node`` reads with the strides that were traced, where it needs them and they are others now."""
+        others = [n for n in node.all_input_nodes if n in self._other_strides]
+        if not others:
+            return {}
+        if not _needs_traced_strides(node):
+            self._other_strides.add(node)
+            return {}
+        found = {}
+        for n in others:
+            found[n] = self.graph.call_function(with_strides, (self.values[n], list(n.meta["val"].stride())))
+            found[n].meta = dict(n.meta)
+        return found
 
     def _pass_on(self, node: fx.Node, given: Sequence[fx.Node]) -> None:
         """A sum is the one term that is there; a copy of it where the sum is written over and others read the term."""
@@ -98,6 +116,8 @@ class _Shortened:
             value = self.graph.call_function(aten.clone.default, (value,))
         if value is not self.values[term]:
             value.meta = dict(node.meta)
+        if not _same_strides(term.meta["val"], node.meta["val"]) or term in self._other_strides:
+            self._other_strides.add(node)
         self.values[node] = value
 
     def _zeros(self, node: fx.Node) -> fx.Node:
@@ -105,6 +125,18 @@ class _Shortened:
         new = self.graph.call_function(_zeros, (list(value.shape), list(value.stride()), value.dtype, value.device))
         new.meta = dict(node.meta)
         return new
+
+
+def _needs_traced_strides(node: fx.Node) -> bool:
+    """As ``lowering`` has it for gradients that arrive with strides that were not traced."""
+    if str(getattr(node.target, "overloadpacket", "")) in FORM_BOUND:
+        return True
+    return str(node.target).startswith("monet.") or node.target is aten.convolution.default
+
+
+def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two (fake) tensors of one shape differ in strides only where there is one element."""
+    return one.shape == other.shape and alike(one.shape, one.stride(), other.stride())
 
 
 def _zeros(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

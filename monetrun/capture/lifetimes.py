@@ -29,6 +29,7 @@ class _Call:
         alive: the storages of its tensors (ids in ``joint.graph``) that are not freed yet.
         inputs: those of inputs, freed or not.
         ended: the index of the stretch by whose end a tensor was freed. Inputs that the forward freed: of the next one.
+        read_as: inputs of later calls that an output is.
     """
 
     def __init__(self, joint: JointGraph, forward: int) -> None:
@@ -39,6 +40,7 @@ class _Call:
         self.inputs: dict[int, StorageWeakRef] = {}
         self.versions: list[tuple[int, torch.Tensor, int]] = []  # of inputs and outputs
         self.ended: dict[int, int] = {}
+        self.read_as: dict[int, list[tuple[JointGraph, int]]] = {}
 
     def external(self, t: int) -> bool:
         return self.joint.graph.tensors[t].external
@@ -54,18 +56,28 @@ class _Call:
     def is_output(self, t: int) -> bool:
         return not self.external(t) and not self.is_gradient(t)
 
-    def watch(self, nodes: Iterable[Any], values: Iterable[Any], others: frozenset[int] = frozenset()) -> None:
-        """Watch the storages of ``values``, except parameters, buffers, and the storages in ``others``."""
+    def watch(
+        self, nodes: Iterable[Any], values: Iterable[Any], others: frozenset[int] = frozenset()
+    ) -> list[tuple[int, int]]:
+        """Watch the storages of ``values``, except parameters, buffers, and the storages in ``others``.
+
+        Returns:
+            The values that are in ``others``: their storage, and which of the graph's tensors they are.
+        """
+        found = []
         for node, value in zip(nodes, values, strict=True):
             t = self.joint.storage.get(node) if isinstance(node, fx.Node) else None
             if t is None or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
                 continue
             if t in self.joint.transient if self.external(t) else self.joint.graph.tensors[t].kept:
                 storage = StorageWeakRef(value.untyped_storage())
-                if storage.cdata not in others:
-                    self.alive.setdefault(t, storage)
-                    if self.external(t):
-                        self.inputs.setdefault(t, storage)
+                if storage.cdata in others:
+                    found.append((storage.cdata, t))
+                    continue
+                self.alive.setdefault(t, storage)
+                if self.external(t):
+                    self.inputs.setdefault(t, storage)
+        return found
 
     def note_versions(self, nodes: Iterable[Any], values: Iterable[Any]) -> None:
         """Note the versions that inputs or outputs have now, but no parameters and buffers."""
@@ -100,11 +112,16 @@ class Lifetimes:
 
         Arguments that are another graph's outputs count as that one's: its backward is later.
         """
-        outputs = frozenset(
-            storage.cdata for call in self._calls for t, storage in call.alive.items() if not call.external(t)
-        )
+        outputs = {
+            storage.cdata: (call, t)
+            for call in self._calls
+            for t, storage in call.alive.items()
+            if not call.external(t)
+        }
         self._calls.append(_Call(joint, stretch))
-        self._calls[-1].watch(joint.primals, arguments, outputs)
+        for storage, t in self._calls[-1].watch(joint.primals, arguments, frozenset(outputs)):
+            owner, output = outputs[storage]
+            owner.read_as.setdefault(output, []).append((joint, t))
         self._calls[-1].note_versions(joint.primals, arguments)
 
     def forward_ended(self, results: Sequence[Any]) -> None:
@@ -158,14 +175,23 @@ class Lifetimes:
         gradients = [t for call, t in freed if call.is_gradient(t)]
         return (*sorted(t for call, t in freed if not call.is_gradient(t)), *gradients)
 
-    def dropped(self, stretch: int) -> list[tuple[JointGraph, int]]:
-        """What is freed in ``stretch`` and ``released`` reports for a later backward, or outputs without one."""
+    def dropped(self, stretch: int) -> list[tuple[JointGraph, int, list[tuple[JointGraph, int]]]]:
+        """What is freed in ``stretch`` and ``released`` reports for a later backward, or outputs without one.
+
+        Each with the inputs of other calls that it is as well.
+        """
         return [
-            (call.joint, t)
+            (call.joint, t, self._read_as(call, t))
             for call in self._calls
             for t, at in sorted(call.ended.items())
             if at == stretch and call.waits_at(stretch) and self._may_be_saved(call, t)
         ]
+
+    def _read_as(self, call: _Call, t: int) -> list[tuple[JointGraph, int]]:
+        if not call.external(t):
+            return call.read_as.get(t, [])
+        of = call.inputs[t].cdata
+        return [(c.joint, i) for c in self._calls if c is not call for i, s in c.inputs.items() if s.cdata == of]
 
     def _may_be_saved(self, call: _Call, t: int) -> bool:
         """Whether a schedule may save ``t``, which the script dropped: an output, or an input that it held till then.

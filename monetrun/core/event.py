@@ -61,6 +61,8 @@ class Event:
             beside ``delta_bytes``, if the backward under the schedule does not read them.
         requests: outside, where the allocator records them (CUDA): bytes requested, in order; ``-n`` frees what the
             step's ``n``-th such request got.
+        read_as: the inputs (graph, id) of other calls that each of ``dropped`` is as well: if the backward of one reads
+            it, it is not freed either. Empty: none.
         dropped_after: how many of ``requests`` come before each of ``dropped`` is freed; empty: all of them.
         batch_freed: outside: parts of ``DeviceMemory.batch``, by their place there, that are freed where the step's
             next inputs replace them, and how many of ``requests`` come before each.
@@ -83,3 +85,4 @@ class Event:
     batch_freed: tuple[tuple[int, int], ...] = ()
     freed: tuple[tuple[int, int], ...] | None = None
     action: Action | None = None
+    read_as: tuple[tuple[tuple[int, int], ...], ...] = ()

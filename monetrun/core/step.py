@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.call_footprint import CallFootprint, call_footprint
@@ -205,7 +206,7 @@ class StepRecord:
         if event.kind == OUTSIDE:
             if event.released:
                 raise ValueError("it releases tensors, but is not a backward")
-            for k, t in event.dropped:
+            for k, t in (*event.dropped, *(name for names in event.read_as for name in names)):
                 if not 0 <= k < len(self.graphs) or not 0 <= t < len(self.graphs[k].tensors):
                     raise ValueError("it drops a tensor that does not exist")
                 if not (self.graphs[k].tensors[t].kept or self.graphs[k].tensors[t].external):
@@ -265,13 +266,16 @@ def events_under(record: StepRecord, schedules: Sequence[Schedule]) -> list[Even
     found = []
     for event in record.events:
         if event.dropped:
-            places = [i for i, (k, t) in enumerate(event.dropped) if t not in read[k]]
+            names = [(d, *also) for d, also in zip_longest(event.dropped, event.read_as, fillvalue=())]
+            places = [i for i, tensor in enumerate(names) if all(t not in read[k] for k, t in tensor)]
             freed = tuple(event.dropped[i] for i in places)
             after = tuple(event.dropped_after[i] for i in places) if event.dropped_after else ()
-            saved = [record.graphs[k].tensors[t] for k, t in event.dropped if t in read[k]]
+            kept = [d for i, d in enumerate(event.dropped) if i not in places]
+            saved = [record.graphs[k].tensors[t] for k, t in kept]
             peak_bytes = event.peak_bytes + sum(t.nbytes for t in saved)
             batch_freed = _without_saved(record.memory, event, saved)
-            event = replace(event, dropped=freed, dropped_after=after, peak_bytes=peak_bytes, batch_freed=batch_freed)
+            event = replace(event, dropped=freed, dropped_after=after, read_as=(), peak_bytes=peak_bytes)
+            event = replace(event, batch_freed=batch_freed)
             gone.update(freed)
         elif gone and event.kind == BACKWARD:
             absent = {t for t in event.released if gone[event.graph, t]}

@@ -27,7 +27,7 @@ from monetrun.capture.in_turn import InTurn, Turns, in_turn
 from monetrun.capture.joint import JointGraph, capture
 from monetrun.capture.lowering import share_output_versions
 from monetrun.capture.open_sizes import FixedSizes, OpenSizes, has_open_sizes
-from monetrun.capture.output_gradients import AbsentGradients, stay_absent
+from monetrun.capture.output_gradients import AbsentGradients, is_tangent, stay_absent
 from monetrun.capture.regions import note_regions
 from monetrun.capture.tracing import operators_kept_whole
 from monetrun.core.errors import CaptureFailed, MonetrunError, ScheduleError
@@ -39,11 +39,13 @@ from monetrun.runtime.call_timing import CallTiming, Run
 from monetrun.runtime.seen_calls import (
     CallObserver,
     RoomKeeper,
+    T,
     measured,
     measured_by_turns,
     observed,
     observed_by_turns,
     with_room,
+    with_uses,
 )
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.runtime.terms import GradientTerms
@@ -282,7 +284,8 @@ class Backend:
         elif self.observer is not None:
             turns = observed_by_turns(self.observer, number, pending.watched, turns)
         turns = AbsentGradients(module, inputs).by_turns(by_turns, turns)
-        return pending.order.by_turns(by_turns, gradient_forms.fitting(turns, module, inputs))
+        turns = _with_uses(self, number, module, gradient_forms.fitting(turns, module, inputs))
+        return pending.order.by_turns(by_turns, turns)
 
     def _backward_at_once(self, number: int, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         if self.meters is None:
@@ -297,7 +300,8 @@ class Backend:
                 found = measured(self.meters.steps, BACKWARD, number, found)
             return with_nothing_at(unread, found)
 
-        return gradient_forms.fitting(AbsentGradients(module, inputs).at_once(run, run_without), module, inputs)
+        run = AbsentGradients(module, inputs).at_once(run, run_without)
+        return _with_uses(self, number, module, gradient_forms.fitting(run, module, inputs))
 
     def _timed(self, module: fx.GraphModule, phase: str, number: int) -> Run:
         """Runs ``module``, timed in its early calls."""
@@ -312,6 +316,15 @@ class Backend:
         timed = self.meters.timing.instrumented(module, BACKWARD, number)
         early = None if timed is None else in_turn(timed, order.results).run
         return self.meters.timing.early_calls_by_turns(run, early)
+
+
+def _with_uses(backend: Backend, number: int, module: fx.GraphModule, run: T) -> T:
+    """``run``, a backward of which the chooser hears which outputs it is for, where steps are recorded or planned."""
+    if backend.meters is None and backend.observer is None:
+        return run
+    placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
+    tangents = [k for k, node in placeholders if is_tangent(node)]
+    return with_uses(backend.chooser, number, tangents, run, recording=backend.meters is None)
 
 
 def _program(module: fx.GraphModule) -> Run:

@@ -46,7 +46,7 @@ class Enforcement:
         self._held_bytes = self._retries = 0  # reserved when the pool was held last, and allocations retried by then
         self._lifted = True  # until a captured graph begins its forward
         self._suspended = False  # the present step is not bounded
-        self.share_was_estimated = self.share_is_estimate = False
+        self.share_was_estimated = self.share_is_estimate = self._never_again = False
         self._step_ended = False
         self._noted_bytes = 0
 
@@ -85,7 +85,7 @@ class Enforcement:
 
         Once a step was not, none is: what is known of the recorded step may be of others than this one, too.
         """
-        if suspended or self.share_was_estimated or (self.share_is_estimate and self._of_plain):
+        if suspended or self._never_again or (self.share_is_estimate and self._of_plain):
             self.suspend()
         if not self._lifted:
             return
@@ -93,17 +93,29 @@ class Enforcement:
         set_limit(self.device, self._limit_bytes())
 
     def suspend(self) -> None:
-        """The present step is not held to the budget: a share of what is not known."""
+        """The present step is not held to the budget, nor is a later one: a share of what is not known."""
+        self._never_again = True
+        self._suspend(
+            "what is not captured is known of the recorded step only: at other shapes, or where the model takes"
+            " another way, the plain step's peak is an estimate, and a share of it is planned for, but not enforced"
+        )
+
+    def other_outputs_are_used(self) -> None:
+        """The loss is of other outputs than in the recorded step: the present step is not held to a share."""
+        if self._of_plain:
+            self._suspend(
+                "the loss is of other outputs than in the recorded step: the plain peak of such steps is not known,"
+                " and a share of it not enforced in them"
+            )
+
+    def _suspend(self, why: str) -> None:
         if self._suspended:
             return
         self._suspended, self._lifted = True, False
         set_limit(self.device, None)
         if not self.share_was_estimated:
             self.share_was_estimated = True
-            self.note(
-                "what is not captured is known of the recorded step only: at other shapes, or where the model takes"
-                " another way, the plain step's peak is an estimate, and a share of it is planned for, but not enforced"
-            )
+            self.note(why)
 
     def lift(self) -> None:
         """A training step has ended: nothing is bounded until the next one."""

@@ -115,6 +115,7 @@ class Engine(_Recording, WithRoom):
         reporter: Reporter,
         plan: Plan | None = None,
     ) -> None:
+        super().__init__()
         self.settings = settings
         self.device = device
         self.trained_parameters = trained_parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -250,12 +251,14 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
             absent = recorder._lifetimes.absent_bytes(i)
             delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
             grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
-            dropped = tuple((recorder.joints.index(joint), t) for joint, t in recorder._lifetimes.dropped(i))
+            found, index = recorder._lifetimes.dropped(i), recorder.joints.index
+            dropped = tuple((index(joint), t) for joint, t, _ in found)
+            read_as = tuple(tuple((index(joint), t) for joint, t in also) for _, _, also in found)
             tensors = [recorder.joints[k].graph.tensors[t] for k, t in dropped]
             seen = {} if recorder.memory is None else recorder.memory.seen_outside(i, tensors)
             high, action = max(0, peak - grown - sum(t.nbytes for t in tensors)), recorder._actions.get(i)
             event = Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen)
-            events.append(event)
+            events.append(replace(event, read_as=read_as) if any(read_as) else event)
             now = stretch.end_bytes + absent
             continue
         joint, schedule = recorder.joints[stretch.graph], recorder.schedules[stretch.graph]

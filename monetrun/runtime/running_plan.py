@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from monetrun.runtime import adaptation, agreement, moved_memory
 from monetrun.runtime.collective_times import CollectiveTimes
 from monetrun.runtime.enforcement import Enforcement
 from monetrun.runtime.other_shapes import NewGraph, OtherShapes
+from monetrun.runtime.output_uses import OutputUses
 from monetrun.runtime.room import Room, Shortage
 from monetrun.runtime.ruled_out import RuledOut
 from monetrun.runtime.settings import Settings
@@ -250,10 +251,14 @@ class WithRoom:
     Attributes:
         running: the plan, once there is one.
         part_in_python: part of a model runs in Python, which may take another way in each step.
+        uses: of outputs, in the recorded step.
     """
 
     running: RunningPlan | None
     part_in_python = False
+
+    def __init__(self) -> None:
+        self.uses = OutputUses()
 
     def runs_in_python(self) -> None:
         """A part of a model does from now on: a share of the plain peak is of the recorded step only."""
@@ -265,6 +270,13 @@ class WithRoom:
         """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""
         assert self.running is not None
         self.running.check_room(fingerprint)
+
+    def gradients_come(self, graph: int, form: Hashable, *, recording: bool) -> None:
+        """A backward begins. Of a step that uses other outputs than the recorded one, a share is not enforced."""
+        early = self.running is not None and not self.running.steps.settled
+        known = self.uses.are_as_recorded(graph, form, recording=recording, early=early)
+        if not known and self.running is not None:
+            self.running.enforcement.other_outputs_are_used()
 
     def outputs_given(self, outputs: Sequence[Any]) -> None:
         """It has given these: see ``Room.outputs_given``."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from monetrun.capture.in_turn import Turns
 from monetrun.core.graph import BACKWARD, Graph
 from monetrun.runtime.call_timing import Run
 from monetrun.runtime.step_meter import StepMeter
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 class CallObserver(Protocol):
@@ -46,6 +48,21 @@ class RoomKeeper(Protocol):
 
     def outputs_given(self, outputs: Sequence[Any]) -> None:
         """It has given these."""
+
+    def gradients_come(self, graph: int, form: Hashable, *, recording: bool) -> None:
+        """A backward is about to run, see ``OutputUses.are_as_recorded``."""
+
+
+def with_uses(keeper: RoomKeeper, number: int, positions: Sequence[int], run: T, *, recording: bool) -> T:
+    """``run``, which runs the backward of the graph with this number; ``positions``: of its outputs' gradients."""
+
+    def called(arguments: list[Any]) -> Any:
+        form = tuple(None if (given := arguments[k]) is None else given.stride() for k in positions)
+        keeper.gradients_come(number, form, recording=recording)
+        return run(arguments)
+
+    called._boxed_call = True  # type: ignore[attr-defined]
+    return cast(T, called)
 
 
 def observed(observer: CallObserver | None, phase: str, number: int, run: Run) -> Run:

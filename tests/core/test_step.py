@@ -6,12 +6,13 @@ import itertools
 import pytest
 
 from monetrun.core.call_footprint import call_footprint
+from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
-from monetrun.core.step import replay
+from monetrun.core.step import OUTSIDE, Event, events_under, replay
 from monetrun.planning import planner
 from monetrun.solve.cut import dropping
-from support.step_records import chained_graphs_record, output_of
+from support.step_records import chain_record, chained_graphs_record, output_of
 
 
 def without(graph, dropped):
@@ -64,3 +65,22 @@ def test_a_plan_of_both_graphs_costs_no_more_than_any_choice_of_saved_tensors(sh
 
 def _subsets(tensors):
     return itertools.chain.from_iterable(itertools.combinations(sorted(tensors), n) for n in range(len(tensors) + 1))
+
+
+def test_what_is_an_output_of_one_call_and_an_input_of_another_is_freed_where_neither_backward_reads_it():
+    record = chain_record(4)
+    (graph,) = record.graphs
+    schedule = plain_schedule(graph)
+    read = {t for s in schedule.backward for t in graph.operators[s.operator].implementations[s.implementation].inputs}
+    saved = min(read)
+    other = next(t.id for t in graph.tensors if t.id not in read)
+
+    def freed(dropped, read_as):
+        event = Event(OUTSIDE, -1, 0, 0, dropped=(dropped,), read_as=read_as)
+        events = (Event(FORWARD, 0), event, Event(BACKWARD, 0))
+        return events_under(dataclasses.replace(record, events=events), [schedule])[1].dropped
+
+    assert freed((0, other), ()) == ((0, other),)
+    assert freed((0, saved), ()) == ()
+    assert freed((0, other), (((0, other),),)) == ((0, other),)
+    assert freed((0, other), (((0, saved),),)) == ()

@@ -92,3 +92,21 @@ def test_on_a_cpu_a_share_of_the_plain_peak_is_held_to_a_thousandth(monkeypatch,
     of.enforce()
     assert limits == [1000 * 1024 + (1000 if of_plain else 0)]
     assert limits[0] <= limit
+
+
+def test_a_step_whose_loss_is_of_other_outputs_is_not_held_to_a_share_and_the_next_one_is(monkeypatch):
+    limits, said = [], []
+    monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: limits.append(nbytes))
+    for of_plain in (True, False):
+        of = enforcement.Enforcement(torch.device("cpu"), NoMeter(), said.append, of_plain=of_plain)
+        of.plan_is(1000 * 1024, None, libraries=False)
+        monkeypatch.setattr(of.meter, "reset_peak", lambda: None, raising=False)
+        for _ in range(2):
+            of.enforce()
+            assert of.holds
+            of.other_outputs_are_used()
+            assert of.holds is not of_plain
+            of.lift()
+        assert of.share_was_estimated is of_plain
+    assert len(said) == 1
+    assert "other outputs than in the recorded step" in said[0]

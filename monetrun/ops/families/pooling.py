@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from monetrun.ops.definition import operator
-from monetrun.ops.registry import Alternative, Call, Joint, alike, argument, implementation, source, value_of
+from monetrun.ops.registry import Alternative, Call, Joint, alike, argument, implementation, is_whole, source, value_of
 
 aten = torch.ops.aten
 monet = torch.ops.monet
@@ -154,7 +154,10 @@ def _max_pool2d_backward(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     if pool.target is not aten.max_pool2d_with_indices.default:
         return
     x: Any = pool.args[0]
-    # the kernels give a result with the strides of their operands
+    # the kernels read operands of one layout, and give a result with their strides; ATen copies other gradients
+    given, pooled = value_of(grad), pool.meta["val"][0]
+    if given is None or not is_whole(given) or given.stride() != pooled.stride():
+        return
     if not alike(node, x) or value.dim() != 4 or not value.is_floating_point():
         return
     kernel = _pair(argument(node, "kernel_size"))
