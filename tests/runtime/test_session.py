@@ -387,7 +387,7 @@ def test_close_says_why_nothing_was_planned(capsys):
     x, _ = zoo.images(4, 32)
     assert f"{begins}no step of SGD has ended" in said_after(lambda: model(x))
     assert f"{begins}training ended before the plan is made" in said_after(lambda: step(model, optimizer))
-    monetrun.apply(model, "0.01x")
+    monetrun.apply(model, "0.01x", solver_seconds=1)
     with pytest.raises(monetrun.InfeasibleBudget):
         [step(model, optimizer) for _ in range(3)]
     assert monetrun.close() == {}
