@@ -16,7 +16,7 @@ from torch import fx
 
 from monetrun.capture.gradient_terms import shaped
 from monetrun.capture.output_gradients import is_tangent
-from monetrun.capture.strides import FORM_BOUND, alike, with_strides
+from monetrun.capture.strides import VIEWS, alike, is_form_bound, with_strides
 from monetrun.ops.families.output_gradients import OPERATOR, add_output_gradient_
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ class _Shortened:
         else:
             given_now = {n: self._zeros(n) for n in gone} | self._as_traced(node)
             new = self.graph.node_copy(node, lambda n: given_now.get(n) or self.values[n])
-            if new.target in (aten.view.default, aten._unsafe_view.default) and node in self._other_strides:
+            if new.target in VIEWS and node in self._other_strides:
                 new.target = aten.reshape.default
             self.values[node] = new
 
@@ -129,9 +129,7 @@ class _Shortened:
 
 def _needs_traced_strides(node: fx.Node) -> bool:
     """As ``lowering`` has it for gradients that arrive with strides that were not traced."""
-    if str(getattr(node.target, "overloadpacket", "")) in FORM_BOUND:
-        return True
-    return str(node.target).startswith("monet.") or node.target is aten.convolution.default
+    return is_form_bound(node) or node.target is aten.convolution.default or str(node.target).startswith("monet.")
 
 
 def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:

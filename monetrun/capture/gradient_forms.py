@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from monetrun.capture.output_gradients import is_tangent
-from monetrun.capture.strides import FORM_BOUND, alike, with_strides
+from monetrun.capture.strides import alike, is_form_bound, with_strides
 
 _LEFT_OPEN = "monetrun_left_open"  # in the guess of a gradient's strides: it is not copied before the backward
 
@@ -121,7 +121,7 @@ class _Checker(fx.Interpreter):
     """Runs a module on fake tensors; an operator that is bound to one layout must find that."""
 
     def run_node(self, n: fx.Node) -> Any:
-        if str(getattr(n.target, "overloadpacket", "")) in FORM_BOUND:
+        if is_form_bound(n):
             given, value = self.env[n.args[0]], n.args[0].meta.get("val")  # type: ignore[index, union-attr]
             if value is None or given.stride() != value.stride():
                 raise RuntimeError(f"{n.name} needs other strides")

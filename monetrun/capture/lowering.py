@@ -17,7 +17,7 @@ from torch import fx
 from torch._guards import TracingContext
 
 from monetrun.capture.open_strides import TRACED_STRIDES, has_order, open_nodes
-from monetrun.capture.strides import FORM_BOUND, with_strides, with_strides_of
+from monetrun.capture.strides import VIEWS, is_form_bound, with_strides, with_strides_of
 from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm  # noqa: F401  (defines the operators)
 from monetrun.ops.families import output_gradients
 
@@ -185,9 +185,9 @@ def _take_any_strides(graph: fx.Graph) -> None:
     """
     late = open_nodes(graph)
     for node in late:
-        if node.target in (aten.view.default, aten._unsafe_view.default):
+        if node.target in VIEWS:
             node.target = aten.reshape.default
-        elif str(getattr(node.target, "overloadpacket", "")) in FORM_BOUND or node.target is aten.convolution.default:
+        elif is_form_bound(node) or node.target is aten.convolution.default:
             # a convolution of a gradient takes the place of a convolution_backward (see ``ops.families.convolution``),
             # whose result's strides follow the convolution's input and weight
             _with_traced_strides(graph, node, node.args[0])  # type: ignore[arg-type]

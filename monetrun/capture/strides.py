@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 
-FORM_BOUND = frozenset(str(p) for p in (torch.ops.aten.as_strided, torch.ops.aten.as_strided_scatter))
-"""Operators that are bound to their argument's strides."""
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""What a reshape becomes where the traced strides have a view."""
+
+_FORM_BOUND = frozenset(str(p) for p in (torch.ops.aten.as_strided, torch.ops.aten.as_strided_scatter))
+
+
+def is_form_bound(node: fx.Node) -> bool:
+    """Whether a call is bound to its argument's strides."""
+    return str(getattr(node.target, "overloadpacket", "")) in _FORM_BOUND
 
 
 def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -270,12 +270,15 @@ def events_under(record: StepRecord, schedules: Sequence[Schedule]) -> list[Even
             places = [i for i, tensor in enumerate(names) if all(t not in read[k] for k, t in tensor)]
             freed = tuple(event.dropped[i] for i in places)
             after = tuple(event.dropped_after[i] for i in places) if event.dropped_after else ()
-            kept = [d for i, d in enumerate(event.dropped) if i not in places]
-            saved = [record.graphs[k].tensors[t] for k, t in kept]
-            peak_bytes = event.peak_bytes + sum(t.nbytes for t in saved)
-            batch_freed = _without_saved(record.memory, event, saved)
-            event = replace(event, dropped=freed, dropped_after=after, read_as=(), peak_bytes=peak_bytes)
-            event = replace(event, batch_freed=batch_freed)
+            saved = [record.graphs[k].tensors[t] for i, (k, t) in enumerate(event.dropped) if i not in places]
+            event = replace(
+                event,
+                dropped=freed,
+                dropped_after=after,
+                read_as=(),
+                peak_bytes=event.peak_bytes + sum(t.nbytes for t in saved),
+                batch_freed=_without_saved(record.memory, event, saved),
+            )
             gone.update(freed)
         elif gone and event.kind == BACKWARD:
             absent = {t for t in event.released if gone[event.graph, t]}

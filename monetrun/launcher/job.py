@@ -88,7 +88,7 @@ class Job:
         self.plain: PlainPeaks | None = None
         self.record: StepRecord | None = None
         self.plan: Plan | None = None
-        self.from_cache = False
+        self.from_cache, self._plan_key = False, ""  # the key of the plan that was looked for
         self._store = Store(default_root()) if options.use_cache else None
         self.folder = temporary_folder("monetrun_")
         self._reports = self.folder / "reports"
@@ -213,13 +213,13 @@ class Job:
         """Set ``plan``, from the cache or by the solver."""
         record_key = keys.record_key(self.options, self.ranks)
         budget_bytes = self.budget_bytes()
-        plan_key = keys.plan_key(self.options, record_key, budget_bytes, record)
-        self.plan = kept_plan(self._store, plan_key, record, self.budget, budget_bytes)
+        self._plan_key = keys.plan_key(self.options, record_key, budget_bytes, record)
+        self.plan = kept_plan(self._store, self._plan_key, record, self.budget, budget_bytes)
         if self.plan is None:
             self.from_cache = False
             self.plan = self._solve(record, keys.smallest_budget_key(record_key, record), budget_bytes)
             if self._store is not None:
-                self._store.put("plan", plan_key, self.plan)
+                self._store.put("plan", self._plan_key, self.plan)
         return self.plan
 
     def _solve(self, record: StepRecord, smallest_key: str, budget_bytes: int | None) -> Plan:
@@ -262,11 +262,9 @@ class Job:
 
 def keep_plan(job: Job, tighter: Plan) -> None:
     """Keep a plan with which training went on after memory had run out: the next launch begins with it."""
-    if job._store is None or job.record is None or job.options.plan_file:
+    if job._store is None or job.record is None or not job._plan_key:
         return
-    record_key = keys.record_key(job.options, job.ranks)
-    plan_key = keys.plan_key(job.options, record_key, job.budget_bytes(), job.record)
-    job._store.put("plan", plan_key, planner.of_step(job.record, tighter))
+    job._store.put("plan", job._plan_key, planner.of_step(job.record, tighter))
 
 
 def _planned_or_as_it_is(job: Job, record: StepRecord) -> Decision | None:

@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.live import Live
@@ -38,13 +38,7 @@ def status(console: Console, activity: str, *, shown: bool = True) -> Iterator[N
         return
     began, ended = time.monotonic(), threading.Event()
     if console.is_terminal:
-        spinner = Spinner("dots")
-
-        def line() -> Spinner:
-            spinner.update(text=Text(f"{text} {time.monotonic() - began:.0f} s", no_wrap=True, overflow="ellipsis"))
-            return spinner
-
-        with Live(get_renderable=line, console=console, refresh_per_second=8, transient=True):
+        with _live(console, lambda: f"{text} {time.monotonic() - began:.0f} s"):
             yield
         return
 
@@ -84,10 +78,7 @@ class SolverProgress:
         self._printed = ""
         self._printed_at = -math.inf
         self._prints_lines = shown and not console.is_terminal
-        self._spinner = Spinner("dots")
-        self._live: Live | None = None
-        if shown and console.is_terminal:
-            self._live = Live(get_renderable=self._live_line, console=console, refresh_per_second=8, transient=True)
+        self._live = _live(console, self._live_line) if shown and console.is_terminal else None
 
     def __enter__(self) -> SolverProgress:
         if self._live is not None:
@@ -138,12 +129,22 @@ class SolverProgress:
             self._printed, self._printed_at = line, time.monotonic()
             self._console.print(Text(f"{line} {self._solver_seconds:.1f} s"))
 
-    def _live_line(self) -> Spinner:
+    def _live_line(self) -> str:
         seconds = time.monotonic() - self._began
         line = f"monetrun: {self.activity}: {self.text()} {seconds:.1f} s"
         hint = "  Ctrl-C uses this plan"
         has_plan = not math.isinf(self._best_seconds)
         if seconds > _SECONDS_BEFORE_HINT and has_plan and len(line + hint) + 3 < self._console.width:
             line += hint
-        self._spinner.update(text=Text(line, no_wrap=True, overflow="ellipsis"))
-        return self._spinner
+        return line
+
+
+def _live(console: Console, line: Callable[[], str]) -> Live:
+    """A spinner before what ``line`` gives each time, on one line of a terminal, which is erased at the end."""
+    spinner = Spinner("dots")
+
+    def shown() -> Spinner:
+        spinner.update(text=Text(line(), no_wrap=True, overflow="ellipsis"))
+        return spinner
+
+    return Live(get_renderable=shown, console=console, refresh_per_second=8, transient=True)

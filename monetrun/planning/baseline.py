@@ -115,7 +115,7 @@ def more_frugal(record: StepRecord, base: Baseline, options: Options) -> Baselin
     def lowest_in(joined: RoundGraph | SeparateRound, base: Baseline) -> dict[int, Schedule]:
         nonlocal left
         share = replace(left, seconds=left.seconds / min(2, len(base.rounds)))
-        left = replace(left, seconds=left.seconds - share.seconds) if len(base.rounds) > 1 else left
+        left = replace(left, seconds=left.seconds - share.seconds)
         if isinstance(joined, SeparateRound):
             return joined.lowest_peak(base.frugal_schedules, share)
         return joined.split(least_budget(joined.graph, joined.costs, share).schedule)

@@ -119,8 +119,9 @@ def plan_step(
 
 def of_step(record: StepRecord, plan: Plan) -> Plan:
     """The schedules of ``plan``, made for the same graphs with more held beside them, as a plan of ``record``."""
-    schedules, base = [graph.schedule for graph in plan.graphs], baseline(record, [g.schedule for g in plan.graphs])
-    found = Found(tuple(schedules), (1 + plan.bound) * base.plain.seconds, plan.status)
+    schedules = tuple(graph.schedule for graph in plan.graphs)
+    base = baseline(record, schedules)
+    found = Found(schedules, (1 + plan.bound) * base.plain.seconds, plan.status)
     reserve = None if record.memory is None else reserved(record, schedules)
     return _plan(record, plan.budget_bytes, plan.solver, base, found, reserve)
 

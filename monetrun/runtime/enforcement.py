@@ -30,7 +30,7 @@ class Enforcement:
 
     Attributes:
         share_was_estimated: a step was not held to the budget (see ``suspend``).
-        share_is_estimate: no step will be, where the budget is a share of the plain peak.
+        share_is_estimate: no step is from now on, where the budget is a share of the plain peak.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Enforcement:
         self._held_bytes = self._retries = 0  # reserved when the pool was held last, and allocations retried by then
         self._lifted = True  # until a captured graph begins its forward
         self._suspended = False  # the present step is not bounded
-        self.share_was_estimated = self.share_is_estimate = self._never_again = False
+        self.share_was_estimated = self.share_is_estimate = False
         self._step_ended = False
         self._noted_bytes = 0
 
@@ -85,7 +85,7 @@ class Enforcement:
 
         Once a step was not, none is: what is known of the recorded step may be of others than this one, too.
         """
-        if suspended or self._never_again or (self.share_is_estimate and self._of_plain):
+        if suspended or (self.share_is_estimate and self._of_plain):
             self.suspend()
         if not self._lifted:
             return
@@ -94,7 +94,7 @@ class Enforcement:
 
     def suspend(self) -> None:
         """The present step is not held to the budget, nor is a later one: a share of what is not known."""
-        self._never_again = True
+        self.share_is_estimate = True
         self._suspend(
             "what is not captured is known of the recorded step only: at other shapes, or where the model takes"
             " another way, the plain step's peak is an estimate, and a share of it is planned for, but not enforced"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -257,8 +256,8 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
             tensors = [recorder.joints[k].graph.tensors[t] for k, t in dropped]
             seen = {} if recorder.memory is None else recorder.memory.seen_outside(i, tensors)
             high, action = max(0, peak - grown - sum(t.nbytes for t in tensors)), recorder._actions.get(i)
-            event = Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen)
-            events.append(replace(event, read_as=read_as) if any(read_as) else event)
+            seen["read_as"] = read_as if any(read_as) else ()
+            events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen))
             now = stretch.end_bytes + absent
             continue
         joint, schedule = recorder.joints[stretch.graph], recorder.schedules[stretch.graph]
