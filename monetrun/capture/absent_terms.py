@@ -132,9 +132,15 @@ def _needs_traced_strides(node: fx.Node) -> bool:
     return is_form_bound(node) or node.target is aten.convolution.default or str(node.target).startswith("monet.")
 
 
-def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two (fake) tensors of one shape differ in strides only where there is one element."""
-    return one.shape == other.shape and alike(one.shape, one.stride(), other.stride())
+def _same_strides(term: torch.Tensor | Sequence[torch.Tensor], total: torch.Tensor) -> bool:
+    """Whether a term of one shape with its sum differs in strides only where there is one element.
+
+    A term that an implementation of an operator with several results computes alone has all their values, and a layout
+    of its own.
+    """
+    if not isinstance(term, torch.Tensor):
+        return False
+    return term.shape == total.shape and alike(term.shape, term.stride(), total.stride())
 
 
 def _zeros(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
