@@ -107,12 +107,13 @@ class _Shortened:
         return found
 
     def _pass_on(self, node: fx.Node, given: Sequence[fx.Node]) -> None:
-        """A sum is the one term that is there; a copy of it where the sum is written over and others read the term."""
+        """A sum is the one term that is there; a copy of it where one of the two is written over and the other read."""
         (term,) = (n for n in given if n not in self.absent)
         value = self.values[term]
         if node.target in _OUTPUT_SUMS and term is node.args[1]:
             value = self.graph.call_function(shaped, (value, list(node.meta["val"].shape)))
-        if _is_written_over(node) and (len(term.users) > 1 or not _owns(term)):
+        is_shared = len(term.users) > 1 or not _owns(term)
+        if is_shared and (_is_written_over(node) or _is_written_over(_base(term), but=node)):
             value = self.graph.call_function(aten.clone.default, (value,))
         if value is not self.values[term]:
             value.meta = dict(node.meta)
@@ -147,9 +148,11 @@ def _zeros(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, dev
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
-def _is_written_over(node: fx.Node) -> bool:
-    """Whether a call writes to what ``node`` gives, or to a view of it."""
+def _is_written_over(node: fx.Node, but: fx.Node | None = None) -> bool:
+    """Whether a call other than ``but`` writes to what ``node`` gives, or to a view of it."""
     for user in node.users:
+        if user is but:
+            continue
         if user.target is add_output_gradient_:
             if user.args[0] is node:
                 return True
@@ -158,16 +161,28 @@ def _is_written_over(node: fx.Node) -> bool:
             given: list[Any] = [*zip(schema.arguments, user.args, strict=False)]
             given += [(a, user.kwargs[a.name]) for a in schema.arguments if a.name in user.kwargs]
             info = [a.alias_info for a, value in given if value is node and a.alias_info is not None]
-            if any(i.is_write for i in info) or (_gives_view(user) and _is_written_over(user)):
+            if any(i.is_write for i in info) or (_gives_view(user) and _is_written_over(user, but)):
                 return True
-        elif user.op == "call_function" and _is_written_over(user):
+        elif user.op == "call_function" and _is_written_over(user, but):
             return True
     return False
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, else ``node``."""
+    while node.op == "call_function" and node.all_input_nodes and (node.target is operator.getitem or _is_view(node)):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _gives_view(node: fx.Node) -> bool:
     target: Any = node.target
     return target is aten.reshape.default or any(r.alias_info is not None for r in target._schema.returns)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a call gives a view, and writes nothing."""
+    return isinstance(node.target, torch._ops.OpOverload) and _gives_view(node) and not node.target._schema.is_mutable
 
 
 def _owns(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from support import random_models
 
 # others are run by hand: python -m support.random_models [--small] [--changed] FIRST END
 FOUND = (2, 4, 11, 13, 14, 18, 20, 21, 101, 106, 107, 114, 128, 133, 460, 1001)  # those that have found something
-FOUND_SMALL = (33, 70, 74, 106, 132, 134, 156, 165, 213, 228, 254, 322, 331, 334, 366, 577, 739, 5056, 5141, 7043)
+FOUND_SMALL = (33, 70, 74, 106, 132, 134, 156, 165, 213, 228, 254, 322, 331, 334, 366, 577, 739, 840, 974, 5056, 5141, 7043)
 SMALL = (*range(24), *FOUND_SMALL, 313, 425, 514, 540, 575, 671)
 CHANGED = (7021, 7038, 7075)  # have found something where the script changes outputs in place
 _AVERAGE = "torch 2.11: a mean that a buffer is updated with differs in its last bit after the batch size has changed"
