@@ -295,10 +295,9 @@ class Backend:
 
         def run_without(absent: Sequence[int]) -> Run:
             shortened, unread = without(module, absent)
-            found = observed(self.observer, BACKWARD, number, _program(shortened))
-            if self.meters is not None:
-                found = measured(self.meters.steps, BACKWARD, number, found)
-            return with_nothing_at(unread, found)
+            # what is freed first is freed within the backward: outside of it, it would be the script's
+            found = observed(self.observer, BACKWARD, number, with_nothing_at(unread, _program(shortened)))
+            return found if self.meters is None else measured(self.meters.steps, BACKWARD, number, found)
 
         run = AbsentGradients(module, inputs).at_once(run, run_without)
         return _with_uses(self, number, module, gradient_forms.fitting(run, module, inputs))
