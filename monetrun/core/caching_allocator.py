@@ -64,6 +64,11 @@ class CachingAllocator:
         """The most reserved so far for larger requests."""
         return self._heap.pools[False].peak_reserved_bytes
 
+    def large_blocks(self) -> list[tuple[int, int, bool, bool]]:
+        """Start and bytes of the large pool's blocks, whether each is in use, and whether it is mapped."""
+        blocks = self._heap.blocks.values()
+        return [(b.start, b.nbytes, b.allocated, b.mapped) for b in blocks if not b.segment.pool.small]
+
     def load(self, small: bool, blocks: Sequence[int], stream: int = 0) -> list[int]:
         """Add a segment with these blocks, in order: bytes that are in use, or, negative, free.
 
