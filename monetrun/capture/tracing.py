@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import DispatchKey
-from torch._decomp import decomposition_table
 from torch.fx.node import _side_effectful_functions
 
 from monetrun.capture.filled_strides import kept_where_eager_fills_in_place
+from monetrun.capture.kernel_strides import as_kernels_give_them
 from monetrun.capture.python_entries import replace_entry
 from monetrun.ops.families import cudnn_batch_norm
 from monetrun.ops.registry import call_of
@@ -26,14 +26,6 @@ aten = torch.ops.aten
 # the Python entries, tracing keeps the C++ operator and its own derivative.
 _KEPT_WHOLE = re.compile(r"aten\.(_?upsample_\w+|dropout|hardshrink|softshrink|matmul|multi\w*_margin_loss\w*)\.")
 _CUDNN_BATCH_NORM = aten.cudnn_batch_norm.default  # eager's on CUDA; AOTAutograd would run ATen's own in its place
-_BATCH_NORM_BACKWARDS = (aten.native_batch_norm_backward.default,)
-_BATCH_NORMS = (
-    aten.native_batch_norm.default,
-    aten._native_batch_norm_legit.default,
-    aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_functional.default,
-    *_BATCH_NORM_BACKWARDS,
-)
 _PYTHON_ENTRIES = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
@@ -48,14 +40,10 @@ def operators_kept_whole() -> Iterator[None]:
     replaced = replace_entry(_CUDNN_BATCH_NORM, DispatchKey.Autograd, cudnn_batch_norm.traced)
     random = _random_operators() - _side_effectful_functions
     _side_effectful_functions.update(random)
-    fakes: dict[Any, Any] = {norm: decomposition_table[norm] for norm in _BATCH_NORMS if norm in decomposition_table}
-    dense: dict[Any, Any] = {norm: _with_dense_result(norm, fake) for norm, fake in fakes.items()}
-    decomposition_table.update(dense)
     try:
-        with kept_where_eager_fills_in_place():
+        with kept_where_eager_fills_in_place(), as_kernels_give_them():
             yield
     finally:
-        decomposition_table.update(fakes)
         _side_effectful_functions.difference_update(random)
         replace_entry(_CUDNN_BATCH_NORM, DispatchKey.Autograd, replaced)
         for overload, key, kernel in removed:
@@ -68,25 +56,6 @@ def _random_operators() -> frozenset[Any]:
     packets = (torch.ops.monet.bernoulli, *_packets(lambda name: True))
     overloads = (getattr(packet, name) for packet in packets for name in packet.overloads())
     return frozenset(o for o in overloads if torch.Tag.nondeterministic_seeded in o.tags)
-
-
-def _with_dense_result(norm: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake kernel of a batch norm, whose result on a CPU is dense in a format also where its input is not.
-
-    torch's gives the result the input's strides: views of it would be traced that do not exist. What it checks of a
-    fake kernel is its name and module.
-    """
-    count = 2 if norm in _BATCH_NORM_BACKWARDS else 1
-
-    @functools.wraps(fake)
-    def dense(*args: Any, **kwargs: Any) -> Any:
-        given = args[:count]  # of a backward: the result's gradient, and the input
-        if given[-1].device.type == "cpu":
-            form = torch._prims_common.suggest_memory_format(given[-1])
-            given = tuple(x.contiguous(memory_format=form) for x in given)
-        return fake(*given, *args[count:], **kwargs)
-
-    return dense
 
 
 def _overloads_to_keep() -> list[Any]:

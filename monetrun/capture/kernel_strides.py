@@ -1,0 +1,216 @@
+"""Fake tensors with the strides that kernels give, where torch's own fake kernels are wrong.
+
+For some forty operators whose operands are not contiguous torch's fake kernels give other strides than the kernels do:
+a weight norm in channels-last format, say, or a group norm (seen with every sample of torch's own tests of operators,
+on a CPU). A graph that is traced with them lacks the copies that eager makes, has views that do not exist, or sums in
+another order: a weight norm's gradients are wrong by a factor of hundreds, under ``torch.compile`` alone too. So while
+tracing, what such an operator gives is asked of the kernel itself: once for each form of its operands, on tensors of a
+few elements where it runs on these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from monetrun.core.patched import patched
+from monetrun.ops import device_errors
+
+aten = torch.ops.aten
+_log = logging.getLogger(__name__)
+
+# Operators whose fake strides are right, and so common that the kernel need not be asked.
+# fmt: off
+_RIGHT = {
+    "abs", "add", "addmm", "avg_pool2d", "avg_pool2d_backward", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd",
+    "convolution", "convolution_backward", "copy", "cos", "div", "eq", "exp", "gelu", "gelu_backward", "hardtanh",
+    "hardtanh_backward", "log", "logical_not", "lt", "gt", "le", "ge", "masked_fill", "max_pool2d_with_indices",
+    "max_pool2d_with_indices_backward", "mean", "mm", "mul", "ne", "neg", "relu", "rsqrt", "sgn", "sigmoid",
+    "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "sqrt", "sub", "sum", "tanh", "tanh_backward",
+    "threshold_backward", "upsample_nearest2d", "upsample_nearest2d_backward", "where", "_to_copy",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_softmax",
+}
+# fmt: on
+# On larger operands nothing is asked of a kernel.
+_MOST_BYTES = 1 << 30
+
+_Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
+
+
+@contextlib.contextmanager
+def as_kernels_give_them() -> Iterator[None]:
+    """While tracing: the results of operators have the strides that eager's have."""
+    original = FakeTensorMode.dispatch
+
+    def dispatch(
+        self: FakeTensorMode, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = original(self, func, types, args, kwargs or {})
+        if _is_asked(func):
+            operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+            if any(isinstance(a, FakeTensor) and not _is_in_order(a) for a in operands):
+                return _corrected(self, func, args, kwargs or {}, result)
+        return result
+
+    with patched(FakeTensorMode, "dispatch", dispatch):
+        yield
+
+
+@functools.cache
+def _is_asked(func: Any) -> bool:
+    """Whether an operator's result is a new tensor, of which it is not known that its fake strides are right."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
+        return False
+    known = func.overloadpacket.__name__ in _RIGHT and func is not aten.div.Tensor_mode
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    returns = func._schema.returns
+    return not known and not random and bool(returns) and all(r.alias_info is None for r in returns)
+
+
+def _is_in_order(value: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous as far as is known: where sizes are open nothing is asked that would fix them."""
+    form = _form(value)
+    return form is None or list(form[1]) == _strides(form[0], range(len(form[0])), where_one=form[1])
+
+
+def _form(value: torch.Tensor) -> _Form | None:
+    """Sizes and strides, of open ones the present values; None where one has no value, or nothing is strided."""
+    if value.layout != torch.strided:
+        return None
+    try:
+        sizes, strides = (tuple(_number(n) for n in ns) for ns in (value.shape, value.stride()))
+    except ValueError:
+        return None
+    return sizes, strides
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, torch.SymInt):
+        if not value.node.has_hint():
+            raise ValueError("it has no value yet")
+        return int(value.node.hint)  # type: ignore[arg-type]
+    return int(value)
+
+
+def _strides(sizes: Sequence[Any], order: Sequence[int], where_one: Sequence[Any] | None = None) -> list[Any]:
+    """The strides of a tensor that is dense in an order of its dimensions; ``where_one``: of those of one element."""
+    strides: list[Any] = [0] * len(sizes)
+    step: Any = 1
+    for d in reversed(order):
+        strides[d] = step if where_one is None or sizes[d] != 1 else where_one[d]
+        step = step * sizes[d]
+    return strides
+
+
+# ---- asking the kernel
+
+
+def _corrected(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """``result``, each tensor of it with the kernel's strides."""
+    results = [r for r in tree_leaves(result) if isinstance(r, FakeTensor)]
+    forms = [_form(r) for r in results]
+    if not results or None in forms:
+        return result
+    orders = _orders(func, args, kwargs, [form for form in forms if form is not None])
+    if orders is None:
+        return result
+    chosen = iter(zip(orders, forms, strict=True))
+
+    def with_order(value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, FakeTensor):
+            return value
+        order, form = next(chosen)
+        assert form is not None
+        if order is None or list(form[1]) == _strides(form[0], order, where_one=form[1]):
+            return value
+        _log.debug("%s: %s has strides in the order %s", func, form, order)
+        with mode:
+            strides = _strides(value.shape, order)
+            return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+
+    return tree_map_only(torch.Tensor, with_order, result)
+
+
+_asked: dict[Any, list[tuple[int, ...] | None] | None] = {}
+
+
+def _orders(func: Any, args: Any, kwargs: Any, expected: Sequence[_Form]) -> list[tuple[int, ...] | None] | None:
+    """For each result the order of its dimensions that the kernel gives it; None: it is not dense, or not known."""
+    operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    forms = [_form(a) for a in operands]
+    others = tree_map_only(torch.Tensor, lambda a: (_form(a), a.dtype, a.device), (args, kwargs))
+    key = (func, repr(others))
+    if key in _asked:
+        return _asked[key]
+    nbytes = sum(_bytes(form, a.element_size()) for form, a in zip(forms, operands, strict=True))
+    if None in forms or nbytes > _MOST_BYTES:
+        return None
+    found = None
+    sizes = sorted({n for form in forms if form is not None for n in form[0] if n > 1})
+    for smaller in ({n: 2 + i for i, n in enumerate(sizes)}, {}):
+        found = _run(func, args, kwargs, expected, smaller)
+        if found is not None:
+            break
+    _asked[key] = found
+    return found
+
+
+def _bytes(form: _Form | None, element_bytes: int) -> int:
+    return 0 if form is None else element_bytes * (1 + sum((n - 1) * s for n, s in zip(*form, strict=True) if n))
+
+
+def _run(
+    func: Any, args: Any, kwargs: Any, expected: Sequence[_Form], smaller: Mapping[int, int]
+) -> list[tuple[int, ...] | None] | None:
+    """``_orders``, on tensors with ``smaller`` sizes; None: it does not run on these, or gives other ones."""
+    made: list[torch.device] = []
+
+    def make(value: torch.Tensor) -> torch.Tensor:
+        form = _form(value)
+        assert form is not None
+        made.append(value.device)
+        return _filled([smaller.get(n, n) for n in form[0]], form, value)
+
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            given_args, given_kwargs = tree_map_only(torch.Tensor, make, (args, kwargs))
+            given_args, given_kwargs = tree_map_only(torch.SymInt, _number, (given_args, given_kwargs))
+            found = [r for r in tree_leaves(func(*given_args, **given_kwargs)) if isinstance(r, torch.Tensor)]
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:  # the last: no such device
+            if made and device_errors.is_sticky(error, lambda: _synchronize(made[0])):
+                raise
+            return None
+    if [list(r.shape) for r in found] != [[smaller.get(n, n) for n in form[0]] for form in expected]:
+        return None
+    return [_order(r) for r in found]
+
+
+def _filled(sizes: Sequence[int], form: _Form, like: torch.Tensor) -> torch.Tensor:
+    """A tensor whose dimensions lie in memory in the order of ``form``; what is broadcast there is broadcast."""
+    strides = form[1]
+    order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
+    dense = [1 if strides[d] == 0 else n for d, n in enumerate(sizes)]
+    value = torch.empty_strided(dense, _strides(dense, order), dtype=like.dtype, device=like.device)
+    value.fill_(0.5 if like.dtype.is_floating_point or like.dtype.is_complex else 0)  # 0 is a valid index
+    return value.expand(sizes)
+
+
+def _order(value: torch.Tensor) -> tuple[int, ...] | None:
+    if value.layout != torch.strided:
+        return None
+    sizes, strides = value.shape, value.stride()
+    order = tuple(sorted(range(value.dim()), key=lambda d: (-strides[d], -sizes[d], d)))
+    return order if list(strides) == _strides(sizes, order, where_one=strides) else None
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
