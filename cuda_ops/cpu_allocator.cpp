@@ -9,6 +9,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -19,6 +20,9 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -72,8 +76,33 @@ int64_t forget(void* block) {
 c10::Allocator* wrapped = nullptr;
 c10::DeleterFnPtr wrapped_deleter = nullptr;
 
+// While it is watched what is allocated and freed is noted, in order: what stays can be left out only afterwards.
+struct Watch {
+  std::mutex mutex;
+  std::vector<std::pair<void*, int64_t>> changes;
+};
+
+std::atomic<bool> watching{false};
+constexpr size_t kMostChanges = 1 << 22;  // of a watch that is never ended, since an optimizer's step has failed
+
+Watch& watch() {
+  static Watch* const only = new Watch;  // as for shards: never destroyed
+  return *only;
+}
+
+void note(void* block, int64_t change) {
+  if (watching.load(kRelaxed) && change != 0) {
+    const std::lock_guard<std::mutex> guard(watch().mutex);
+    watch().changes.emplace_back(block, change);
+    if (watch().changes.size() >= kMostChanges) {
+      watching.store(false, kRelaxed);
+    }
+  }
+}
+
 void counted_delete(void* block) {
   const int64_t nbytes = forget(block);  // before the free: the address may be another thread's a moment later
+  note(block, -nbytes);
   wrapped_deleter(block);
   allocated.fetch_sub(nbytes, kRelaxed);
 }
@@ -141,6 +170,7 @@ struct CountingAllocator final : c10::Allocator {
         shard.sizes[data.get()] = nbytes;
       }
       raise_peak(sum);
+      note(data.get(), nbytes);
       return data;
     } catch (...) {
       allocated.fetch_sub(nbytes, kRelaxed);
@@ -185,6 +215,7 @@ void after_fork() {
 void after_fork_in_child() {
   after_fork();
   limit.store(kNoLimit, kRelaxed);
+  watching.store(false, kRelaxed);
 }
 
 }  // namespace
@@ -237,4 +268,36 @@ MONETRUN_API int64_t monetrun_cpu_allocator_limit_bytes() noexcept {
 // 0 when nothing was refused yet.
 MONETRUN_API int64_t monetrun_cpu_allocator_last_refused_bytes() noexcept {
   return last_refused.load(kRelaxed);
+}
+
+MONETRUN_API void monetrun_cpu_allocator_watch() noexcept {
+  const std::lock_guard<std::mutex> guard(watch().mutex);
+  watch().changes.clear();
+  watching.store(true, kRelaxed);
+}
+
+// The most that was allocated since the watch began beyond what was then, without what still is; no watch after that.
+// -1: nothing was watched to its end.
+MONETRUN_API int64_t monetrun_cpu_allocator_passing_bytes() noexcept {
+  if (!watching.exchange(false, kRelaxed)) {
+    return -1;
+  }
+  const std::lock_guard<std::mutex> guard(watch().mutex);
+  std::vector<std::pair<void*, int64_t>> changes;
+  changes.swap(watch().changes);
+  std::unordered_set<void*> freed;
+  for (auto change = changes.rbegin(); change != changes.rend(); ++change) {
+    if (change->second < 0) {
+      freed.insert(change->first);
+    } else if (freed.erase(change->first) == 0) {
+      change->second = 0;  // it stays
+    }
+  }
+  int64_t now = 0;
+  int64_t most = 0;
+  for (const auto& change : changes) {
+    now += change.second;
+    most = std::max(most, now);
+  }
+  return most;
 }

@@ -52,13 +52,15 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     )
     if library is None:
         return None, reason
-    for name in ("allocated_bytes", "peak_bytes", "limit_bytes", "last_refused_bytes"):
+    for name in ("allocated_bytes", "peak_bytes", "limit_bytes", "last_refused_bytes", "passing_bytes"):
         function = getattr(library, _PREFIX + name)
         function.argtypes, function.restype = (), ctypes.c_int64
     library.monetrun_cpu_allocator_install.argtypes = ()
     library.monetrun_cpu_allocator_install.restype = ctypes.c_int
     library.monetrun_cpu_allocator_reset_peak.argtypes = ()
     library.monetrun_cpu_allocator_reset_peak.restype = None
+    library.monetrun_cpu_allocator_watch.argtypes = ()
+    library.monetrun_cpu_allocator_watch.restype = None
     library.monetrun_cpu_allocator_set_limit.argtypes = (ctypes.c_int64,)
     library.monetrun_cpu_allocator_set_limit.restype = None
     return library, ""
@@ -163,3 +165,25 @@ def last_refused_bytes() -> int | None:
         MonetrunError: CPU memory cannot be counted here.
     """
     return int(_library().monetrun_cpu_allocator_last_refused_bytes()) or None
+
+
+def watch() -> None:
+    """Note from now on what is allocated and freed, for ``passing_bytes``.
+
+    Raises:
+        MonetrunError: CPU memory cannot be counted here.
+    """
+    _library().monetrun_cpu_allocator_watch()
+
+
+def passing_bytes() -> int | None:
+    """End the watch. The most that was allocated meanwhile, beyond what was before, without what still is.
+
+    Returns:
+        None where nothing was watched.
+
+    Raises:
+        MonetrunError: CPU memory cannot be counted here.
+    """
+    nbytes = int(_library().monetrun_cpu_allocator_passing_bytes())
+    return None if nbytes < 0 else nbytes

@@ -2,7 +2,8 @@
 
 TorchDynamo takes such questions (``torch.compiler.is_compiling`` and its relatives) for constants that are true. Code
 that branches on them computes by another program than in eager (an attention with a mask where eager has none, say).
-Torch's own code is answered as before: where it asks, its eager branch cannot be traced.
+Torch's own code is answered as before: where it asks, its eager branch cannot be traced. So is other code that asks for
+that reason alone, and computes the same either way.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+# ContextVar.set, which Dynamo does not trace, is replaced there: each Llama would be planned in parts
+_OWN_WAY_FOR_TRACING = ("torch", "transformers.utils.output_capturing")
 
 
 class _State(threading.local):
@@ -43,6 +47,8 @@ def was_asked() -> bool:
 
 @functools.cache
 def _install() -> None:
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     handlers: dict[Callable[..., Any], Callable[..., Any]] = TorchInGraphFunctionVariable._get_handlers()
@@ -53,16 +59,25 @@ def _install() -> None:
         torch._utils.is_compiling,
     ):
         handlers[question] = _answering(handlers[question])
+    # transformers asks that too, where it is not being compiled; Dynamo does not know the function
+    if (capturing := getattr(torch.xpu, "is_current_stream_capturing", None)) is not None:
+        get_torch_obj_rule_map()[capturing] = TorchInGraphFunctionVariable
+        handlers[capturing] = lambda *_, **__: ConstantVariable.create(torch.xpu.is_available() and capturing())
 
 
 def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables import ConstantVariable
 
     def answer(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        by_torch = str(tx.f_globals.get("__name__")).partition(".")[0] == "torch"
-        if by_torch or not _state.as_eager:
+        if not _state.as_eager or any(map(_has_own_way, (tx, getattr(tx, "parent", None)))):
             return original(variable, tx, *args, **kwargs)
         _state.asked = True
         return ConstantVariable.create(False)
 
     return answer
+
+
+def _has_own_way(tx: Any) -> bool:
+    """Whether the code that Dynamo traces in ``tx`` has a branch for tracing that computes the same."""
+    name = "" if tx is None else str(tx.f_globals.get("__name__"))
+    return any(name == module or name.startswith(f"{module}.") for module in _OWN_WAY_FOR_TRACING)

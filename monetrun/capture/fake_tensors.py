@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from monetrun.capture import fake_values
-from monetrun.capture.peaks import Peaks
+from monetrun.capture.peaks import NotWatching, Peaks
 from monetrun.core.patched import patched
 
 
@@ -72,7 +72,7 @@ def fake_tensors() -> Iterator[FakeTensors]:
 # ---- a whole script
 
 
-class FakeMeter:
+class FakeMeter(NotWatching):
     """Counts the bytes of fake storages, each from its allocation until no tensor uses it.
 
     As exact as an allocator for tensors; the workspace of kernels is not counted.

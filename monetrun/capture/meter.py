@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from monetrun.capture import cpu_allocator, device_peaks, fake_tensors
-from monetrun.capture.peaks import Peaks
+from monetrun.capture.peaks import NotWatching, Peaks
 
 
 class Meter(Protocol):
@@ -32,6 +32,12 @@ class Meter(Protocol):
 
     def peaks(self) -> Peaks:
         """``peak_bytes``, and what the allocator held."""
+
+    def watch(self) -> None:
+        """Note from now on what is allocated and freed, where that is possible and ``peaks`` do not suffice."""
+
+    def passing_bytes(self) -> int | None:
+        """The most allocated since ``watch``, beyond what was before, without what still is; None: it is not known."""
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
@@ -58,11 +64,19 @@ class CpuMeter:
         """Nothing is cached."""
         return Peaks(self.peak_bytes())
 
+    def watch(self) -> None:
+        """Note from now on what is allocated and freed."""
+        cpu_allocator.watch()
+
+    def passing_bytes(self) -> int | None:
+        """The most since ``watch``, without what stays."""
+        return cpu_allocator.passing_bytes()
+
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
 
 
-class CudaMeter:
+class CudaMeter(NotWatching):
     """Reads the caching allocator's counters of bytes in tensors. What it resets is not reset for the script."""
 
     exact = True
@@ -102,7 +116,7 @@ class CudaMeter:
         torch.cuda.synchronize(self.device)
 
 
-class LiveTensorMeter:
+class LiveTensorMeter(NotWatching):
     """Adds up the storages of all tensors that Python knows, where the counting allocator cannot be built."""
 
     exact = False
@@ -142,7 +156,7 @@ class LiveTensorMeter:
         """Nothing is queued on a CPU."""
 
 
-class NoMeter:
+class NoMeter(NotWatching):
     """For where nothing is allocated."""
 
     exact = False

@@ -19,3 +19,14 @@ class Peaks(NamedTuple):
     reserved_bytes: int = 0
     reserved_now_bytes: int = 0
     retries: int = 0
+
+
+class NotWatching:
+    """Where single allocations are not seen, or seen otherwise: a device's history has its requests."""
+
+    def watch(self) -> None:
+        """Nothing is noted."""
+
+    def passing_bytes(self) -> int | None:
+        """It is not known."""
+        return None

@@ -27,6 +27,9 @@ from monetrun.planning.separate_graphs import SeparateRound
 
 Progress = Callable[[float, float, float], None]
 
+# A thousandth of the budget is left free, where schedules are known that fit into the rest.
+_SPARE_SHIFT = 10
+
 # Implementations that are not bitwise identical to eager are used only where they save this share of the step's time.
 INEXACT_MUST_SAVE = 0.05
 
@@ -45,12 +48,13 @@ class BudgetBelowSmallest(InfeasibleBudget):
             plain = plain_reserved_bytes(record)
         parts = ledger(record, base.frugal.peak_bytes)
         mostly_weights = 2 * sum(parts.get(name, 0) for name in WEIGHTS) > base.frugal.peak_bytes
+        with_spare = max(smallest, min(plain, smallest + (smallest >> _SPARE_SHIFT) + 1))
         part = f" or {format_share(smallest, plain)}" if smallest <= plain else ""
         super().__init__(
             f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}"
             f"{_restriction(options)}\n"
             f"  floor: {base.frugal.peak_name}" + f"\n  of it: {ledger_line(parts)}" * mostly_weights,
-            f"fits: --budget {format_budget(smallest, plain)}{part} (the plain step takes {format_bytes(plain)})",
+            f"fits: --budget {format_budget(with_spare, plain)}{part} (the plain step takes {format_bytes(plain)})",
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
             plain_bytes=plain,
@@ -94,7 +98,10 @@ def plan_step(
     reserve: Reserved | None = None
     try:
         if record.memory is None:
-            found = within(budget_bytes, options, starts)
+            # what is small and was not in the recorded step (a loss that is kept) must not end the training
+            target = max(budget_bytes - (budget_bytes >> _SPARE_SHIFT), min(budget_bytes, base.frugal.peak_bytes))
+            target = budget_bytes if budget_bytes >= base.plain.peak_bytes else target
+            found = within(target, options, starts)
         else:
             lowest = base.frugal.peak_bytes
             found, reserve = device_budget.found_within(record, budget_bytes, options, within, lowest, starts)
@@ -134,10 +141,7 @@ def _most_frugal_allowed(
     Raises:
         BudgetBelowSmallest: they take more than the budget.
     """
-    start = plain_in_place(record, options, each_once)
-    if not _allowed(record, start, options):
-        return None
-    base = more_frugal(record, replace(base, frugal=replay(record, start), frugal_schedules=start), options)
+    base = _allowed_baseline(record, options, base)
     if not _allowed(record, base.frugal_schedules, options):
         return None
     reserve = None if record.memory is None else reserved(record, base.frugal_schedules)
@@ -145,6 +149,15 @@ def _most_frugal_allowed(
     if taken > budget_bytes:
         raise BudgetBelowSmallest(record, budget_bytes, base, options) from None
     return Found(base.frugal_schedules, replay(record, base.fast_schedules).seconds, "feasible"), reserve
+
+
+def _allowed_baseline(record: StepRecord, options: Options, base: Baseline) -> Baseline:
+    """``base`` with the most frugal schedules that ``options`` allow; where none are known, as it is."""
+    start = plain_in_place(record, options, each_once)
+    if not _allowed(record, start, options):
+        return base
+    found = more_frugal(record, replace(base, frugal=replay(record, start), frugal_schedules=start), options)
+    return found if _allowed(record, found.frugal_schedules, options) else base
 
 
 def plain_bytes(record: StepRecord, base: Baseline) -> int:
@@ -168,7 +181,11 @@ def _found_within(
     if base.frugal.peak_bytes > budget_bytes:
         base = more_frugal(record, base, options)
     if base.frugal.peak_bytes > budget_bytes:
-        raise BudgetBelowSmallest(record, budget_bytes, base)
+        raise BudgetBelowSmallest(
+            record,
+            budget_bytes,
+            base if _allowed(record, base.frugal_schedules, options) else _allowed_baseline(record, options, base),
+        )
 
     def solved(options: Options) -> Found:
         return _solve_rounds(record, budget_bytes, algorithm, options, base, starts)

@@ -26,7 +26,7 @@ from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
 from monetrun.runtime import resharding, sharding, unplannable_use
-from monetrun.runtime.trigger import Nesting, Trigger, frozen, is_training
+from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, frozen, is_training
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
     from monetrun.runtime.backend import Backend
@@ -49,7 +49,7 @@ _log = logging.getLogger("monetrun")
 _torch_compile = torch.compile  # what stands there later notices what the script compiles
 
 
-class PlannedCall:
+class PlannedCall(NotCopied):
     """Runs a model, or a module in it, on its schedules in training, and as it is in evaluation.
 
     Args:

@@ -73,6 +73,7 @@ class Recorder(WithoutCaptures):
         self._stretch_meter = StretchMeter(meter)
         self._lifetimes = Lifetimes(first_inputs_only=isinstance(meter, CudaMeter))
         self._state_bytes = 0
+        self._passing_bytes: dict[int, int] = {}  # what an optimizer's step allocates beside its state, by the stretch
         self._parameters: list[torch.Tensor] = []
         self._gradient_bytes: dict[int, int] = {}  # by the parameter's id
         self._all_gradients_bytes = 0
@@ -135,6 +136,7 @@ class Recorder(WithoutCaptures):
         """An optimizer's step begins."""
         if self.stretches:
             self._end_stretch(OUTSIDE)
+            self.meter.watch()
 
     def optimizer_ended(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
         """It has ended; what it leaves allocated is the optimizer's state. ``parameters``: all that are trained."""
@@ -142,7 +144,10 @@ class Recorder(WithoutCaptures):
         self._gradient_bytes = {id(p): _bytes_of([p.grad]) for p in self._parameters}
         self._all_gradients_bytes = _bytes_of(p.grad for p in self._parameters)
         if self.stretches:
+            passing_bytes = self.meter.passing_bytes()
             self._end_stretch(OUTSIDE, name=f"{name}.step")
+            if passing_bytes is not None:
+                self._passing_bytes[len(self.stretches) - 1] = passing_bytes
             stretch = self.stretches[-1]
             self._state_bytes += max(0, stretch.end_bytes - stretch.start_bytes)
 
@@ -256,6 +261,8 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
             tensors = [recorder.joints[k].graph.tensors[t] for k, t in dropped]
             seen = {} if recorder.memory is None else recorder.memory.seen_outside(i, tensors)
             high, action = max(0, peak - grown - sum(t.nbytes for t in tensors)), recorder._actions.get(i)
+            if i in recorder._passing_bytes:  # at its own peak there may have been less of the state than later
+                high = max(high, recorder._passing_bytes[i] + stretch.start_bytes + absent - now)
             seen["read_as"] = read_as if any(read_as) else ()
             events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen))
             now = stretch.end_bytes + absent

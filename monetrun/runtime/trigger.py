@@ -48,7 +48,14 @@ def is_training(module: nn.Module) -> bool:
     )
 
 
-class Trigger:
+class NotCopied:
+    """What is put on a module: a copy of the module has none, also where all of its ``__dict__`` is copied."""
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+
+class Trigger(NotCopied):
     """Waits for a module's first outermost training forward.
 
     Args:
