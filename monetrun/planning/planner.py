@@ -180,12 +180,10 @@ def _found_within(
     """
     if base.frugal.peak_bytes > budget_bytes:
         base = more_frugal(record, base, options)
+    if base.frugal.peak_bytes > budget_bytes and not _allowed(record, base.frugal_schedules, options):
+        base = _allowed_baseline(record, options, base)
     if base.frugal.peak_bytes > budget_bytes:
-        raise BudgetBelowSmallest(
-            record,
-            budget_bytes,
-            base if _allowed(record, base.frugal_schedules, options) else _allowed_baseline(record, options, base),
-        )
+        raise BudgetBelowSmallest(record, budget_bytes, base, options)
 
     def solved(options: Options) -> Found:
         return _solve_rounds(record, budget_bytes, algorithm, options, base, starts)

@@ -24,6 +24,8 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _FOLLOWS_DATA = re.compile(r"data.dependent|dynamic shape|dynamic slic", re.IGNORECASE)
 _FAILS_IN_PIECES_TOO = (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.InternalTorchDynamoError)
 _ON_DATA = "it depends on the data"
+_CPP_PLACE = re.compile(r"^/\S+\.(cpp|h):\d+:\s*")  # where torch was built: it helps no one
+_OPEN_SIZES = re.compile(r"SymInt|SymFloat|SymBool|symbolic|unbacked")
 _LONGEST = 80  # characters of a line or a reason that are printed
 
 
@@ -72,13 +74,18 @@ def of(error: Exception, module: str, name: str) -> Break:
         return Break(module, name, name, cause.message.removeprefix(f"{name}: "), in_python=True)
     stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
     where = _place(stack[-1].filename, stack[-1].lineno) if stack else name
-    kind = getattr(error, "gb_type", None) or str(cause).strip().split("\n")[0]
+    kind = getattr(error, "gb_type", None) or _CPP_PLACE.sub("", str(cause).strip().split("\n")[0])
     if _FOLLOWS_DATA.search(kind) or isinstance(error, torch._dynamo.exc.UserError):
         return Break(module, name, where, _ON_DATA, in_python=True)
     # What the backend cannot compile it cannot compile in pieces either. And Dynamo does not go on after an operator
     # that fails on fake tensors: mostly it is the script's own mistake, of which Python gives the script's traceback.
     fails_again = cause is not error or isinstance(error, _FAILS_IN_PIECES_TOO)
     return Break(module, name, where, _short(kind), in_python=fails_again)
+
+
+def is_of_open_sizes(error: Exception) -> bool:
+    """Whether what Dynamo raised can be due to sizes that are left open, and with fixed ones it may go on."""
+    return _OPEN_SIZES.search(str(getattr(error, "inner_exception", error))) is not None
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ class Enforcement:
         self._step_ended = False
         peaks = self.meter.peaks()
         peak = max(peaks.allocated_bytes, peaks.reserved_bytes) if self.meter.exact else 0
-        if peak > max(self._budget_bytes, self._noted_bytes):
+        if peak > max(self._budget_bytes + self._budget_bytes // 100, self._noted_bytes):
             self._noted_bytes = peak + peak // 100
             taken = "reserved" if peaks.reserved_bytes else "allocated"
             self.note(

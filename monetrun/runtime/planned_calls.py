@@ -187,9 +187,11 @@ class PlannedCall(NotCopied):
             except MemoryShort as failure:  # ends: each time there is room for what is held, or an error
                 engine.make_room(failure.shortage)
             except _capture_errors() as error:
+                from monetrun.runtime import breaks
+
                 if self.broken is not None:
                     raise  # a part of the forward may have run
-                if self._open_sizes and before:
+                if self._open_sizes and (before or breaks.is_of_open_sizes(error)):
                     self._open_sizes, self._generation = False, -1
                 elif not self.as_compiled and _may_be_told(engine):
                     self.as_compiled, self._generation = True, -1
@@ -198,7 +200,7 @@ class PlannedCall(NotCopied):
                     gc.collect()
                     return self._run_planned(module, args, kwargs)
                 else:
-                    self._cannot_be_captured(error)
+                    self._cannot_be_captured(breaks.of(error, self.path, self.name), error)
             else:
                 self._unsettled += self.backend.captured > before
                 if self._unsettled > _UNSETTLED_CALLS and (self.broken or self.model):
@@ -226,12 +228,10 @@ class PlannedCall(NotCopied):
 
     # ---- parts
 
-    def _cannot_be_captured(self, error: Exception) -> None:
+    def _cannot_be_captured(self, found: Break, error: Exception) -> None:
         """Nothing of the module has run: run it in parts from now on."""
-        from monetrun.runtime import breaks
-
         _log.debug("%s is not captured whole", self.path, exc_info=error)
-        self._breaks_at(breaks.of(error, self.path, self.name))
+        self._breaks_at(found)
 
     def _breaks_at(self, found: Break) -> None:
         self.engine.breaks[self.path] = found

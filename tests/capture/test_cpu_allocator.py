@@ -86,6 +86,21 @@ def test_install_twice_counts_once():
     assert cpu.allocated_bytes() == before
 
 
+def test_what_passes_while_it_is_watched_is_counted_without_what_stays():
+    kept, freed = [], [torch.empty(1000, dtype=torch.uint8)]
+    assert cpu.passing_bytes() is None
+    cpu.watch()
+    for nbytes in (5000, 3000):
+        passing = torch.empty(nbytes, dtype=torch.uint8)
+        kept.append(torch.empty(7000, dtype=torch.uint8))
+        del passing
+    freed.clear()
+    passing = torch.empty(5500, dtype=torch.uint8)
+    del passing
+    assert cpu.passing_bytes() == 5000  # of the last 5500 bytes 1000 were freed before
+    assert cpu.passing_bytes() is None
+
+
 def profiled(step) -> tuple[list[int], int, int]:
     """The profiler's memory events of one ``step()``, in order, and the peak and the change that were counted."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -36,3 +36,20 @@ def test_torchs_own_code_is_answered_as_compiled():
     torch._dynamo.reset()
     with eager_answers():
         assert torch.compile(asks, backend="eager", fullgraph=True)(torch.ones(1)).tolist() == [2.0]
+
+
+@pytest.mark.parametrize("name", ["torch.nn.functional", "transformers.utils.output_capturing"])
+def test_code_with_a_way_of_its_own_for_tracing_is_answered_as_compiled_also_where_it_asks_a_helper(name):
+    asking = types.ModuleType(name)
+    exec("def asks(x):\n    return x * 2 if helper() else x * 3", vars(asking))
+    asking.helper = QUESTIONS["torch.compiler.is_compiling"]
+    torch._dynamo.reset()
+    with eager_answers():
+        assert torch.compile(asking.asks, backend="eager", fullgraph=True)(torch.ones(1)).tolist() == [2.0]
+
+
+@pytest.mark.skipif(not hasattr(torch.xpu, "is_current_stream_capturing"), reason="torch does not have it")
+def test_whether_another_kind_of_device_captures_a_stream_can_be_asked():
+    x = torch.ones(1)
+    with eager_answers():
+        assert traced(torch.xpu.is_current_stream_capturing, x).tolist() == [3.0]

@@ -196,6 +196,26 @@ def test_a_refusal_names_the_share_that_fits_and_what_weights_leave(weights, lis
     assert planner.plan_step(record, budget_bytes, "greedy", Options(seconds=1.0)).planned_peak_bytes <= budget_bytes
 
 
+def test_a_refusal_far_below_names_what_the_options_allow():
+    record, options = chain_record(400), Options(seconds=1.0, recompute=False)
+    with pytest.raises(planner.BudgetBelowSmallest, match="without recomputation") as refused:
+        planner.plan_step(record, planner.baseline(record).frugal.peak_bytes // 2, options=options)
+    plan = planner.plan_step(record, refused.value.smallest_bytes, options=options)
+    assert plan.planned_peak_bytes <= refused.value.smallest_bytes
+    assert not any(s.operator < record.graphs[0].forward_count for s in plan.graphs[0].schedule.backward)
+
+
+def test_a_thousandth_of_a_budget_is_left_free_but_not_of_one_that_the_plain_step_fits():
+    record = chain_record(4000)
+    base = planner.baseline(record)
+    budget_bytes = budget_of(record, 0.5)
+    plan = planner.plan_step(record, budget_bytes, "greedy", Options(seconds=1.0))
+    assert plan.planned_peak_bytes <= budget_bytes - budget_bytes // 1024
+    assert planner.plan_step(record, base.plain.peak_bytes, "greedy", Options(seconds=1.0)).overhead == 0.0
+    smallest = planner.plan_step(record, base.frugal.peak_bytes, "greedy", Options(seconds=1.0))
+    assert smallest.planned_peak_bytes <= base.frugal.peak_bytes  # not refused
+
+
 def test_of_many_rounds_only_those_with_the_peak_are_searched_for_the_lowest_one(monkeypatch):
     """As where gradients are accumulated, or LBFGS calls the model twenty times in a step."""
     once = chain_record(100, widths=(40,) * 8)

@@ -401,7 +401,7 @@ def test_the_record_keeps_the_choice_and_the_next_process_does_not_try_again(tmp
     assert share in coverage(record)
 
     tried = []
-    monkeypatch.setattr(PlannedCall, "_cannot_be_captured", lambda self, error: tried.append(error))
+    monkeypatch.setattr(PlannedCall, "_cannot_be_captured", lambda self, found, error: tried.append(error))
     for name, value in (("plan", plan), ("record", record)):
         (tmp_path / name).write_text(codec.dumps(value))
     with session(plan_file=str(tmp_path / "plan"), record_file=str(tmp_path / "record")) as opened:

@@ -1,5 +1,8 @@
 """What a recorded step has of the script, and of nothing else."""
 
+import copy
+import itertools
+
 import torch
 from torch import nn
 
@@ -36,3 +39,49 @@ def test_what_capturing_a_graph_within_the_step_allocates_is_not_the_scripts():
         torch._dynamo.reset()
     assert len(record.graphs) == 3
     assert max(e.peak_bytes for e in record.events if e.kind == OUTSIDE and not e.name) < peak // 50
+
+
+def test_an_optimizers_step_is_planned_with_all_of_its_state():
+    """The largest parameter is the second of four: in the first step it is updated before most of the state is there.
+
+    With a weight decay the gradient of each parameter is added to another tensor for a while.
+    """
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+    session = Session(Settings(mode=RUN, budget="1.0x", solver_seconds=1.0))
+    session.watch_process()
+    try:
+        sizes = (64, 256, 1024, 512, 512, 10)
+        layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=1e-3)
+        for _ in range(4):
+            loss = model(torch.randn(8, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        plan, measured = session.engine.plan, session.engine.peak_bytes
+    finally:
+        session.close()
+        torch._dynamo.reset()
+    assert abs(measured / plan.planned_peak_bytes - 1) <= 0.005
+
+
+def test_a_model_with_parametrizations_is_copied_while_it_is_trained():
+    """``parametrize`` copies all of a module's ``__dict__``."""
+    session = Session(Settings(mode=RUN, budget="1.0x", solver_seconds=1.0))
+    session.watch_process()
+    try:
+        model = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        copies = [copy.deepcopy(model)]
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(64, 16)).square().mean().backward()
+            optimizer.step()
+            copies.append(copy.deepcopy(model))
+        assert session.engine.plan is not None
+    finally:
+        session.close()
+        torch._dynamo.reset()
+    assert all(other._compiled_call_impl is None for other in copies)
+    assert torch.equal(copies[-1].weight, model.weight)
