@@ -110,8 +110,10 @@ def plan_at_plain_peak(
         fingerprint: of the graph that begins its forward.
         reserved: on CUDA, the same of reserved bytes.
     """
-    if not is_share(budget) or plain_allocated_bytes <= plan.plain_peak_bytes * _GROWTH:
+    if not is_share(budget) or plain_allocated_bytes <= plan.plain_peak_bytes:
         return None
+    # grown by less, a step for which 8 bytes were lacking would find no schedule at ``1.0x``
+    plain_allocated_bytes = max(plain_allocated_bytes, int(plan.plain_peak_bytes * _GROWTH) + 1)
     pool = plan.pool
     if pool is not None:
         pool = replace(pool, plain_bytes=reserved.bytes_at(fingerprint, plan, plain_allocated_bytes))
@@ -120,15 +122,12 @@ def plan_at_plain_peak(
     return replace(grown, budget_bytes=budget_bytes) if budget_bytes > plan.budget_bytes else None
 
 
-def plain_peak_beside(plan: Plan, shortage: Shortage, measured_bytes: int) -> int:
-    """The plain step's peak with what is held now; a little more than that where it has grown by less than is followed.
-
-    Else a step for which 8 bytes were lacking would find no schedule at ``1.0x``.
+def plain_peak_beside(shortage: Shortage, measured_bytes: int) -> int:
+    """The plain step's peak with what is held now.
 
     ``measured_bytes``: peak of steps of which not all is known, such as their optimizer's; the plain run takes as much.
     """
-    plain = max(shortage.held_bytes + shortage.need.plain_bytes, measured_bytes)
-    return max(plain, int(plan.plain_peak_bytes * _GROWTH) + 1) if plain > plan.plain_peak_bytes else plain
+    return max(shortage.held_bytes + shortage.need.plain_bytes, measured_bytes)
 
 
 @own_faults()

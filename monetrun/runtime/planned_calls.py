@@ -217,7 +217,8 @@ class PlannedCall(NotCopied):
 
         generation, whole = self.engine.generation, self.broken is None
         shared = (self.model or self)._compiled
-        key = (self.model is None, type(self.module()), whole, self.as_compiled, self._without_hooks, self._frozen)
+        state = (whole, self._open_sizes, self.as_compiled, self._without_hooks, self._frozen)
+        key = (self.model is None, type(self.module()), *state)
         if key not in shared or shared[key][0] != generation:
             backend = self.engine.backend(self.name)
             compiler = backend if whole else or_as_it_is(backend, self.reporter.give_up, self.engine.runs_in_python)

@@ -87,6 +87,7 @@ class RunningPlan:
         self._other_shapes = OtherShapes(settings, device, steps, known, note, self.enforcement.unbounded)
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
         self._estimated: set[str] = set()  # graphs whose steps are known in part, under a share of the plain peak
+        self._told_bytes = 0  # the plain peak that was told last
         self._plain_reserved = moved_memory.PlainReserved(device, record)
         self._ruled_out = RuledOut()
         self.collectives = CollectiveTimes(device, record)
@@ -201,7 +202,7 @@ class RunningPlan:
         shortage = self.room.shortage(fingerprint) if holds else self.room.held_before(fingerprint)
         if shortage is None:
             return
-        plain = moved_memory.plain_peak_beside(self.plan, shortage, 0 if holds else self.steps.peak_bytes)
+        plain = moved_memory.plain_peak_beside(shortage, 0 if holds else self.steps.peak_bytes)
         why = f"{format_bytes(shortage.excess_bytes)} more are held before a forward"
         self._follow_plain_peak(fingerprint, plain, why, estimated=not holds)
         if holds and shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_bytes:
@@ -236,10 +237,12 @@ class RunningPlan:
         grown = moved_memory.plan_at_plain_peak(self.plan, self._budget, plain_bytes, fingerprint, self._plain_reserved)
         if grown is None:
             return
-        plain = "about " * estimated + format_bytes(moved_memory.plain_bytes(grown))
-        self.note(
-            f"{why}: the plain run takes {plain}, so that {self._budget} of it are {format_bytes(grown.budget_bytes)}"
-        )
+        nbytes = moved_memory.plain_bytes(grown)
+        self._told_bytes = self._told_bytes or moved_memory.plain_bytes(self.plan)
+        if nbytes > self._told_bytes + self._told_bytes // 100:  # by a hundredth, no line for each byte
+            self._told_bytes, plain = nbytes, "about " * estimated + format_bytes(nbytes)
+            budget = format_bytes(grown.budget_bytes)
+            self.note(f"{why}: the plain run takes {plain}, so that {self._budget} of it are {budget}")
         self.plan = grown
         self.room.limit_bytes = moved_memory.allocated_limit(grown)
         self.enforcement.plan_is(grown.budget_bytes, grown.pool, bool(grown.ledger.get(LIBRARIES)))
