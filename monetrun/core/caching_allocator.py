@@ -64,11 +64,6 @@ class CachingAllocator:
         """The most reserved so far for larger requests."""
         return self._heap.pools[False].peak_reserved_bytes
 
-    def large_blocks(self) -> list[tuple[int, int, bool, bool]]:
-        """Start and bytes of the large pool's blocks, whether each is in use, and whether it is mapped."""
-        blocks = self._heap.blocks.values()
-        return [(b.start, b.nbytes, b.allocated, b.mapped) for b in blocks if not b.segment.pool.small]
-
     def load(self, small: bool, blocks: Sequence[int], stream: int = 0) -> list[int]:
         """Add a segment with these blocks, in order: bytes that are in use, or, negative, free.
 
@@ -232,3 +227,9 @@ def _could_be(block: Block) -> int:
     """The bytes of a free block together with the unmapped ones after it."""
     following = block.next
     return block.nbytes + (following.nbytes if following is not None and not following.mapped else 0)
+
+
+def large_blocks(allocator: CachingAllocator) -> list[tuple[int, int, bool, bool]]:
+    """Start and bytes of the large pool's blocks, whether each is in use, and whether it is mapped."""
+    blocks = allocator._heap.blocks.values()
+    return [(b.start, b.nbytes, b.allocated, b.mapped) for b in blocks if not b.segment.pool.small]

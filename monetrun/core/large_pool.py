@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from monetrun.core.allocator_settings import LEAST_BLOCK, UNLIMITED, AllocatorSettings
-from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.caching_allocator import CachingAllocator, large_blocks
 
 _ELSEWHERE = 1 << 60  # where another segment begins, and its bytes
 
@@ -41,7 +41,7 @@ class LargePool:
     def of(allocator: CachingAllocator) -> LargePool:
         """As the large pool of ``allocator`` is now."""
         pool = LargePool(allocator.settings)
-        for start, nbytes, allocated, mapped in allocator.large_blocks():
+        for start, nbytes, allocated, mapped in large_blocks(allocator):
             if not mapped:
                 pool._holes[start] = nbytes
                 continue

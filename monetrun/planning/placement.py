@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from monetrun.core.allocator_settings import MOST_SMALL
-from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.caching_allocator import CachingAllocator, large_blocks
 from monetrun.core.graph import FORWARD
 from monetrun.core.large_pool import LargePool
 from monetrun.core.plan import Hold, Schedule
@@ -237,7 +237,7 @@ class _Search:
             allocator.empty_cache()
             if (missing := pool_bytes - allocator.large_bytes) > MOST_SMALL:
                 allocator.free(allocator.allocate(missing))
-            large = {start for start, *_ in allocator.large_blocks()}
+            large = {start for start, *_ in large_blocks(allocator)}
             in_pool = {number: address for number, address in addresses.items() if address in large}
             self._begun[pool_bytes] = LargePool.of(allocator), in_pool
         pool, addresses = self._begun[pool_bytes]

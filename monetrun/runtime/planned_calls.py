@@ -90,8 +90,7 @@ class PlannedCall(NotCopied):
         self.parts: list[PlannedCall] = []
         self.broken: Break | None = None
         self._generation = -1
-        self.as_compiled = False
-        self._open_sizes = True  # sizes that vary are traced once for all
+        self.as_compiled, self._open_sizes = False, True  # sizes that vary are traced once for all
         self._run: Any = None
         self._unsettled = 0  # calls that captured something
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles

@@ -72,13 +72,11 @@ class Recorder(WithoutCaptures):
         self._numbers: dict[str, int] = {}  # index of a graph, by its fingerprint
         self._stretch_meter = StretchMeter(meter)
         self._lifetimes = Lifetimes(first_inputs_only=isinstance(meter, CudaMeter))
-        self._state_bytes = 0
+        self._state_bytes = self._all_gradients_bytes = 0
         self._passing_bytes: dict[int, int] = {}  # what an optimizer's step allocates beside its state, by the stretch
         self._parameters: list[torch.Tensor] = []
         self._gradient_bytes: dict[int, int] = {}  # by the parameter's id
-        self._all_gradients_bytes = 0
-        # parameters whose gradients of the last step would be zeroed in a stretch (None: zeroed, but not freed)
-        self._zeroed: list[tuple[int | None, list[torch.Tensor]]] = []
+        self._zeroed: list[tuple[int | None, list[torch.Tensor]]] = []  # by the stretch; None: zeroed, not freed
         self._zeroed_ids: set[int] = set()
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
@@ -144,12 +142,9 @@ class Recorder(WithoutCaptures):
         self._gradient_bytes = {id(p): _bytes_of([p.grad]) for p in self._parameters}
         self._all_gradients_bytes = _bytes_of(p.grad for p in self._parameters)
         if self.stretches:
-            passing_bytes = self.meter.passing_bytes()
+            self._passing_bytes[len(self.stretches)] = self.meter.passing_bytes() or 0
             self._end_stretch(OUTSIDE, name=f"{name}.step")
-            if passing_bytes is not None:
-                self._passing_bytes[len(self.stretches) - 1] = passing_bytes
-            stretch = self.stretches[-1]
-            self._state_bytes += max(0, stretch.end_bytes - stretch.start_bytes)
+            self._state_bytes += max(0, self.stretches[-1].end_bytes - self.stretches[-1].start_bytes)
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``: from the second step on, the last step's gradients are allocated until now.
@@ -261,8 +256,8 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
             tensors = [recorder.joints[k].graph.tensors[t] for k, t in dropped]
             seen = {} if recorder.memory is None else recorder.memory.seen_outside(i, tensors)
             high, action = max(0, peak - grown - sum(t.nbytes for t in tensors)), recorder._actions.get(i)
-            if i in recorder._passing_bytes:  # at its own peak there may have been less of the state than later
-                high = max(high, recorder._passing_bytes[i] + stretch.start_bytes + absent - now)
+            if passing := recorder._passing_bytes.get(i):  # at its peak there may be less of the state than later
+                high = max(high, passing + stretch.start_bytes + absent - now)
             seen["read_as"] = read_as if any(read_as) else ()
             events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen))
             now = stretch.end_bytes + absent

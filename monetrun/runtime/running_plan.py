@@ -87,7 +87,6 @@ class RunningPlan:
         self._other_shapes = OtherShapes(settings, device, steps, known, note, self.enforcement.unbounded)
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
         self._estimated: set[str] = set()  # graphs whose steps are known in part, under a share of the plain peak
-        self._told_bytes = 0  # the plain peak that was told last
         self._plain_reserved = moved_memory.PlainReserved(device, record)
         self._ruled_out = RuledOut()
         self.collectives = CollectiveTimes(device, record)
@@ -237,12 +236,10 @@ class RunningPlan:
         grown = moved_memory.plan_at_plain_peak(self.plan, self._budget, plain_bytes, fingerprint, self._plain_reserved)
         if grown is None:
             return
-        nbytes = moved_memory.plain_bytes(grown)
-        self._told_bytes = self._told_bytes or moved_memory.plain_bytes(self.plan)
-        if nbytes > self._told_bytes + self._told_bytes // 100:  # by a hundredth, no line for each byte
-            self._told_bytes, plain = nbytes, "about " * estimated + format_bytes(nbytes)
-            budget = format_bytes(grown.budget_bytes)
-            self.note(f"{why}: the plain run takes {plain}, so that {self._budget} of it are {budget}")
+        before, now = moved_memory.plain_bytes(self.plan), moved_memory.plain_bytes(grown)
+        if now > before + before // 100:  # no line for each byte; the report has the last
+            budget = f"{self._budget} of it are {format_bytes(grown.budget_bytes)}"
+            self.note(f"{why}: the plain run takes {'about ' * estimated}{format_bytes(now)}, so that {budget}")
         self.plan = grown
         self.room.limit_bytes = moved_memory.allocated_limit(grown)
         self.enforcement.plan_is(grown.budget_bytes, grown.pool, bool(grown.ledger.get(LIBRARIES)))
