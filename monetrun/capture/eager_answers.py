@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 # ContextVar.set, which Dynamo does not trace, is replaced there: each Llama would be planned in parts
-_OWN_WAY_FOR_TRACING = ("torch", "transformers.utils.output_capturing")
+_OWN_WAY_FOR_TRACING = "transformers.utils.output_capturing"
 
 
 class _State(threading.local):
@@ -69,7 +69,9 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables import ConstantVariable
 
     def answer(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _state.as_eager or any(map(_has_own_way, (tx, getattr(tx, "parent", None)))):
+        by_torch = _module(tx).partition(".")[0] == "torch"
+        # of callers only that one counts: torch's own code calls the script's modules, too
+        if by_torch or _module(getattr(tx, "parent", None)) == _OWN_WAY_FOR_TRACING or not _state.as_eager:
             return original(variable, tx, *args, **kwargs)
         _state.asked = True
         return ConstantVariable.create(False)
@@ -77,7 +79,6 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def _has_own_way(tx: Any) -> bool:
-    """Whether the code that Dynamo traces in ``tx`` has a branch for tracing that computes the same."""
-    name = "" if tx is None else str(tx.f_globals.get("__name__"))
-    return any(name == module or name.startswith(f"{module}.") for module in _OWN_WAY_FOR_TRACING)
+def _module(tx: Any) -> str:
+    """The name of the module whose code Dynamo traces in ``tx``; empty for None."""
+    return "" if tx is None else str(tx.f_globals.get("__name__"))
