@@ -24,6 +24,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from monetrun.capture.kernel_strides import as_kernels_give_them
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.program import Run
 from monetrun.core.errors import CaptureFailed, MonetrunError
@@ -188,7 +189,7 @@ def with_numbers(module: fx.GraphModule, numbers: Mapping[int, Any]) -> fx.Graph
     """
     placeholders, mode = module.graph.find_nodes(op="placeholder"), _mode_of(module)
     known = {placeholders[k].meta["val"].node.expr: number for k, number in numbers.items()}
-    with mode, torch.no_grad(), torch._C._DisableAutocast():
+    with mode, as_kernels_give_them(), torch.no_grad(), torch._C._DisableAutocast():
         return _Fixing(module, mode, known).module()
 
 

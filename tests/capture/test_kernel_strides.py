@@ -90,6 +90,7 @@ def test_weight_and_group_norms_in_channels_last_format_train_as_eager(sizes):
         found, trained = train(sizes)
         assert session.engine.plan is not None
         assert not session.reporter.warned
+        assert all(planned._open_sizes and planned.broken is None for planned in session.planned)
     finally:
         session.close()
         torch._dynamo.reset()
