@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+from monetrun.capture.strides import dense
 from monetrun.core.patched import patched
 
 aten = torch.ops.aten
@@ -58,5 +58,4 @@ def _order(x: torch.Tensor) -> list[int] | None:
     """The order of its dimensions in which a dense tensor is contiguous; None: it is so already, or it is not dense."""
     shape, strides = x.shape, x.stride()
     order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
-    dense = all(strides[d] == math.prod(shape[e] for e in order[i + 1 :]) for i, d in enumerate(order))
-    return order if dense and order != list(range(x.dim())) else None
+    return order if list(strides) == dense(shape, order) and order != list(range(x.dim())) else None

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from monetrun.capture.strides import alike, dense
 from monetrun.core.patched import patched
 from monetrun.ops import device_errors
 
@@ -43,6 +44,7 @@ _RIGHT = {
 _MOST_BYTES = 1 << 30
 
 _Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
+_Orders = list[tuple[int, ...] | None]  # of each result's dimensions; None: it is not dense
 
 
 @contextlib.contextmanager
@@ -78,7 +80,7 @@ def _is_asked(func: Any) -> bool:
 def _is_in_order(value: torch.Tensor) -> bool:
     """Whether a tensor is contiguous as far as is known: where sizes are open nothing is asked that would fix them."""
     form = _form(value)
-    return form is None or list(form[1]) == _strides(form[0], range(len(form[0])), where_one=form[1])
+    return form is None or alike(*form, dense(form[0], range(len(form[0]))))
 
 
 def _form(value: torch.Tensor) -> _Form | None:
@@ -100,61 +102,46 @@ def _number(value: Any) -> int:
     return int(value)
 
 
-def _strides(sizes: Sequence[Any], order: Sequence[int], where_one: Sequence[Any] | None = None) -> list[Any]:
-    """The strides of a tensor that is dense in an order of its dimensions; ``where_one``: of those of one element."""
-    strides: list[Any] = [0] * len(sizes)
-    step: Any = 1
-    for d in reversed(order):
-        strides[d] = step if where_one is None or sizes[d] != 1 else where_one[d]
-        step = step * sizes[d]
-    return strides
-
-
 # ---- asking the kernel
 
 
 def _corrected(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """``result``, each tensor of it with the kernel's strides."""
     results = [r for r in tree_leaves(result) if isinstance(r, FakeTensor)]
-    forms = [_form(r) for r in results]
-    if not results or None in forms:
+    forms = [form for r in results if (form := _form(r)) is not None]
+    if not results or len(forms) < len(results):
         return result
-    orders = _orders(func, args, kwargs, [form for form in forms if form is not None])
+    orders = _orders(func, args, kwargs, [sizes for sizes, _ in forms])
     if orders is None:
         return result
     chosen = iter(zip(orders, forms, strict=True))
 
-    def with_order(value: torch.Tensor) -> torch.Tensor:
-        if not isinstance(value, FakeTensor):
+    def with_order(value: FakeTensor) -> torch.Tensor:
+        order, (sizes, strides) = next(chosen)
+        if order is None or alike(sizes, strides, dense(sizes, order)):
             return value
-        order, form = next(chosen)
-        assert form is not None
-        if order is None or list(form[1]) == _strides(form[0], order, where_one=form[1]):
-            return value
-        _log.debug("%s: %s has strides in the order %s", func, form, order)
+        _log.debug("%s: %s x %s has strides in the order %s", func, sizes, strides, order)
         with mode:
-            strides = _strides(value.shape, order)
-            return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+            return torch.empty_strided(value.shape, dense(value.shape, order), dtype=value.dtype, device=value.device)
 
-    return tree_map_only(torch.Tensor, with_order, result)
-
-
-_asked: dict[Any, list[tuple[int, ...] | None] | None] = {}
+    return tree_map_only(FakeTensor, with_order, result)
 
 
-def _orders(func: Any, args: Any, kwargs: Any, expected: Sequence[_Form]) -> list[tuple[int, ...] | None] | None:
-    """For each result the order of its dimensions that the kernel gives it; None: it is not dense, or not known."""
-    operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
-    forms = [_form(a) for a in operands]
+_asked: dict[Any, _Orders | None] = {}
+
+
+def _orders(func: Any, args: Any, kwargs: Any, expected: Sequence[Sequence[int]]) -> _Orders | None:
+    """For each result, of the ``expected`` sizes, the order that the kernel gives it; None where nothing is known."""
     others = tree_map_only(torch.Tensor, lambda a: (_form(a), a.dtype, a.device), (args, kwargs))
     key = (func, repr(others))
     if key in _asked:
         return _asked[key]
-    nbytes = sum(_bytes(form, a.element_size()) for form, a in zip(forms, operands, strict=True))
-    if None in forms or nbytes > _MOST_BYTES:
+    operands = [(_form(a), a.element_size()) for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    forms = [(form, nbytes) for form, nbytes in operands if form is not None]
+    if len(forms) < len(operands) or sum(nbytes * _span(form) for form, nbytes in forms) > _MOST_BYTES:
         return None
     found = None
-    sizes = sorted({n for form in forms if form is not None for n in form[0] if n > 1})
+    sizes = sorted({n for form, _ in forms for n in form[0] if n > 1})
     for smaller in ({n: 2 + i for i, n in enumerate(sizes)}, {}):
         found = _run(func, args, kwargs, expected, smaller)
         if found is not None:
@@ -163,21 +150,19 @@ def _orders(func: Any, args: Any, kwargs: Any, expected: Sequence[_Form]) -> lis
     return found
 
 
-def _bytes(form: _Form | None, element_bytes: int) -> int:
-    return 0 if form is None else element_bytes * (1 + sum((n - 1) * s for n, s in zip(*form, strict=True) if n))
+def _span(form: _Form) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(*form, strict=True) if n)
 
 
 def _run(
-    func: Any, args: Any, kwargs: Any, expected: Sequence[_Form], smaller: Mapping[int, int]
-) -> list[tuple[int, ...] | None] | None:
+    func: Any, args: Any, kwargs: Any, expected: Sequence[Sequence[int]], smaller: Mapping[int, int]
+) -> _Orders | None:
     """``_orders``, on tensors with ``smaller`` sizes; None: it does not run on these, or gives other ones."""
-    made: list[torch.device] = []
 
     def make(value: torch.Tensor) -> torch.Tensor:
         form = _form(value)
         assert form is not None
-        made.append(value.device)
-        return _filled([smaller.get(n, n) for n in form[0]], form, value)
+        return _filled([smaller.get(n, n) for n in form[0]], form[1], value)
 
     with _disable_current_modes(), torch.no_grad():
         try:
@@ -185,20 +170,20 @@ def _run(
             given_args, given_kwargs = tree_map_only(torch.SymInt, _number, (given_args, given_kwargs))
             found = [r for r in tree_leaves(func(*given_args, **given_kwargs)) if isinstance(r, torch.Tensor)]
         except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:  # the last: no such device
-            if made and device_errors.is_sticky(error, lambda: _synchronize(made[0])):
+            device = next(a.device for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor))
+            if device_errors.is_sticky(error, lambda: torch.cuda.synchronize(device)):
                 raise
             return None
-    if [list(r.shape) for r in found] != [[smaller.get(n, n) for n in form[0]] for form in expected]:
+    if [list(r.shape) for r in found] != [[smaller.get(n, n) for n in sizes] for sizes in expected]:
         return None
     return [_order(r) for r in found]
 
 
-def _filled(sizes: Sequence[int], form: _Form, like: torch.Tensor) -> torch.Tensor:
-    """A tensor whose dimensions lie in memory in the order of ``form``; what is broadcast there is broadcast."""
-    strides = form[1]
+def _filled(sizes: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """A tensor whose dimensions lie in memory in the order of ``strides``; what is broadcast there is broadcast."""
     order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
-    dense = [1 if strides[d] == 0 else n for d, n in enumerate(sizes)]
-    value = torch.empty_strided(dense, _strides(dense, order), dtype=like.dtype, device=like.device)
+    whole = [1 if strides[d] == 0 else n for d, n in enumerate(sizes)]
+    value = torch.empty_strided(whole, dense(whole, order), dtype=like.dtype, device=like.device)
     value.fill_(0.5 if like.dtype.is_floating_point or like.dtype.is_complex else 0)  # 0 is a valid index
     return value.expand(sizes)
 
@@ -208,9 +193,4 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
         return None
     sizes, strides = value.shape, value.stride()
     order = tuple(sorted(range(value.dim()), key=lambda d: (-strides[d], -sizes[d], d)))
-    return order if list(strides) == _strides(sizes, order, where_one=strides) else None
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return order if alike(sizes, strides, dense(sizes, order)) else None

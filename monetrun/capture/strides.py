@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,3 +36,13 @@ def with_strides_of(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def alike(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
     """Whether strides differ only where there is one element."""
     return all(a == b or n == 1 for n, a, b in zip(shape, strides, others, strict=True)) or 0 in shape
+
+
+def dense(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """The strides of a tensor whose dimensions lie in memory in this order, the last one innermost, without gaps."""
+    strides: list[Any] = [0] * len(shape)
+    step: Any = 1
+    for d in reversed(order):
+        strides[d] = step
+        step = step * shape[d]
+    return strides

@@ -99,8 +99,9 @@ def plan_step(
     try:
         if record.memory is None:
             # what is small and was not in the recorded step (a loss that is kept) must not end the training
-            target = max(budget_bytes - (budget_bytes >> _SPARE_SHIFT), min(budget_bytes, base.frugal.peak_bytes))
-            target = budget_bytes if budget_bytes >= base.plain.peak_bytes else target
+            target = budget_bytes
+            if base.frugal.peak_bytes <= budget_bytes < base.plain.peak_bytes:
+                target = max(budget_bytes - (budget_bytes >> _SPARE_SHIFT), base.frugal.peak_bytes)
             found = within(target, options, starts)
         else:
             lowest = base.frugal.peak_bytes
