@@ -47,7 +47,7 @@ def was_asked() -> bool:
 
 @functools.cache
 def _install() -> None:
-    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -59,9 +59,11 @@ def _install() -> None:
         torch._utils.is_compiling,
     ):
         handlers[question] = _answering(handlers[question])
-    # transformers asks that too, where it is not being compiled; Dynamo does not know the function
+    # transformers asks that too, where it is not being compiled; Dynamo does not know the function. Not only into the
+    # map by object: it is made anew from the names with each process group
     if (capturing := getattr(torch.xpu, "is_current_stream_capturing", None)) is not None:
-        get_torch_obj_rule_map()[capturing] = TorchInGraphFunctionVariable
+        torch_name_rule_map.append({"torch.xpu.is_current_stream_capturing": TorchInGraphFunctionVariable})
+        get_torch_obj_rule_map.cache_clear()
         handlers[capturing] = lambda *_, **__: ConstantVariable.create(torch.xpu.is_available() and capturing())
 
 

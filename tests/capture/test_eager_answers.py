@@ -68,3 +68,5 @@ def test_whether_another_kind_of_device_captures_a_stream_can_be_asked():
     x = torch.ones(1)
     with eager_answers():
         assert traced(torch.xpu.is_current_stream_capturing, x).tolist() == [3.0]
+        torch._dynamo.trace_rules.clear_lru_cache()  # as each new process group does
+        assert traced(torch.xpu.is_current_stream_capturing, x).tolist() == [3.0]
