@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import gpu_check
 from lib import gpu_sections, gpu_table, sections, wheels
 from lib.child import Ended
 from lib.sections import Check, Found, Section
+from monetrun.core import native
 from support import standin_gpu
 from support.paths import RECIPES, ROOT, python_path
 
@@ -381,6 +383,8 @@ def on_a_stand_in(tmp_path_factory):
     if reason := standin_gpu.unavailable_reason():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("gpu_check")
+    if (built := native.cache_folder()).exists():  # a compiler needs longer for them than a launch for its training
+        shutil.copytree(built, folder / "work" / "cache" / "monetrun" / "native")
     words = ["--stand-in", "--small", "--networks", "gpt", "--shares", "0.65x", "--limits", 5, "--seconds", 3600]
     done = check(*words, "--work", folder / "work", "--out", folder / "gpu.json", **standin_gpu.environment(gib=16))
     return done, json.loads((folder / "gpu.json").read_text())

@@ -45,7 +45,7 @@ def classify(model, steps, batch, size, between=None, classes=10):
 
 @case
 def resnet50(steps):
-    return classify(torchvision.models.resnet50(), steps, 16, 112, classes=1000)
+    return classify(torchvision.models.resnet50(), steps, 8, 96, classes=1000)
 
 
 @case
@@ -271,12 +271,12 @@ def last_batch(steps):
 
 @case
 def zero_init(steps):
-    return classify(torchvision.models.resnet18(num_classes=10, zero_init_residual=True), steps, 32, 96)
+    return classify(torchvision.models.resnet18(num_classes=10, zero_init_residual=True), steps, 16, 64)
 
 
 @case
 def mobilenet_v2(steps):
-    return classify(torchvision.models.mobilenet_v2(num_classes=10), steps, 16, 96)
+    return classify(torchvision.models.mobilenet_v2(num_classes=10), steps, 8, 96)
 
 
 @case
@@ -288,12 +288,12 @@ def vgg16(steps):
         nn.Linear(128, 128),
         nn.Linear(128, 10),
     )
-    return classify(model, steps, 8, 96)
+    return classify(model, steps, 4, 96)
 
 
 @case
 def googlenet(steps):
-    return classify(torchvision.models.googlenet(num_classes=10, aux_logits=False, init_weights=False), steps, 8, 112)
+    return classify(torchvision.models.googlenet(num_classes=10, aux_logits=False, init_weights=False), steps, 8, 80)
 
 
 @case
