@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("cudnn.conv.fp32_precision", lambda: torch.backends.cudnn.conv.fp32_precision),  # type: ignore[attr-defined]
     ("deterministic algorithms", lambda: torch.are_deterministic_algorithms_enabled()),
     ("deterministic algorithms, only warn", lambda: torch.is_deterministic_algorithms_warn_only_enabled()),
-    ("fill uninitialized memory", lambda: torch.utils.deterministic.fill_uninitialized_memory),  # type: ignore[attr-defined]
+    # not torch.utils.deterministic: scripts set that, meaning torch.backends.cudnn's, and torchrun trains them
+    ("fill uninitialized memory", lambda: import_module("torch.utils.deterministic").fill_uninitialized_memory),
 )
 
 _VARIABLES = (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,16 +28,21 @@ from monetrun.ops import device_errors
 aten = torch.ops.aten
 _log = logging.getLogger(__name__)
 
-# Operators whose fake strides are right, and so common that the kernel need not be asked.
+# Operators whose fake strides are right, and so common that the kernel need not be asked: always, and
 # fmt: off
 _RIGHT = {
-    "abs", "add", "addmm", "avg_pool2d", "avg_pool2d_backward", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd",
-    "convolution", "convolution_backward", "copy", "cos", "div", "eq", "exp", "gelu", "gelu_backward", "hardtanh",
-    "hardtanh_backward", "log", "logical_not", "lt", "gt", "le", "ge", "masked_fill", "max_pool2d_with_indices",
-    "max_pool2d_with_indices_backward", "mean", "mm", "mul", "ne", "neg", "relu", "rsqrt", "sgn", "sigmoid",
-    "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "sqrt", "sub", "sum", "tanh", "tanh_backward",
-    "threshold_backward", "upsample_nearest2d", "upsample_nearest2d_backward", "where", "_to_copy",
-    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_softmax",
+    "addmm", "avg_pool2d", "avg_pool2d_backward", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd", "convolution",
+    "convolution_backward", "copy", "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "mean", "mm", "sum",
+    "upsample_nearest2d", "upsample_nearest2d_backward", "_to_copy", "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool2d_backward", "_softmax",
+}
+# where each operand has one format. Images of one pixel lie in both at once, and where all operands do, eager gives
+# what it computes element by element the strides of contiguous tensors; torch's fake kernels those of an operand.
+_RIGHT_FOR_ONE_FORMAT = {
+    "abs", "add", "cos", "div", "eq", "exp", "gelu", "gelu_backward", "hardtanh", "hardtanh_backward", "log",
+    "logical_not", "lt", "gt", "le", "ge", "masked_fill", "mul", "ne", "neg", "relu", "rsqrt", "sgn", "sigmoid",
+    "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "sqrt", "sub", "tanh", "tanh_backward",
+    "threshold_backward", "where",
 }
 # fmt: on
 # On larger operands nothing is asked of a kernel.
@@ -56,9 +61,9 @@ def as_kernels_give_them() -> Iterator[None]:
         self: FakeTensorMode, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = original(self, func, types, args, kwargs or {})
-        if _is_asked(func):
+        if (matters := _operands_that_matter(func)) is not None:
             operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
-            if any(isinstance(a, FakeTensor) and not _is_in_order(a) for a in operands):
+            if any(isinstance(a, FakeTensor) and matters(a) for a in operands):
                 return _corrected(self, func, args, kwargs or {}, result)
         return result
 
@@ -67,20 +72,38 @@ def as_kernels_give_them() -> Iterator[None]:
 
 
 @functools.cache
-def _is_asked(func: Any) -> bool:
-    """Whether an operator's result is a new tensor, of which it is not known that its fake strides are right."""
+def _operands_that_matter(func: Any) -> Callable[[torch.Tensor], bool] | None:
+    """With which operands the kernel is asked; None: with none, or the result is no new tensor, or a random one."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
-        return False
-    known = func.overloadpacket.__name__ in _RIGHT and func is not aten.div.Tensor_mode
-    random = torch.Tag.nondeterministic_seeded in func.tags
+        return None
     returns = func._schema.returns
-    return not known and not random and bool(returns) and all(r.alias_info is None for r in returns)
+    if torch.Tag.nondeterministic_seeded in func.tags or not returns or any(r.alias_info for r in returns):
+        return None
+    name = func.overloadpacket.__name__
+    if name in _RIGHT:
+        return None
+    return _has_two_formats if name in _RIGHT_FOR_ONE_FORMAT and func is not aten.div.Tensor_mode else _is_out_of_order
 
 
-def _is_in_order(value: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous as far as is known: where sizes are open nothing is asked that would fix them."""
+def _is_out_of_order(value: torch.Tensor) -> bool:
+    """Whether a tensor's strides are not a contiguous one's; not where these have no value yet."""
     form = _form(value)
-    return form is None or alike(*form, dense(form[0], range(len(form[0]))))
+    return form is not None and not _lies(*form, range(len(form[0])))
+
+
+def _has_two_formats(value: torch.Tensor) -> bool:
+    """Whether they are, but for dimensions of one element."""
+    form = _form(value)
+    return form is not None and _is_out_of_order(value) and alike(*form, dense(form[0], range(len(form[0]))))
+
+
+def _lies(sizes: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether these are the strides of dimensions in this order.
+
+    Those of dimensions of one element count, too: by them a convolution or a batch norm of an image of one pixel takes
+    the kernel for channels-last format.
+    """
+    return list(strides) == dense(sizes, order)
 
 
 def _form(value: torch.Tensor) -> _Form | None:
@@ -118,7 +141,7 @@ def _corrected(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, result: 
 
     def with_order(value: FakeTensor) -> torch.Tensor:
         order, (sizes, strides) = next(chosen)
-        if order is None or alike(sizes, strides, dense(sizes, order)):
+        if order is None or _lies(sizes, strides, order):
             return value
         _log.debug("%s: %s x %s has strides in the order %s", func, sizes, strides, order)
         with mode:
@@ -193,4 +216,4 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
         return None
     sizes, strides = value.shape, value.stride()
     order = tuple(sorted(range(value.dim()), key=lambda d: (-strides[d], -sizes[d], d)))
-    return order if alike(sizes, strides, dense(sizes, order)) else None
+    return order if _lies(sizes, strides, order) else None

@@ -33,6 +33,10 @@ CALLS = {
     "sign": (aten.copysign.Tensor, (turned(10, 5), torch.tensor(1.0))),
     "rounded": (aten.floor_divide.default, (turned(10, 5), torch.tensor(2.0))),
     "loss": (aten.smooth_l1_loss_backward.default, (torch.tensor(1.0), turned(5, 6), turned(5, 6), 1, 1.0)),
+    "an image of one pixel": (aten.relu.default, (turned(4, 6, 1, 1),)),
+    "an image of one channel": (aten.sigmoid.default, (turned(4, 1, 5, 5),)),
+    "images in two formats": (aten.threshold_backward.default, (turned(4, 6, 1, 1), torch.randn(4, 6, 1, 1), 0)),
+    "normed image of one pixel": (aten.native_batch_norm.default, (turned(4, 6, 1, 1), *[None] * 4, True, 0.1, 1e-5)),
     "broadcast": (aten.logaddexp.default, (turned(10, 1, 5), turned(10, 5))),
 }
 
@@ -54,20 +58,28 @@ def test_a_fake_result_has_the_kernels_strides(name):
 
 
 class Convolutions(nn.Module):
-    def __init__(self):
+    def __init__(self, resized):
         super().__init__()
+        self.resized = resized
         self.first = nn.Conv2d(3, 16, 3, 1, 1)
         self.norm = nn.GroupNorm(4, 16)
         self.second = weight_norm(nn.Conv2d(16, 16, 3, 1, 1))
+        self.pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU())
+        self.gate = nn.Conv2d(16, 1, 1)
         self.last = nn.Conv2d(16, 8, 3)
 
     def forward(self, x):
-        return self.last(F.relu6(self.second(F.silu(self.norm(self.first(x))))))
+        x = F.relu6(self.second(F.silu(self.norm(self.first(x)))))
+        pooled = self.pooled(x)
+        if self.resized:  # as DeepLab's image features
+            pooled = F.interpolate(pooled, size=x.shape[-2:], mode="bilinear")
+        return self.last(x * self.gate(x).sigmoid() + pooled)
 
 
 def train(sizes):
     torch.manual_seed(0)
-    model = Convolutions().to(memory_format=torch.channels_last)
+    resized = len(set(sizes)) == 1  # torch traces no such sizes that vary
+    model = Convolutions(resized).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for size in sizes:
@@ -81,7 +93,7 @@ def train(sizes):
 
 
 @pytest.mark.parametrize("sizes", [(16, 16, 16), (16, 16, 20, 24, 16)])
-def test_weight_and_group_norms_in_channels_last_format_train_as_eager(sizes):
+def test_a_model_in_channels_last_format_trains_as_in_eager(sizes):
     assert cpu_allocator.install()
     losses, weights = train(sizes)
     session = Session(Settings(mode=RUN, budget="0.9x", solver_seconds=0.3, implementations="exact"))
