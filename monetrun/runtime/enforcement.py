@@ -85,7 +85,7 @@ class Enforcement:
 
         Once a step was not, none is: what is known of the recorded step may be of others than this one, too.
         """
-        if suspended or (self.share_is_estimate and self._of_plain):
+        if self._of_plain and (suspended or self.share_is_estimate):
             self.suspend()
         if not self._lifted:
             return

@@ -68,6 +68,7 @@ class Room:
         self.meter = meter
         self.limit_bytes = 0
         self._needs: dict[str, tuple[ForwardNeed, ...]] = {}
+        self._in_python = False
         self._calls: Counter[str] = Counter()  # of each graph, in the present step
         self._optimizers = 1  # optimizer steps in a training step
         self._optimizer_steps = 0
@@ -81,6 +82,7 @@ class Room:
         """Another plan runs from now on; needs are known of the graphs of ``record``."""
         self.limit_bytes = limit_bytes
         self._needs.clear()
+        self._in_python = record is not None and any(b.in_python for b in record.breaks)
         if record is not None:
             self._optimizers = max(1, optimizer_steps(record))
             self.step_is(record, [schedules[g.fingerprint] for g in record.graphs])
@@ -105,6 +107,11 @@ class Room:
         """A graph's forward has given these."""
         storages = (o.untyped_storage() for o in outputs if type(o) is torch.Tensor)
         self._outputs += [_Output(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+
+    def takes_another_way(self, fingerprint: str) -> bool:
+        """A graph's forward begins: whether a model that runs in Python calls it more often than in the known step."""
+        needs = self._needs.get(fingerprint)
+        return self._in_python and needs is not None and self._calls[fingerprint] >= len(needs)
 
     def held_before(self, fingerprint: str) -> Shortage | None:
         """A graph's forward begins in a step that is not bounded: what is held, where that is more than planned."""

@@ -196,7 +196,7 @@ class RunningPlan:
         Raises:
             MemoryShort: more is held than its step has room for.
         """
-        self.enforcement.enforce(suspended=fingerprint in self._estimated)
+        self.enforcement.enforce(suspended=fingerprint in self._estimated or self.room.takes_another_way(fingerprint))
         holds = self.enforcement.holds
         shortage = self.room.shortage(fingerprint) if holds else self.room.held_before(fingerprint)
         if shortage is None:

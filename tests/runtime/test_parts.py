@@ -449,6 +449,33 @@ def test_a_part_whose_shapes_never_settle_runs_in_python(monkeypatch):
     assert growing.broken.reason == "a new shape in each call"
 
 
+class Deeper(nn.Module):
+    """More layers in each step than in the one before, as layers are dropped at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(WIDTH, 5)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.first(x)
+        if x.sum().item() < 1e9:
+            for block in self.blocks[: self.calls]:
+                x = block(x)
+        return self.head(x)
+
+
+def test_a_share_is_not_enforced_where_python_calls_a_part_more_often_than_in_the_recorded_step(capsys):
+    plain = trained(Deeper, steps=6)
+    with session(budget="0.8x") as opened:
+        assert trained(Deeper, steps=6) == plain
+        assert opened.engine.running.enforcement.share_was_estimated
+    assert capsys.readouterr().err.count("planned for, but not enforced") == 1
+
+
 class TinyDetector(nn.Module):
     """torchvision's Faster R-CNN: proposals, and so shapes, follow from the data."""
 
