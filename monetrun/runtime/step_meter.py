@@ -105,8 +105,9 @@ class StepMeter:
             self._end_stretch(OUTSIDE)
 
     def optimizer_ended(self, name: str) -> None:
-        """It has ended."""
-        self.retries = self._look().retries - self._retries_before
+        """It has ended; after no planned forward, and not as one of a training step's several, it is no such step's."""
+        if self._within_step or self._optimizer_steps % max(1, self._optimizers):
+            self.retries = self._look().retries - self._retries_before
         self.steps += self._within_step
         self._within_step = False
         self._optimizer_steps += 1

@@ -82,6 +82,22 @@ def test_a_training_step_may_have_several_optimizers():
     assert (steps.steps, steps.training_steps) == (7, 4)
 
 
+def test_what_another_optimizer_steps_with_alone_is_no_training_steps():
+    """Of a model that the script trains without a forward, say: its gradients are made up."""
+    meter = Allocated()
+    steps = StepMeter(meter)
+    steps.measure_a_settled_step(1)
+    train(steps, meter)
+    meter.allocate(0, 500)
+    steps.optimizer_ended("SGD")
+    assert (steps.steps, steps.peak_bytes) == (1, 150)
+    steps.measure_a_settled_step(2)
+    train(steps, meter)
+    meter.allocate(0, 300)  # the second of two that follow each backward
+    steps.optimizer_ended("SGD")
+    assert (steps.steps, steps.peak_bytes) == (2, 300)
+
+
 def test_a_step_with_several_optimizers_is_settled_only_when_all_of_them_have_stepped():
     """Another plan takes effect then: within a step, some forwards have run under the one before."""
     meter = Allocated()
