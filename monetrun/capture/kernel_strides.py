@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from monetrun.capture.kernel_storages import with_kernels_storage
 from monetrun.capture.strides import alike, dense
 from monetrun.core.patched import patched
 from monetrun.ops import device_errors
@@ -54,13 +55,13 @@ _Orders = list[tuple[int, ...] | None]  # of each result's dimensions; None: it 
 
 @contextlib.contextmanager
 def as_kernels_give_them() -> Iterator[None]:
-    """While tracing: the results of operators have the strides that eager's have."""
+    """While tracing: the results of operators have the strides that eager's have, and storages of their size."""
     original = FakeTensorMode.dispatch
 
     def dispatch(
         self: FakeTensorMode, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = original(self, func, types, args, kwargs or {})
+        result = with_kernels_storage(self, func, args, original(self, func, types, args, kwargs or {}))
         if (matters := _operands_that_matter(func)) is not None:
             operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
             if any(isinstance(a, FakeTensor) and matters(a) for a in operands):

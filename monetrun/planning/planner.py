@@ -49,12 +49,16 @@ class BudgetBelowSmallest(InfeasibleBudget):
         parts = ledger(record, base.frugal.peak_bytes)
         mostly_weights = 2 * sum(parts.get(name, 0) for name in WEIGHTS) > base.frugal.peak_bytes
         with_spare = max(smallest, min(plain, smallest + (smallest >> _SPARE_SHIFT) + 1))
-        part = f" or {format_share(smallest, plain)}" if smallest <= plain else ""
+        fits = f"fits: --budget {format_budget(with_spare, plain)} or {format_share(smallest, plain)}"
+        hint = f"{fits} (the plain step takes {format_bytes(plain)})"
+        if smallest > plain:
+            least = f"no schedule that is known takes less than the plain step, {format_bytes(plain)}"
+            hint = f"{least}: with --budget 1.0x models run as they are"
         super().__init__(
             f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}"
             f"{_restriction(options)}\n"
             f"  floor: {base.frugal.peak_name}" + f"\n  of it: {ledger_line(parts)}" * mostly_weights,
-            f"fits: --budget {format_budget(with_spare, plain)}{part} (the plain step takes {format_bytes(plain)})",
+            hint,
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
             plain_bytes=plain,

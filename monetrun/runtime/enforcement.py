@@ -96,8 +96,8 @@ class Enforcement:
         """The present step is not held to the budget, nor is a later one: a share of what is not known."""
         self.share_is_estimate = True
         self._suspend(
-            "what is not captured is known of the recorded step only: at other shapes, or where the model takes"
-            " another way, the plain step's peak is an estimate, and a share of it is planned for, but not enforced"
+            "of a step at other shapes than the recorded one's, or whose forward takes another way, the plain peak is"
+            " an estimate: a share of it is planned for, but not enforced"
         )
 
     def other_outputs_are_used(self) -> None:
