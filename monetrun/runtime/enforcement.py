@@ -141,12 +141,13 @@ class Enforcement:
         return min(self._budget_bytes, max(self._pool.planned_bytes, self._budget_bytes - settings.large_segment_bytes))
 
     @contextlib.contextmanager
-    def unbounded(self) -> Iterator[None]:
-        """A context in which a share of the plain peak bounds nothing: what it is a share of is measured first."""
-        if not self._of_plain:
-            yield
-            return
-        set_limit(self.device, None)
+    def measuring(self, *, bounded: bool) -> Iterator[None]:
+        """A context in which operators are measured; what they leave cached goes back to the device.
+
+        ``bounded``: within the budget. Else a share of the plain peak is none: what it is a share of is measured.
+        """
+        if self._of_plain and not bounded:
+            set_limit(self.device, None)
         try:
             yield
         finally:

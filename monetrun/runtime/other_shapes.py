@@ -62,7 +62,7 @@ class OtherShapes:
         steps: measures the steps under the plan.
         known: measured costs, by the operators' signatures; those of new shapes are added.
         note: called with a line for the user.
-        unbounded: see ``Enforcement.unbounded``.
+        measuring: see ``Enforcement.measuring``.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class OtherShapes:
         steps: StepMeter,
         known: dict[str, OperatorCost],
         note: Callable[[str], None],
-        unbounded: Callable[[], AbstractContextManager[None]],
+        measuring: Callable[..., AbstractContextManager[None]],
     ) -> None:
         self.settings = settings
         self.device = device
         self.steps = steps
         self.known = known
         self.note = note
-        self.unbounded = unbounded
+        self.measuring = measuring
         self._held_more: dict[str, int] = {}  # by fingerprint: bytes that may come to be held beside what is there
 
     def step(self, new: NewGraph) -> tuple[StepRecord, StepRecord]:
@@ -107,16 +107,17 @@ class OtherShapes:
     def _measured(self, joint: JointGraph, rounds: int, only: Collection[str] | None = None) -> dict[str, OperatorCost]:
         """What is measured of a graph now; nothing where more than the budget is held: the refusal names the bytes.
 
-        A call that finds no memory is estimated; under a share of what is not known yet, each finds some.
+        A call that finds no memory is estimated. Of ``only`` some implementations it finds some, also beyond a share of
+        what is not known yet: what the plain run takes follows from them.
         """
         self.steps.interrupt()
         try:
-            with self.unbounded():
+            with self.measuring(bounded=only is None):
                 return cost.measure(joint, self.known, self.steps.meter, self.device, rounds=rounds, only=only)
         except torch.OutOfMemoryError:
             return {}
         finally:
-            self.steps.meter.reset_peak()  # that of the measurement
+            self.steps.resume()
 
     def schedule(self, new: NewGraph, step: StepRecord, *, estimated: bool) -> tuple[StepRecord, Schedule]:
         """A schedule for ``step`` within the plan's budget, with room for what may come to be held where possible.

@@ -84,7 +84,7 @@ class RunningPlan:
         self.room = Room(steps.meter)
         self.enforcement = Enforcement(device, steps.meter, note, of_plain=moved_memory.is_share(self._budget))
         self._frugal: tuple[Schedule, ...] | None = None  # the most frugal schedules of the record's graphs
-        self._other_shapes = OtherShapes(settings, device, steps, known, note, self.enforcement.unbounded)
+        self._other_shapes = OtherShapes(settings, device, steps, known, note, self.enforcement.measuring)
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
         self._estimated: set[str] = set()  # graphs whose steps are known in part, under a share of the plain peak
         self._plain_reserved = moved_memory.PlainReserved(device, record)
@@ -305,7 +305,7 @@ def _search_for_kernels(running: RunningPlan, joint: JointGraph, schedule: Sched
         running.steps.interrupt()
         kernel_search.search(joint, schedule, running.device)
         running.enforcement.hold_pool()
-        running.steps.meter.reset_peak()  # that of the search
+        running.steps.resume()
 
 
 def _far_beyond(plan: Plan, steps: StepMeter, memory: DeviceMemory) -> int:

@@ -36,7 +36,7 @@ class StepMeter:
         self.reserved_bytes = 0
         self.most_planned = self._planned = (0, 0)
         self.retries = 0
-        self._retries_before = 0  # settled steps
+        self._retries_before = self._retries_within = 0  # settled steps, and what has interrupted one
         self.stretches: Sequence[Stretch] = ()
         self._recent = (0, 0)  # peak_bytes and reserved_bytes since ``recent_peaks``
         self._within_step = False
@@ -125,8 +125,13 @@ class StepMeter:
 
     def interrupt(self) -> None:
         """Operators are about to be measured within the step: keep its peak so far. Another step is for the detail."""
-        self._look()
+        self._retries_within = self._look().retries
         self._detail = None
+
+    def resume(self) -> None:
+        """They have been: their peak, and what was retried for them, is not the step's."""
+        self._retries_before += self.meter.peaks().retries - self._retries_within
+        self.meter.reset_peak()
 
     def recent_peaks(self) -> tuple[int, int]:
         """The most allocated, and the most reserved, since this was called last."""

@@ -12,7 +12,7 @@ class Allocated:
     exact = True
 
     def __init__(self):
-        self.now = self.peak = 0
+        self.now = self.peak = self.retries = 0
 
     def allocate(self, nbytes, high=0):
         self.peak = max(self.peak, self.now + high, self.now + nbytes)
@@ -28,7 +28,7 @@ class Allocated:
         self.peak = self.now
 
     def peaks(self):
-        return Peaks(self.peak, 2 * self.peak)
+        return Peaks(self.peak, 2 * self.peak, retries=self.retries)
 
     def synchronize(self):
         raise AssertionError("bytes are known without waiting for the device")
@@ -80,6 +80,25 @@ def test_a_training_step_may_have_several_optimizers():
     assert [s.name for s in steps.stretches if s.name] == ["SGD.step", "SGD.step"]
     assert sum(s.kind == FORWARD for s in steps.stretches) == 2
     assert (steps.steps, steps.training_steps) == (7, 4)
+
+
+def test_neither_bytes_nor_retries_of_operators_that_are_measured_are_the_steps():
+    meter = Allocated()
+    steps = StepMeter(meter)
+    steps.measure_a_settled_step(1)
+    for _ in range(3):
+        train(steps, meter)
+    steps.forward_begins()
+    steps.interrupt()
+    meter.allocate(0, 900)
+    meter.retries += 2
+    steps.resume()
+    steps.optimizer_ended("SGD")
+    assert (steps.peak_bytes, steps.retries) == (150, 0)
+    steps.forward_begins()
+    meter.retries += 1
+    steps.optimizer_ended("SGD")
+    assert steps.retries == 1
 
 
 def test_what_another_optimizer_steps_with_alone_is_no_training_steps():
