@@ -156,7 +156,8 @@ def test_an_implementation_that_reads_less_at_no_cost_is_used_from_the_start():
 def test_recomputation_and_other_implementations_are_combined_in_a_short_search(blocks, tenths, overhead):
     graph, costs = conv_norm_relu(blocks)
     plain = simulate(graph, costs, plain_schedule(graph))
-    solution = greedy.solve(graph, costs, plain.peak_bytes * tenths // 10, QUICK)
+    # not QUICK: on a busy machine that is the time of a few moves
+    solution = greedy.solve(graph, costs, plain.peak_bytes * tenths // 10, Options(seconds=0.2))
     assert solution.schedule is not None
     # the optimum's overhead; without a view of what is alive anyway recomputation costs 0.078 and 0.142
     assert simulate(graph, costs, solution.schedule).seconds / plain.seconds - 1 < 1.1 * overhead
