@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from monetrun.capture.strides import dense
+from monetrun.capture.strides import is_dense
 from monetrun.core.patched import patched
 
 aten = torch.ops.aten
@@ -58,4 +58,4 @@ def _order(x: torch.Tensor) -> list[int] | None:
     """The order of its dimensions in which a dense tensor is contiguous; None: it is so already, or it is not dense."""
     shape, strides = x.shape, x.stride()
     order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
-    return order if list(strides) == dense(shape, order) and order != list(range(x.dim())) else None
+    return order if is_dense(shape, strides, order) and order != list(range(x.dim())) else None

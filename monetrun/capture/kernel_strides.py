@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from monetrun.capture.kernel_storages import with_kernels_storage
-from monetrun.capture.strides import alike, dense
+from monetrun.capture.strides import alike, dense, is_dense
 from monetrun.core.patched import patched
 from monetrun.ops import device_errors
 
@@ -63,8 +63,8 @@ def as_kernels_give_them() -> Iterator[None]:
     ) -> Any:
         result = with_kernels_storage(self, func, args, original(self, func, types, args, kwargs or {}))
         if (matters := _operands_that_matter(func)) is not None:
-            operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
-            if any(isinstance(a, FakeTensor) and matters(a) for a in operands):
+            forms = [_form(a) for a in tree_leaves((args, kwargs)) if isinstance(a, FakeTensor)]
+            if any(form is not None and matters(*form) for form in forms):
                 return _corrected(self, func, args, kwargs or {}, result)
         return result
 
@@ -73,8 +73,11 @@ def as_kernels_give_them() -> Iterator[None]:
 
 
 @functools.cache
-def _operands_that_matter(func: Any) -> Callable[[torch.Tensor], bool] | None:
-    """With which operands the kernel is asked; None: with none, or the result is no new tensor, or a random one."""
+def _operands_that_matter(func: Any) -> Callable[[Sequence[int], Sequence[int]], bool] | None:
+    """With which operands, by sizes and strides, the kernel is asked; None: never.
+
+    Nor is it asked where the result is no new tensor, or a random one.
+    """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
         return None
     returns = func._schema.returns
@@ -86,25 +89,14 @@ def _operands_that_matter(func: Any) -> Callable[[torch.Tensor], bool] | None:
     return _has_two_formats if name in _RIGHT_FOR_ONE_FORMAT and func is not aten.div.Tensor_mode else _is_out_of_order
 
 
-def _is_out_of_order(value: torch.Tensor) -> bool:
-    """Whether a tensor's strides are not a contiguous one's; not where these have no value yet."""
-    form = _form(value)
-    return form is not None and not _lies(*form, range(len(form[0])))
+def _is_out_of_order(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether strides are not a contiguous tensor's."""
+    return not is_dense(sizes, strides, range(len(sizes)))
 
 
-def _has_two_formats(value: torch.Tensor) -> bool:
+def _has_two_formats(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether they are, but for dimensions of one element."""
-    form = _form(value)
-    return form is not None and _is_out_of_order(value) and alike(*form, dense(form[0], range(len(form[0]))))
-
-
-def _lies(sizes: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
-    """Whether these are the strides of dimensions in this order.
-
-    Those of dimensions of one element count, too: by them a convolution or a batch norm of an image of one pixel takes
-    the kernel for channels-last format.
-    """
-    return list(strides) == dense(sizes, order)
+    return _is_out_of_order(sizes, strides) and alike(sizes, strides, dense(sizes, range(len(sizes))))
 
 
 def _form(value: torch.Tensor) -> _Form | None:
@@ -142,7 +134,7 @@ def _corrected(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, result: 
 
     def with_order(value: FakeTensor) -> torch.Tensor:
         order, (sizes, strides) = next(chosen)
-        if order is None or _lies(sizes, strides, order):
+        if order is None or is_dense(sizes, strides, order):
             return value
         _log.debug("%s: %s x %s has strides in the order %s", func, sizes, strides, order)
         with mode:
@@ -217,4 +209,4 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
         return None
     sizes, strides = value.shape, value.stride()
     order = tuple(sorted(range(value.dim()), key=lambda d: (-strides[d], -sizes[d], d)))
-    return order if _lies(sizes, strides, order) else None
+    return order if is_dense(sizes, strides, order) else None

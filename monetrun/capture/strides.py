@@ -38,6 +38,15 @@ def alike(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -
     return all(a == b or n == 1 for n, a, b in zip(shape, strides, others, strict=True)) or 0 in shape
 
 
+def is_dense(shape: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether these are the strides of dimensions that lie in memory in this order, without gaps.
+
+    Those of dimensions of one element count, too: by them a convolution or a batch norm of an image of one pixel takes
+    the kernel for channels-last format.
+    """
+    return list(strides) == dense(shape, order)
+
+
 def dense(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
     """The strides of a tensor whose dimensions lie in memory in this order, the last one innermost, without gaps."""
     strides: list[Any] = [0] * len(shape)

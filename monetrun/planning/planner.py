@@ -49,9 +49,10 @@ class BudgetBelowSmallest(InfeasibleBudget):
         parts = ledger(record, base.frugal.peak_bytes)
         mostly_weights = 2 * sum(parts.get(name, 0) for name in WEIGHTS) > base.frugal.peak_bytes
         with_spare = max(smallest, min(plain, smallest + (smallest >> _SPARE_SHIFT) + 1))
-        fits = f"fits: --budget {format_budget(with_spare, plain)} or {format_share(smallest, plain)}"
-        hint = f"{fits} (the plain step takes {format_bytes(plain)})"
-        if smallest > plain:
+        if smallest <= plain:
+            fits = f"fits: --budget {format_budget(with_spare, plain)} or {format_share(smallest, plain)}"
+            hint = f"{fits} (the plain step takes {format_bytes(plain)})"
+        else:
             least = f"no schedule that is known takes less than the plain step, {format_bytes(plain)}"
             hint = f"{least}: with --budget 1.0x models run as they are"
         super().__init__(

@@ -86,7 +86,7 @@ class RunningPlan:
         self._frugal: tuple[Schedule, ...] | None = None  # the most frugal schedules of the record's graphs
         self._other_shapes = OtherShapes(settings, device, steps, known, note, self.enforcement.measuring)
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
-        self._estimated: set[str] = set()  # graphs whose steps are known in part, under a share of the plain peak
+        self._estimated: set[str] = set()  # graphs whose steps are known in part
         self._plain_reserved = moved_memory.PlainReserved(device, record)
         self._ruled_out = RuledOut()
         self.collectives = CollectiveTimes(device, record)
@@ -177,7 +177,7 @@ class RunningPlan:
             self._follow_plain_peak(fingerprint, moved_memory.plain_peak(plain), why, estimated=estimated)
             new = replace(new, plan=self.plan)  # its budget may have grown
             step, self.schedules[fingerprint] = self._other_shapes.schedule(new, step, estimated=estimated)
-            if estimated and moved_memory.is_share(self._budget):
+            if estimated:
                 self._estimated.add(fingerprint)
             self.room.step_is(step, [self.schedules[fingerprint]])
         _search_for_kernels(self, joint, self.schedules[fingerprint])

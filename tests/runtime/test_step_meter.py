@@ -34,6 +34,14 @@ class Allocated:
         raise AssertionError("bytes are known without waiting for the device")
 
 
+def metered(optimizers):
+    """A meter, and what measures steps by it that have so many optimizers."""
+    meter = Allocated()
+    steps = StepMeter(meter)
+    steps.measure_a_settled_step(optimizers)
+    return meter, steps
+
+
 def train(steps, meter, workspace=50):
     """A step that saves 100 bytes and takes ``workspace`` more at its highest, in the loss."""
     steps.forward_begins()
@@ -50,9 +58,7 @@ def train(steps, meter, workspace=50):
 
 
 def test_the_third_step_is_measured_stretch_by_stretch_and_its_peak_is_kept():
-    meter = Allocated()
-    steps = StepMeter(meter)
-    steps.measure_a_settled_step(1)
+    meter, steps = metered(1)
     for _ in range(2):
         train(steps, meter)
     assert steps.stretches == ()
@@ -72,9 +78,7 @@ def test_the_third_step_is_measured_stretch_by_stretch_and_its_peak_is_kept():
 
 
 def test_a_training_step_may_have_several_optimizers():
-    meter = Allocated()
-    steps = StepMeter(meter)
-    steps.measure_a_settled_step(2)
+    meter, steps = metered(2)
     for _ in range(7):
         train(steps, meter)
     assert [s.name for s in steps.stretches if s.name] == ["SGD.step", "SGD.step"]
@@ -83,9 +87,7 @@ def test_a_training_step_may_have_several_optimizers():
 
 
 def test_neither_bytes_nor_retries_of_operators_that_are_measured_are_the_steps():
-    meter = Allocated()
-    steps = StepMeter(meter)
-    steps.measure_a_settled_step(1)
+    meter, steps = metered(1)
     for _ in range(3):
         train(steps, meter)
     steps.forward_begins()
@@ -103,9 +105,7 @@ def test_neither_bytes_nor_retries_of_operators_that_are_measured_are_the_steps(
 
 def test_what_another_optimizer_steps_with_alone_is_no_training_steps():
     """Of a model that the script trains without a forward, say: its gradients are made up."""
-    meter = Allocated()
-    steps = StepMeter(meter)
-    steps.measure_a_settled_step(1)
+    meter, steps = metered(1)
     train(steps, meter)
     meter.allocate(0, 500)
     steps.optimizer_ended("SGD")
@@ -119,9 +119,7 @@ def test_what_another_optimizer_steps_with_alone_is_no_training_steps():
 
 def test_a_step_with_several_optimizers_is_settled_only_when_all_of_them_have_stepped():
     """Another plan takes effect then: within a step, some forwards have run under the one before."""
-    meter = Allocated()
-    steps = StepMeter(meter)
-    steps.measure_a_settled_step(2)
+    meter, steps = metered(2)
     settled = []
     for _ in range(8):
         train(steps, meter)
@@ -130,9 +128,7 @@ def test_a_step_with_several_optimizers_is_settled_only_when_all_of_them_have_st
 
 
 def test_a_plan_that_begins_within_a_step_leaves_the_steps_where_they_are():
-    meter = Allocated()
-    steps = StepMeter(meter)
-    steps.measure_a_settled_step(2)
+    meter, steps = metered(2)
     train(steps, meter)
     steps.measure_a_settled_step(2)
     settled = []
@@ -143,16 +139,14 @@ def test_a_plan_that_begins_within_a_step_leaves_the_steps_where_they_are():
 
 
 def test_a_step_in_which_operators_are_measured_is_left_out():
-    meter = Allocated()
-    steps = StepMeter(meter)
-    steps.measure_a_settled_step(1)
+    meter, steps = metered(1)
     for _ in range(2):
         train(steps, meter)
     steps.forward_begins()
     meter.allocate(0, 30)
     steps.interrupt()
     meter.allocate(0, 10**6)  # not the step's
-    meter.reset_peak()
+    steps.resume()
     train(steps, meter)
     assert steps.stretches == ()
     assert steps.peak_bytes == 150
