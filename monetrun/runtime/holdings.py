@@ -8,6 +8,7 @@ import torch
 
 from monetrun.core.budget import format_bytes
 from monetrun.runtime import hooks
+from monetrun.runtime.sharding import local
 
 REST = "activations, batches and other tensors of the script"
 
@@ -24,6 +25,14 @@ def holdings(device: torch.device, held_bytes: int) -> dict[str, int]:
         "optimizer state": _new_bytes(states, device, seen),
     }
     return {**rows, REST: max(0, held_bytes - sum(rows.values()))}
+
+
+def gradients(device: torch.device) -> dict[int, int]:
+    """Bytes of the gradients of all optimizers' parameters, by their address."""
+    parameters = (p for o in hooks.optimizers() for group in o.param_groups for p in group["params"])
+    found = (p.grad for p in parameters if isinstance(p.grad, torch.Tensor))
+    storages = [local(g).untyped_storage() for g in found if g.layout == torch.strided and g.device.type == device.type]
+    return {s.data_ptr(): s.nbytes() for s in storages}
 
 
 def table(now: Mapping[str, int], planned: Mapping[str, int], held_bytes: int) -> str:
@@ -45,7 +54,7 @@ def _new_bytes(tensors: Iterable[object], device: torch.device, seen: set[int]) 
     total = 0
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == device.type:
-            storage = tensor.untyped_storage()
+            storage = local(tensor).untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
                 total += storage.nbytes()

@@ -14,7 +14,7 @@ from monetrun.core.options import Options
 from monetrun.core.plain_heap import PlainHeap
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan, Schedule
-from monetrun.core.step import HELD_SINCE, StepRecord, replay
+from monetrun.core.step import HELD_SINCE, LAST_GRADIENTS, StepRecord, replay
 from monetrun.core.step_changes import with_more_held
 from monetrun.planning import planner
 from monetrun.runtime import adaptation, holdings
@@ -94,8 +94,22 @@ class PlainReserved:
             return plan.pool.plain_bytes * plain_allocated_bytes // max(1, plan.plain_peak_bytes)
         if self._heap is None:
             self._heap = PlainHeap(self._record)
-        self._heap.run(step, [nbytes for _, nbytes in sorted(blocks(self.device).items())])
+        self._heap.run(step, _held_beside(step, self.device))
         return max(plan.pool.plain_bytes, self._heap.reserved_bytes, plain_allocated_bytes)
+
+
+def _held_beside(step: StepRecord, device: torch.device) -> list[int]:
+    """Bytes of the blocks in use, by address, without those gradients of the last step that ``step`` frees itself."""
+    held, waiting = blocks(device), _waiting_bytes(step)
+    for address, nbytes in holdings.gradients(device).items():
+        if waiting >= nbytes and held.pop(address, None) is not None:
+            waiting -= nbytes
+    return [nbytes for _, nbytes in sorted(held.items())]
+
+
+def _waiting_bytes(step: StepRecord) -> int:
+    """The last step's gradients that are there when ``step`` begins, and that it frees."""
+    return sum(e.delta_bytes for e in step.events if e.name == LAST_GRADIENTS and e.delta_bytes > 0)
 
 
 def plan_at_plain_peak(
@@ -195,9 +209,10 @@ def refused_shape(joint: JointGraph, step: StepRecord, plan: Plan, refused: Infe
     beside = plan.budget_bytes - allocated_limit(plan)
     smallest = refused.smallest_bytes + beside
     plain = plain_peak(step) + beside
+    held = step.base_bytes + _waiting_bytes(step)
     return InfeasibleBudget(
         f"{joint.graph.name} with inputs of {adaptation.input_shapes(joint)} needs"
-        f" {format_bytes(smallest, exact=True)} at least: {format_bytes(step.base_bytes)} are held before it;"
+        f" {format_bytes(smallest, exact=True)} at least: {format_bytes(held)} are held before it;"
         f" the budget is {format_bytes(plan.budget_bytes)}",
         f"fits: --budget {format_budget(smallest)} (the plain step takes {format_bytes(plain)}), or smaller batches",
         budget_bytes=plan.budget_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from monetrun.core.left_out import without_reading_again
 from monetrun.core.plan import Plan, Schedule, plain_schedule
 from monetrun.core.step import StepRecord
 from monetrun.planning.summary import ROUNDING
-from monetrun.runtime import adaptation, moved_memory
+from monetrun.runtime import adaptation, holdings, moved_memory
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.ruled_out import RuledOut, changeable
 from monetrun.runtime.settings import Settings
@@ -92,8 +92,7 @@ class OtherShapes:
         used = adaptation.signatures_used(joint, new.allowed(joint.graph), new.plan)
         step = self._step(new, {**self.known, **self._measured(joint, 0, used)})
         plain = [plain_schedule(g) for g in new.record.graphs] if new.record is not None else []
-        outside = adaptation.outside(joint, new.record, plain)
-        return step, replace(step, events=adaptation.events_of(outside))
+        return step, replace(step, events=adaptation.events_of(self._outside(new, plain)))
 
     def _step(self, new: NewGraph, known: Mapping[str, OperatorCost]) -> StepRecord:
         """The step under the plan's schedules; what is not in ``known`` is estimated."""
@@ -101,8 +100,12 @@ class OtherShapes:
         known = {**known, **{s: cost.estimate(*timed) for s, timed in joint.timed.items() if s not in known}}
         graph = new.allowed(cost.as_tried(joint, known))
         costs = cost.costs_of(joint, known, str(self.device))
-        outside = adaptation.outside(joint, new.record, [g.schedule for g in new.plan.graphs])
+        outside = self._outside(new, [g.schedule for g in new.plan.graphs])
         return adaptation.step_of(graph, costs, meter.current_bytes(), outside, meter.exact)
+
+    def _outside(self, new: NewGraph, schedules: Sequence[Schedule]) -> adaptation.Outside:
+        held = sum(holdings.gradients(self.device).values())
+        return adaptation.outside(new.joint, new.record, schedules, held)
 
     def _measured(self, joint: JointGraph, rounds: int, only: Collection[str] | None = None) -> dict[str, OperatorCost]:
         """What is measured of a graph now; nothing where more than the budget is held: the refusal names the bytes.

@@ -161,6 +161,42 @@ def test_the_first_step_of_an_epoch_has_no_outputs_of_the_last_one_and_what_is_h
     assert engine.plan.plain_peak_bytes > engine.findings()["measured_peak_bytes"] * 0.99
 
 
+class Pooled(nn.Module):
+    """Its last layer has most of its weights, whose gradient comes while all activations are there."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Net(4), nn.Linear(WIDTH, 8192)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean(0, keepdim=True))
+
+
+def test_gradients_freed_before_the_backward_are_not_in_the_plain_peak_of_other_shapes():
+    """As in torchvision's scripts: the loss, ``zero_grad``, the backward."""
+    meter, peaks = meter_for(torch.device("cpu")), []
+
+    def script():
+        meter.reset_peak()
+        model = Pooled()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        losses = []
+        for batch in (512, 512, 512, 640, 512, 640):
+            loss = model(torch.randn(batch, WIDTH)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        peaks.append(meter.peaks().allocated_bytes)
+        return losses
+
+    held = meter.current_bytes()
+    plain, planned, engine = under("0.9x", script)
+    assert planned == plain
+    assert engine.plan.plain_peak_bytes - held == pytest.approx(peaks[0] - held, rel=0.005)
+    assert engine.peak_bytes <= engine.plan.budget_bytes
+
+
 def test_a_share_that_is_an_estimate_follows_what_another_optimizer_comes_to_hold():
     """Layers that are trained later: another graph, and an optimizer whose state is not there at its first step."""
     meter, peaks = meter_for(torch.device("cpu")), []
