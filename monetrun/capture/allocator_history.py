@@ -32,7 +32,7 @@ def segments(device: torch.device) -> tuple[Segment, ...]:
     """All blocks on the default stream, by address."""
     result = []
     for segment in sorted(_snapshot(device)["segments"], key=lambda s: int(s["address"])):
-        if segment["stream"] != _MAIN_STREAM or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+        if not _is_of_graphs(segment):
             continue
         small = segment["segment_type"] == "small"
         sizes = [b["size"] if b["state"] == "active_allocated" else -b["size"] for b in segment["blocks"]]
@@ -45,10 +45,15 @@ def blocks(device: torch.device) -> dict[int, int]:
     return {
         block["address"]: block["size"]
         for segment in _snapshot(device)["segments"]
-        if segment["stream"] == _MAIN_STREAM
+        if _is_of_graphs(segment)
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     }
+
+
+def _is_of_graphs(segment: Mapping[str, Any]) -> bool:
+    """Whether it is of the stream, and of the pool, in which graphs run."""
+    return segment["stream"] == _MAIN_STREAM and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
 
 
 def _snapshot(device: torch.device) -> dict[str, Any]:

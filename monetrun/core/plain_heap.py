@@ -13,7 +13,8 @@ from dataclasses import replace
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD, FORWARD, Operator
 from monetrun.core.plain_step import plain_step
-from monetrun.core.requests import STEPS, StepReplay, load_base, settled
+from monetrun.core.replayed_blocks import load_base
+from monetrun.core.requests import STEPS, StepReplay, settled
 from monetrun.core.step import DeviceMemory, Segment, StepRecord
 
 # words in the names of operators that call cuBLAS
@@ -38,7 +39,7 @@ class PlainHeap:
             raise ValueError("the record does not have the device's memory")
         self._allocator = allocator = CachingAllocator(record.memory.plain_settings, record.memory.device_bytes)
         steps = _PlainSteps(record, allocator)
-        steps.batch.find(load_base(steps.take_libraries_later(record.memory), allocator))
+        steps.begin_with(load_base(steps.take_libraries_later(record.memory), allocator))
         self.recorded = settled(steps, record.memory)
         measured = record.memory.plain_reserved_bytes
         self._beside_bytes = measured - allocator.peak_reserved_bytes if measured else 0

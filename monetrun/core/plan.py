@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from monetrun.core import codec
@@ -260,6 +260,15 @@ class Pool:
     def planned_bytes(self) -> int:
         """All that is reserved in a planned step."""
         return self.small_bytes + self.large_bytes
+
+    def lies_in(self, other: Pool) -> bool:
+        """Whether ``other`` has room for all that is reserved here."""
+        return self.small_bytes <= other.small_bytes and self.large_bytes <= other.large_bytes
+
+    def beside(self, other: Pool) -> Pool:
+        """The smallest pool in which this one and ``other`` lie."""
+        small, large = max(self.small_bytes, other.small_bytes), max(self.large_bytes, other.large_bytes)
+        return replace(other, small_bytes=small, large_bytes=large)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.step import DeviceMemory
 
 
 @dataclass(slots=True)
@@ -14,6 +15,19 @@ class Block:
 
     address: int
     nbytes: int
+
+
+def load_base(memory: DeviceMemory, allocator: CachingAllocator) -> dict[int, int]:
+    """Load what lies there before the first step; gives the bytes of each block, by its address."""
+    addresses = [address for s in memory.base for address in allocator.load(s.small, s.blocks)]
+    sizes = [nbytes for s in memory.base for nbytes in s.blocks if nbytes > 0]
+    return dict(zip(addresses, sizes, strict=True))
+
+
+def blocks_at(indices: Iterable[int], base: Mapping[int, int]) -> list[Block]:
+    """Those of the blocks in ``base``, bytes by address, that are at these places in it."""
+    blocks = [Block(address, nbytes) for address, nbytes in base.items()]
+    return [blocks[i] for i in indices]
 
 
 def free_all(allocator: CachingAllocator, blocks: list[Block]) -> None:

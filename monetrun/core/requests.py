@@ -18,7 +18,16 @@ from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Operator, Requests
 from monetrun.core.last_outputs import dropped_later, last_outputs_bytes
 from monetrun.core.plan import Schedule, Step
-from monetrun.core.replayed_blocks import Block, LastOutputs, ReplayedBatch, free_all, free_latest, free_some
+from monetrun.core.replayed_blocks import (
+    Block,
+    LastOutputs,
+    ReplayedBatch,
+    blocks_at,
+    free_all,
+    free_latest,
+    free_some,
+    load_base,
+)
 from monetrun.core.simulate import last_reads
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, DeviceMemory, Event, StepRecord, events_under
 
@@ -92,7 +101,7 @@ def reserved_under(
         raise ValueError("the record does not have the device's memory")
     allocator = CachingAllocator(settings, record.memory.device_bytes)
     replay = StepReplay(record, begun_under or schedules, allocator)
-    replay.batch.find(load_base(record.memory, allocator))
+    replay.begin_with(load_base(record.memory, allocator))
     if begun_under:
         allocator.empty_cache()
         for number in range(2 if last_outputs_bytes(record) else 1):  # the second one shows when they are dropped
@@ -110,13 +119,6 @@ def settled(replay: StepReplay, memory: DeviceMemory, *, begun: bool = False) ->
         replay.step(first=number == 0 and not begun)
     large_bytes = allocator.large_bytes + memory.other_streams_bytes
     return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, large_bytes)
-
-
-def load_base(memory: DeviceMemory, allocator: CachingAllocator) -> dict[int, int]:
-    """Load what lies there before the first step; gives the bytes of each block, by its address."""
-    addresses = [address for s in memory.base for address in allocator.load(s.small, s.blocks)]
-    sizes = [nbytes for s in memory.base for nbytes in s.blocks if nbytes > 0]
-    return dict(zip(addresses, sizes, strict=True))
 
 
 @dataclass(slots=True)
@@ -160,6 +162,11 @@ class StepReplay:
         self._without_backward = _without_backward(self._events)
         self._holds = [schedule.holds_by_step() for schedule in schedules]
         self._last = [last_reads(g, s.forward + s.backward) for g, s in zip(self.record.graphs, schedules, strict=True)]
+
+    def begin_with(self, base: Mapping[int, int]) -> None:
+        """The first step finds these blocks: the last step's gradients and the batch are among them."""
+        self.gradients = blocks_at(() if self.record.memory is None else self.record.memory.gradients, base)
+        self.batch.find(base)
 
     def step(self, *, first: bool) -> None:
         """One step; in the first one nothing of an earlier step is held, and the optimizer allocates its state."""

@@ -64,6 +64,7 @@ class DeviceMemory:
         other_streams_bytes: reserved for requests on other streams, on which no graph runs.
         between: what the script requests and frees from a step's end to the next forward; numbers go on from the
             step's. None: not seen, a new batch is taken to be there before the old one is freed.
+        gradients: which of the blocks of ``base`` that are in use, in order, are gradients that the first step frees.
         begun_under: schedules of the recorded step, by graph, where planned steps follow it in the same process: what
             it leaves lies where they put it. Empty: planned steps begin in a new one.
     """
@@ -80,6 +81,7 @@ class DeviceMemory:
     other_streams_bytes: int = 0
     between: Event | None = None
     begun_under: tuple[Schedule, ...] = ()
+    gradients: tuple[int, ...] = ()
 
     def check(self) -> None:
         """Check what was read.
@@ -87,6 +89,9 @@ class DeviceMemory:
         Raises:
             ValueError: an amount cannot be right.
         """
+        used = sum(nbytes > 0 for segment in self.base for nbytes in segment.blocks)
+        if any(not 0 <= i < used for i in self.gradients):
+            raise ValueError("the last step's gradients are not among the blocks that are there")
         check_bytes(
             device=self.device_bytes,
             base=sum(abs(n) for segment in self.base for n in segment.blocks),

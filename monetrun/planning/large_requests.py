@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from monetrun.core.allocator_settings import MOST_SMALL, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.plan import Schedule
-from monetrun.core.requests import STEPS, StepReplay, load_base
+from monetrun.core.replayed_blocks import load_base
+from monetrun.core.requests import STEPS, StepReplay
 from monetrun.core.step import StepRecord
 
 # Variants of what is requested have something small in one of so many places between steps.
@@ -56,7 +57,7 @@ def large_requests(record: StepRecord, schedules: Sequence[Schedule]) -> list[Ev
     steps = _TracedSteps(record, schedules, allocator)
     base = load_base(record.memory, allocator)
     allocator.base_is(base)
-    steps.batch.find(base)
+    steps.begin_with(base)
     for number in range(STEPS):
         steps.step(first=number == 0)
     return allocator.events

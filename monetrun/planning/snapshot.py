@@ -14,7 +14,8 @@ from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD
 from monetrun.core.plan import Schedule
-from monetrun.core.requests import STEPS, StepReplay, load_base
+from monetrun.core.replayed_blocks import load_base
+from monetrun.core.requests import STEPS, StepReplay
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, StepRecord
 
 _HELD = "held between steps"

@@ -14,7 +14,8 @@ from monetrun.core.errors import PlanMismatch
 from monetrun.core.graph import BACKWARD, EXACT, FORWARD, KINDS, Costs, Graph, counterpart
 from monetrun.core.options import Options
 from monetrun.core.plan import Plan, Schedule
-from monetrun.core.step import LAST_GRADIENTS, OUTSIDE, Event, StepRecord, replay
+from monetrun.core.requests import reserved
+from monetrun.core.step import LAST_GRADIENTS, OUTSIDE, DeviceMemory, Event, StepRecord, replay
 from monetrun.planning import kept, planner
 from monetrun.solve import greedy
 
@@ -40,7 +41,9 @@ class Outside:
     gradients_bytes: int = 0
 
 
-def step_of(graph: Graph, costs: Costs, held_bytes: int, outside: Outside, exact: bool) -> StepRecord:
+def step_of(
+    graph: Graph, costs: Costs, held_bytes: int, outside: Outside, exact: bool, memory: DeviceMemory | None = None
+) -> StepRecord:
     """A training step of one graph.
 
     Args:
@@ -49,9 +52,11 @@ def step_of(graph: Graph, costs: Costs, held_bytes: int, outside: Outside, exact
         held_bytes: allocated when its forward begins.
         outside: what the script allocates and frees between its forward and its backward.
         exact: whether bytes are counted by the allocator.
+        memory: of the device, where its allocator reserves more than it gives out, without the gradients that are
+            freed.
     """
     events, base_bytes = events_of(outside), held_bytes - outside.gradients_bytes
-    return StepRecord((graph,), (costs,), events, base_bytes, {}, costs.device, torch.__version__, exact)
+    return StepRecord((graph,), (costs,), events, base_bytes, {}, costs.device, torch.__version__, exact, memory)
 
 
 def events_of(outside: Outside) -> tuple[Event, ...]:
@@ -69,14 +74,23 @@ def events_of(outside: Outside) -> tuple[Event, ...]:
     )
 
 
+def taken_bytes(step: StepRecord, schedule: Schedule) -> int:
+    """What a step of one graph takes at most under ``schedule``: allocated, or, where it has ``memory``, reserved."""
+    allocated = replay(step, [schedule]).peak_bytes
+    return allocated if step.memory is None else max(allocated, reserved(step, [schedule]).peak_bytes)
+
+
 def carried(step: StepRecord, plan: Plan, budget_bytes: int) -> Iterator[Schedule]:
-    """The plan's schedules of the same model that fit a step of one graph at other shapes; see ``adapted_schedule``."""
+    """The plan's schedules of the same model that fit a step of one graph at other shapes; see ``adapted_schedule``.
+
+    Where only what they hold for the plan's shapes does not fit, without that.
+    """
     graph, costs = step.graphs[0], step.costs[0]
     for candidate in plan.graphs:
         if candidate.structural_fingerprint == graph.structural_fingerprint:
             schedule = kept.carry_over(candidate, graph, costs, budget_bytes - step.base_bytes)
-            if schedule is not None and replay(step, [schedule]).peak_bytes <= budget_bytes:
-                yield schedule
+            variants = () if schedule is None else dict.fromkeys((schedule, replace(schedule, holds=())))
+            yield from [s for s in variants if taken_bytes(step, s) <= budget_bytes][:1]
 
 
 def adapted_schedule(step: StepRecord, plan: Plan, budget_bytes: int, options: Options) -> Schedule:
@@ -87,7 +101,7 @@ def adapted_schedule(step: StepRecord, plan: Plan, budget_bytes: int, options: O
     Args:
         step: see ``step_of``.
         plan: for other shapes.
-        budget_bytes: what the step may have allocated.
+        budget_bytes: what the step may take, see ``taken_bytes``.
         options: for the solver.
 
     Raises:
@@ -103,7 +117,7 @@ def adapted_schedule(step: StepRecord, plan: Plan, budget_bytes: int, options: O
     kinds = KINDS if options.implementations is None else options.implementations
     for allowed in (replace(options, implementations=(*kinds, EXACT)), options):
         frugal = greedy.most_frugal(graph, costs, allowed, enough_bytes=available)
-        if replay(step, [frugal]).peak_bytes <= budget_bytes:
+        if taken_bytes(step, frugal) <= budget_bytes:
             break
     known = planner.baseline(step, [frugal])
     made = planner.plan_step(step, budget_bytes, "greedy", options, known, starts)

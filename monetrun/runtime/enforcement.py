@@ -41,7 +41,9 @@ class Enforcement:
         self.note = note
         self._of_plain = of_plain
         self._budget_bytes = 0
-        self._pool: Pool | None = None
+        self._plan_pool: Pool | None = None
+        self._pools: dict[str, Pool] = {}  # of graphs that the plan does not have, by their fingerprint
+        self._pool: Pool | None = None  # that is held
         self._libraries = False
         self._held_bytes = self._retries = 0  # reserved when the pool was held last, and allocations retried by then
         self._lifted = True  # until a captured graph begins its forward
@@ -53,7 +55,28 @@ class Enforcement:
     def plan_is(self, budget_bytes: int, pool: Pool | None, libraries: bool) -> None:
         """Another plan runs from now on; on CUDA its pool is reserved."""
         self._budget_bytes = budget_bytes
-        self._pool, self._libraries = pool, libraries
+        self._plan_pool = self._pool = pool
+        self._libraries = libraries
+        self._pools.clear()
+        self.hold_pool()
+
+    def budget_is(self, budget_bytes: int) -> None:
+        """The plan that runs has another budget."""
+        self._budget_bytes = budget_bytes
+        if self.holds:
+            set_limit(self.device, self._limit_bytes())
+
+    def graph_has(self, fingerprint: str, pool: Pool) -> None:
+        """Steps of a graph that the plan does not have need this one."""
+        self._pools[fingerprint] = pool
+
+    def use_pool_of(self, fingerprint: str) -> None:
+        """A step of this graph begins: on CUDA its pool is held, beside the one that is, where the budget allows it."""
+        pool, held = self._pools.get(fingerprint, self._plan_pool), self._pool
+        if pool is None or held is None or pool.lies_in(held):
+            return
+        both = pool.beside(held)
+        self._pool = both if both.planned_bytes <= self._budget_bytes else pool
         self.hold_pool()
 
     @property
@@ -154,7 +177,7 @@ class Enforcement:
             self.hold_pool()
 
     def hold_pool(self) -> None:
-        """On CUDA the plan's pool is reserved, no more and no less; a step that is held to the budget stays so."""
+        """On CUDA the pool is reserved, no more and no less; a step that is held to the budget stays so."""
         self._hold()
         if self.holds:
             set_limit(self.device, self._limit_bytes())
@@ -162,6 +185,6 @@ class Enforcement:
     def _hold(self) -> None:
         if self._pool is not None and self.device.type == "cuda":
             set_limit(self.device, None)
-            reserved.hold(self.device, self._pool, self._libraries)
+            reserved.hold(self.device, self._pool, self._libraries, self._budget_bytes)
             peaks = self.meter.peaks()
             self._held_bytes, self._retries = peaks.reserved_now_bytes, peaks.retries

@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from monetrun.capture.allocator_history import blocks
+from monetrun.capture.allocator_history import blocks, segments
 from monetrun.capture.joint import JointGraph
 from monetrun.core.budget import SHARE_OF_PLAIN, format_budget, format_bytes, parse, resolve
 from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime, own_faults
 from monetrun.core.options import Options
 from monetrun.core.plain_heap import PlainHeap
 from monetrun.core.plain_step import plain_step
-from monetrun.core.plan import Plan, Schedule
-from monetrun.core.step import HELD_SINCE, LAST_GRADIENTS, StepRecord, replay
+from monetrun.core.plan import Plan, Pool, Schedule
+from monetrun.core.requests import reserved
+from monetrun.core.step import HELD_SINCE, LAST_GRADIENTS, DeviceMemory, StepRecord, replay
 from monetrun.core.step_changes import with_more_held
 from monetrun.planning import planner
 from monetrun.runtime import adaptation, holdings
@@ -60,6 +61,54 @@ def allocated_limit(plan: Plan) -> int:
     return plan.budget_bytes - max(0, plan.pool.planned_bytes - plan.planned_peak_bytes)
 
 
+def limit_of(step: StepRecord, plan: Plan) -> int:
+    """What ``step``, of a graph that ``plan`` does not have, may take, see ``adaptation.taken_bytes``."""
+    return allocated_limit(plan) if step.memory is None else plan.budget_bytes
+
+
+def pool_of(step: StepRecord, schedule: Schedule, plan: Plan) -> Pool | None:
+    """What is reserved in ``step``, of a graph that ``plan`` does not have; None where that is not known."""
+    if step.memory is None or plan.pool is None:
+        return None
+    taken = reserved(step, [schedule])
+    return replace(plan.pool, small_bytes=taken.small_bytes, large_bytes=taken.large_bytes)
+
+
+def allocated_beyond(step: StepRecord, schedule: Schedule, plan: Plan, pool: Pool | None) -> int:
+    """What ``step``, with this pool, may have allocated beyond ``allocated_limit``; negative where less."""
+    if pool is None:
+        return 0
+    unused = max(0, pool.planned_bytes - replay(step, [schedule]).peak_bytes)
+    return plan.budget_bytes - unused - allocated_limit(plan)
+
+
+def memory_now(device: torch.device, record: StepRecord | None, freed_bytes: int) -> DeviceMemory | None:
+    """The memory of ``device`` as it is; so many bytes of gradients are freed. None where a trial run told nothing."""
+    known = None if record is None else record.memory
+    if known is None:
+        return None
+    freed = _gradients_of(device, freed_bytes)
+    return DeviceMemory(
+        known.settings,
+        known.plain_settings,
+        known.device_bytes,
+        base=segments(device),
+        excess_bytes=known.excess_bytes,
+        other_streams_bytes=known.other_streams_bytes,
+        gradients=tuple(i for i, address in enumerate(sorted(blocks(device))) if address in freed),
+    )
+
+
+def _gradients_of(device: torch.device, nbytes: int) -> set[int]:
+    """Addresses of gradients that are there now, of so many bytes together."""
+    found = set()
+    for address, of_it in holdings.gradients(device).items():
+        if nbytes >= of_it:
+            nbytes -= of_it
+            found.add(address)
+    return found
+
+
 def is_share(budget: str) -> bool:
     """Whether ``budget``, in ``--budget``'s grammar or empty, is a share of the plain peak."""
     return bool(budget) and parse(budget).kind == SHARE_OF_PLAIN
@@ -100,11 +149,8 @@ class PlainReserved:
 
 def _held_beside(step: StepRecord, device: torch.device) -> list[int]:
     """Bytes of the blocks in use, by address, without those gradients of the last step that ``step`` frees itself."""
-    held, waiting = blocks(device), _waiting_bytes(step)
-    for address, nbytes in holdings.gradients(device).items():
-        if waiting >= nbytes and held.pop(address, None) is not None:
-            waiting -= nbytes
-    return [nbytes for _, nbytes in sorted(held.items())]
+    freed = _gradients_of(device, _waiting_bytes(step))
+    return [nbytes for address, nbytes in sorted(blocks(device).items()) if address not in freed]
 
 
 def _waiting_bytes(step: StepRecord) -> int:

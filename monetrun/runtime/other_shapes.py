@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -101,7 +100,9 @@ class OtherShapes:
         graph = new.allowed(cost.as_tried(joint, known))
         costs = cost.costs_of(joint, known, str(self.device))
         outside = self._outside(new, [g.schedule for g in new.plan.graphs])
-        return adaptation.step_of(graph, costs, meter.current_bytes(), outside, meter.exact)
+        held = meter.current_bytes()
+        memory = moved_memory.memory_now(self.device, new.record, outside.gradients_bytes)
+        return adaptation.step_of(graph, costs, held, outside, meter.exact, memory)
 
     def _outside(self, new: NewGraph, schedules: Sequence[Schedule]) -> adaptation.Outside:
         held = sum(holdings.gradients(self.device).values())
@@ -141,25 +142,29 @@ class OtherShapes:
         if self.settings.plan_given and not self._held_more:  # the first such graph
             shapes = adaptation.input_shapes(joint)
             self.note(f"inputs of {shapes} are not the plan's, nor is its plain peak theirs: planned within its budget")
-        limit, more = moved_memory.allocated_limit(plan), self._held_more.setdefault(graph.fingerprint, 0)
-        for carried in adaptation.carried(step, plan, limit - more):
+        more = self._held_more.setdefault(graph.fingerprint, 0)
+        for carried in adaptation.carried(step, plan, moved_memory.limit_of(step, plan) - more):
             if not adaptation.inexact(graph, carried):
                 return step, carried
         self.known.update(self._measured(joint, cost.ROUNDS))
         step = self._step(new, self.known)
-        graph, options = step.graphs[0], moved_memory.options_within_a_step(self.settings)
-        schedule: Schedule | None = None
-        if more:
-            with contextlib.suppress(InfeasibleBudget, NoPlanInTime):  # else what is there now has to be enough
-                schedule = adaptation.adapted_schedule(step, plan, limit - more, options)
-        if schedule is None:
+        options = moved_memory.options_within_a_step(self.settings)
+        for candidate, spare in _from_the_best(step, more):
+            limit = moved_memory.limit_of(candidate, plan) - spare
+            each = options if candidate.memory is None else replace(options, seconds=options.seconds / 2)
             try:
-                schedule = adaptation.adapted_schedule(step, plan, limit, options)
-            except InfeasibleBudget as refused:
-                if estimated:
-                    return step, greedy.most_frugal(graph, step.costs[0], options)
-                raise moved_memory.refused_shape(joint, step, plan, refused) from None
-        if names := adaptation.inexact(graph, schedule):
+                schedule = adaptation.adapted_schedule(candidate, plan, limit, each)
+                step = candidate
+                break
+            except (InfeasibleBudget, NoPlanInTime) as error:
+                failure = error
+        else:
+            if not isinstance(failure, InfeasibleBudget):
+                raise failure
+            if not estimated:
+                raise moved_memory.refused_shape(joint, candidate, plan, failure)
+            return candidate, greedy.most_frugal(candidate.graphs[0], candidate.costs[0], options)
+        if names := adaptation.inexact(step.graphs[0], schedule):
             self.note(f"inputs of {adaptation.input_shapes(joint)}: {', '.join(names)} {ROUNDING}")
         return step, schedule
 
@@ -171,3 +176,13 @@ class OtherShapes:
         before = self._held_more[shortage.fingerprint]
         self._held_more[shortage.fingerprint] = max(least, 2 * shortage.excess_bytes, 2 * before)
         return True
+
+
+def _from_the_best(step: StepRecord, more_bytes: int) -> Iterator[tuple[StepRecord, int]]:
+    """Ways to plan ``step``, each with what is left free for what may come to be held.
+
+    At last what is there now has to be enough, and, on CUDA, the allocator decides whether there is too much between
+    the blocks.
+    """
+    for way in [step] if step.memory is None else [step, replace(step, memory=None)]:
+        yield from ((way, spare) for spare in dict.fromkeys((more_bytes, 0)))

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import torch
 
-from monetrun.capture.allocator_history import warm_up_libraries
+from monetrun.capture.allocator_history import settings_from_environment, warm_up_libraries
 from monetrun.core.plan import Pool
 
 _MIB = 1 << 20
 
 
-def hold(device: torch.device, pool: Pool, libraries: bool) -> None:
+def hold(device: torch.device, pool: Pool, libraries: bool, budget_bytes: int) -> None:
     """Reserve what ``pool`` says for the default stream, so that a settled step needs nothing more from the driver.
+
+    Where what is there already lies so that more than the budget would be reserved, less is: it is still reserved when
+    it is needed, after others have given memory back.
 
     Args:
         device: a CUDA device.
         pool: of the plan.
+        budget_bytes: the most that is reserved together, unless more is in use.
         libraries: cuBLAS keeps workspaces; they are taken first, so that they lie beside the weights.
     """
     if libraries:
         warm_up_libraries(device)
     torch.cuda.empty_cache()
+    page = settings_from_environment().large_segment_bytes
     held = []
     try:
         large_bytes = pool.large_bytes - pool.other_streams_bytes
         while (missing := large_bytes - _reserved(device, "large_pool")) > 0:
+            missing = min(missing, (budget_bytes - _reserved(device, "all")) // page * page)
+            if missing <= 0:
+                break
             held.append(torch.empty(max(missing, 2 * _MIB), dtype=torch.uint8, device=device))
-        while pool.small_bytes > _reserved(device, "small_pool"):
+        while pool.small_bytes > _reserved(device, "small_pool") and budget_bytes > _reserved(device, "all"):
             held.append(torch.empty(_MIB, dtype=torch.uint8, device=device))
     except torch.OutOfMemoryError:
         pass  # what is missing may still be reserved when it is needed, after others have given memory back

@@ -61,13 +61,14 @@ class Room:
         meter: of the device.
 
     Attributes:
-        limit_bytes: what a step may have allocated.
+        limit_bytes: what a step may have allocated; see ``limit_of``.
     """
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
         self.limit_bytes = 0
         self._needs: dict[str, tuple[ForwardNeed, ...]] = {}
+        self._beyond: dict[str, int] = {}  # by graph: what its step may have allocated beyond ``limit_bytes``
         self._in_python = False
         self._calls: Counter[str] = Counter()  # of each graph, in the present step
         self._optimizers = 1  # optimizer steps in a training step
@@ -82,15 +83,24 @@ class Room:
         """Another plan runs from now on; needs are known of the graphs of ``record``."""
         self.limit_bytes = limit_bytes
         self._needs.clear()
+        self._beyond.clear()
         self._in_python = record is not None and any(b.in_python for b in record.breaks)
         if record is not None:
             self._optimizers = max(1, optimizer_steps(record))
             self.step_is(record, [schedules[g.fingerprint] for g in record.graphs])
 
-    def step_is(self, record: StepRecord, schedules: Sequence[Schedule]) -> None:
-        """The graphs of ``record`` run under ``schedules``, in steps like this one."""
+    def step_is(self, record: StepRecord, schedules: Sequence[Schedule], beyond_bytes: int = 0) -> None:
+        """The graphs of ``record`` run under ``schedules``, in steps like this one.
+
+        ``beyond_bytes``: what it may have allocated beyond ``limit_bytes``; negative where less.
+        """
         for k, needs in forward_needs(record, schedules).items():
             self._needs[record.graphs[k].fingerprint] = needs
+            self._beyond[record.graphs[k].fingerprint] = beyond_bytes
+
+    def limit_of(self, fingerprint: str) -> int:
+        """What a step of this graph may have allocated."""
+        return self.limit_bytes + self._beyond.get(fingerprint, 0)
 
     def call_begins(self) -> None:
         """A model is called in training."""
@@ -125,12 +135,12 @@ class Room:
         if need is None or self._repeated >= _MOST_REPEATS:
             self._repeated = 0
             return None
-        if self._found(fingerprint, need).held_bytes + need.planned_bytes <= self.limit_bytes:
+        if self._found(fingerprint, need).held_bytes + need.planned_bytes <= self.limit_of(fingerprint):
             self._repeated = 0
             return None
         gc.collect()
         found = self._found(fingerprint, need)
-        if found.held_bytes + need.planned_bytes <= self.limit_bytes:
+        if found.held_bytes + need.planned_bytes <= self.limit_of(fingerprint):
             return None
         self._calls[fingerprint] -= 1  # the call is repeated
         self._repeated += 1

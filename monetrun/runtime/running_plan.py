@@ -177,9 +177,7 @@ class RunningPlan:
             self._follow_plain_peak(fingerprint, moved_memory.plain_peak(plain), why, estimated=estimated)
             new = replace(new, plan=self.plan)  # its budget may have grown
             step, self.schedules[fingerprint] = self._other_shapes.schedule(new, step, estimated=estimated)
-            if estimated:
-                self._estimated.add(fingerprint)
-            self.room.step_is(step, [self.schedules[fingerprint]])
+            _make_ready(self, step, self.schedules[fingerprint], estimated=estimated)
         _search_for_kernels(self, joint, self.schedules[fingerprint])
         return _number(fingerprint, self.record), self.schedules[fingerprint]
 
@@ -200,11 +198,12 @@ class RunningPlan:
         holds = self.enforcement.holds
         shortage = self.room.shortage(fingerprint) if holds else self.room.held_before(fingerprint)
         if shortage is None:
+            self.enforcement.use_pool_of(fingerprint)
             return
         plain = moved_memory.plain_peak_beside(shortage, 0 if holds else self.steps.peak_bytes)
         why = f"{format_bytes(shortage.excess_bytes)} more are held before a forward"
         self._follow_plain_peak(fingerprint, plain, why, estimated=not holds)
-        if holds and shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_bytes:
+        if holds and shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_of(fingerprint):
             raise MemoryShort("too much is held for this schedule", "monetrun plans again", shortage=shortage)
 
     def make_room(self, shortage: Shortage) -> None:
@@ -242,7 +241,7 @@ class RunningPlan:
             self.note(f"{why}: the plain run takes {'about ' * estimated}{format_bytes(now)}, so that {budget}")
         self.plan = grown
         self.room.limit_bytes = moved_memory.allocated_limit(grown)
-        self.enforcement.plan_is(grown.budget_bytes, grown.pool, bool(grown.ledger.get(LIBRARIES)))
+        self.enforcement.budget_is(grown.budget_bytes)
 
 
 class WithRoom:
@@ -298,6 +297,17 @@ def _number(fingerprint: str, record: StepRecord | None) -> int:
     """Which of the record's graphs has this fingerprint; -1: none."""
     graphs = () if record is None else record.graphs
     return next((k for k, graph in enumerate(graphs) if graph.fingerprint == fingerprint), -1)
+
+
+def _make_ready(running: RunningPlan, step: StepRecord, schedule: Schedule, *, estimated: bool) -> None:
+    """Steps of a graph that the plan does not have run like ``step``; ``estimated``: that is known in part only."""
+    fingerprint = step.graphs[0].fingerprint
+    if estimated:
+        running._estimated.add(fingerprint)
+    pool = moved_memory.pool_of(step, schedule, running.plan)
+    running.room.step_is(step, [schedule], moved_memory.allocated_beyond(step, schedule, running.plan, pool))
+    if pool is not None and not estimated:
+        running.enforcement.graph_has(fingerprint, pool)
 
 
 def _search_for_kernels(running: RunningPlan, joint: JointGraph, schedule: Schedule) -> None:

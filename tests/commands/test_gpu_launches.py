@@ -296,3 +296,32 @@ def test_the_pool_is_held_again_after_the_script_or_a_search_for_kernels_has_giv
     reserved = json.loads(next(line.split("RESERVED")[1] for line in done.stdout.splitlines() if "RESERVED" in line))
     assert reserved == [figures["planned_reserved_bytes"]] * 10
     assert figures["measured_reserved_bytes"] <= figures["budget_bytes"]
+
+
+RESIZED = """
+import sys, torch
+import torch.nn.functional as F
+sys.path.insert(0, sys.argv[1])
+from lib.networks import UNet
+torch.manual_seed(0)
+model = UNet().cuda()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for size in (96, 96, 96, 160, 96):
+    x, y = torch.randn(8, 3, size, size, device="cuda"), torch.randint(0, 2, (8, size, size), device="cuda")
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_at_another_shape_what_lies_unused_between_blocks_counts(machine, tmp_path):
+    """In allocated bytes the plan's schedule fits there; what it would reserve does not."""
+    script = tmp_path / "resized.py"
+    script.write_text(RESIZED)
+    done = launch(machine, "--budget", "0.6x", str(script), str(ROOT / "recipes"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the plain run takes" in done.stderr
+    figures = report(done)
+    assert figures["measured_reserved_bytes"] <= figures["budget_bytes"]

@@ -10,8 +10,9 @@ from monetrun.core.graph import BACKWARD, Requests
 from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
-from monetrun.core.requests import STEPS, StepReplay, _Call, load_base, reserved, reserved_under
-from monetrun.core.step import BETWEEN_STEPS, LAST_OUTPUTS, OUTSIDE, Event, Segment, replay
+from monetrun.core.replayed_blocks import load_base
+from monetrun.core.requests import STEPS, StepReplay, _Call, reserved, reserved_under
+from monetrun.core.step import BETWEEN_STEPS, LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, Event, Segment, replay
 from monetrun.core.step_changes import with_excess, with_plain_peaks
 from support.step_records import EXPANDABLE, MIB, chain_record, on_a_device, output_of
 
@@ -71,6 +72,25 @@ def test_a_batch_is_replaced_after_the_next_one_is_there(record):
     memory = replace(record.memory, base=(*record.memory.base, Segment(False, (size,))), batch=(size,))
     one = replace(record, memory=replace(memory, batch=()), base_bytes=record.base_bytes + size)
     assert reserved(replace(one, memory=memory), plain(one)).peak_bytes >= reserved(one, plain(one)).peak_bytes
+
+
+def test_gradients_that_are_there_before_the_first_step_are_freed_where_it_frees_them(record):
+    """Between forward and backward; further steps free those of the step before."""
+    of_weights = [t.nbytes for t in record.graphs[0].tensors if t.kept][1:]
+    waiting = sum(of_weights)
+    forward, loss, backward, end, step = record.events
+    end = replace(end, delta_bytes=end.delta_bytes + waiting)
+    before = Event(OUTSIDE, -1, waiting, waiting, LAST_GRADIENTS)
+    events = (before, forward, loss, replace(before, delta_bytes=-waiting, peak_bytes=0), backward, end, step)
+    segments = (*record.memory.base, Segment(False, (-MIB, *of_weights)))
+    there = replace(record, events=events, memory=replace(record.memory, base=segments, gradients=(1, 2, 3, 4, 5, 6)))
+    there.memory.check()
+    peak = replay(there, plain(there)).peak_bytes
+    assert reserved(there, plain(there)).allocated_peak_bytes == peak
+    for_ever = replace(there, memory=replace(there.memory, gradients=()))
+    assert reserved(for_ever, plain(there)).allocated_peak_bytes == peak + waiting
+    with pytest.raises(ValueError, match="gradients are not among"):
+        replace(there.memory, gradients=(7,)).check()
 
 
 def test_a_part_of_the_batch_that_is_freed_within_the_step_is_no_gradient(record):

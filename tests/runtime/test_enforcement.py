@@ -71,6 +71,24 @@ def test_a_pool_that_the_script_gave_back_is_held_again_and_one_that_the_allocat
     assert found == [1, 2, 2, 2, 3]
 
 
+def test_a_graph_at_other_shapes_has_a_pool_beside_the_plans_where_the_budget_allows_it(monkeypatch):
+    held = []
+    monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: None)
+    monkeypatch.setattr(enforcement.reserved, "hold", lambda device, pool, *_: held.append(pool))
+    of = enforcement.Enforcement(torch.device("cuda", 0), NoMeter(), print)
+    of.plan_is(1000 * MIB, POOL, libraries=False)
+    small, large, beside = (Pool(2000 * MIB, s * MIB, n * MIB) for s, n in ((300, 600), (4, 980), (40, 700)))
+    for name, pool in (("small", small), ("large", large), ("beside", beside)):
+        of.graph_has(name, pool)
+    for name in ("the plan's", "beside", "beside", "the plan's", "small", "small", "large", "the plan's"):
+        of.use_pool_of(name)
+    both = Pool(2000 * MIB, 40 * MIB, 900 * MIB)
+    assert held == [POOL, both, small, large]
+    of.plan_is(1000 * MIB, POOL, libraries=False)
+    of.use_pool_of("small")
+    assert held[4:] == [POOL]  # of another plan it has another schedule
+
+
 def test_a_share_of_which_part_runs_in_python_is_not_enforced_and_bytes_are(monkeypatch):
     said = []
     monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: None)
