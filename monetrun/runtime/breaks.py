@@ -49,6 +49,10 @@ def check_static(module: fx.GraphModule) -> None:
     Raises:
         FollowsData: one follows from the data (``item``, ``nonzero``, a boolean mask).
     """
+    (output,) = module.graph.find_nodes(op="output")
+    if any(value is None for value in torch.utils._pytree.arg_tree_leaves(*output.args)):
+        # TorchDynamo loses the result of ``item`` under ``torch.set_default_device``
+        raise FollowsData("a value that the graph gives", True)
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
         if node.op not in ("call_function", "call_method") or not _follows_data(value):
@@ -56,7 +60,13 @@ def check_static(module: fx.GraphModule) -> None:
         number = not isinstance(value, torch.Tensor)
         frames = _FRAME.findall(node.meta.get("stack_trace") or "")
         where = _place(frames[-1][0], int(frames[-1][1])) if frames else str(node.target)
-        raise FollowsData(where, number and all(user.op == "output" for user in node.users))
+        raise FollowsData(where, number and _is_only_given(node))
+
+
+def _is_only_given(node: fx.Node) -> bool:
+    """Whether a number is an output of the graph, maybe as a tensor, and nothing in it depends on it."""
+    as_tensor = [user for user in node.users if user.target is torch.scalar_tensor]
+    return all(user.op == "output" or user in as_tensor and _is_only_given(user) for user in node.users)
 
 
 def of(error: Exception, module: str, name: str) -> Break:
@@ -117,12 +127,12 @@ class Refused(BaseException):
 
 def quiet_failures() -> None:
     """Keep torch from logging the traceback of what it fails to capture: it is said otherwise."""
-    for name in ("torch._subclasses.fake_tensor", "torch._dynamo.convert_frame"):
+    for name in ("torch._subclasses.fake_tensor", "torch._dynamo.convert_frame", "torch._dynamo.variables.tensor"):
         logging.getLogger(name).addFilter(_is_no_failure)
 
 
 def _is_no_failure(record: logging.LogRecord) -> bool:
-    failed = ("failed while attempting to run meta", "fake tensor raised", "WON'T CONVERT")
+    failed = ("failed while attempting to run meta", "fake tensor raised", "WON'T CONVERT", "Graph break from")
     if not str(record.msg).startswith(failed):
         return True
     _log.debug("torch captures something not: %s", record.msg)

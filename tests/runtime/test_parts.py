@@ -158,6 +158,20 @@ class SharedAndSkipped(Net):
         return checkpoint(self.blocks[4], self.blocks[3](x), use_reentrant=False) + y
 
 
+class NotesNumber(nn.Module):
+    """A number that follows from the data is kept by the model, which has no parts to plan but such layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, 5)
+        self.seen = []
+
+    def forward(self, x):
+        x = torch.tanh(self.up(x))
+        self.seen.append(x.detach().std().item())
+        return self.down(torch.tanh(x))
+
+
 class Experts(nn.Module):
     """A mixture of experts: which rows an expert gets follows from the data, and so does whether it runs."""
 
@@ -213,6 +227,7 @@ def session(**options):
         (Hooked, {"Block"}, "module.py"),
         (SharedAndSkipped, {"Block", "Dict"}, "torch.rand([])"),
         (Experts, {"Block"}, "if rows.numel():"),
+        (NotesNumber, {"NotesNumber"}, "self.seen.append"),
     ],
 )
 def test_a_model_in_parts_trains_bitwise_as_eager_within_its_budget(capsys, kind, parts, where):
@@ -230,6 +245,18 @@ def test_a_model_in_parts_trains_bitwise_as_eager_within_its_budget(capsys, kind
     assert where in said[0]
     assert f"{planned_share(record):.0%} of the step's peak is planned" in said[0]
     assert warned == set()
+
+
+def test_under_a_default_device_a_number_that_follows_from_the_data_is_not_lost():
+    """TorchDynamo's graph of the whole then gives None in its place."""
+    torch.set_default_device("cpu")
+    try:
+        plain = trained(NotesNumber)
+        with session() as opened:
+            assert trained(NotesNumber) == plain
+            assert opened.engine.running.record.breaks
+    finally:
+        torch.set_default_device(None)
 
 
 def test_a_checkpointed_region_in_a_graph_that_cannot_be_captured_runs_in_python():
