@@ -27,6 +27,7 @@ from monetrun.core.errors import CaptureFailed
 from monetrun.ops.random import generator, uncounted_state
 
 _KEY = "monetrun"  # in a node's metadata
+_HOOKED = "monetrun hook"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +78,21 @@ class Again:
         """Whether the script has dropped an input."""
         return any(isinstance(value, weakref.ref) and value() is None for value in self.inputs)
 
-    def given(self) -> list[Any]:
+    def given(self, absent: Any = None) -> list[Any]:
         """The inputs, buffers and other tensors without a gradient as copies: they have been changed already.
 
+        Args:
+            absent: in place of one that the script has dropped.
+
         Raises:
-            CaptureFailed: the script has dropped one.
+            CaptureFailed: the script has dropped one, and ``absent`` is None.
         """
-        found = [value() if isinstance(value, weakref.ref) else value for value in self.inputs]
-        if self.incomplete:
+        if self.incomplete and absent is None:
             raise CaptureFailed(
                 "an input of the model is gone that its gradients' gradients need", "keep it until then"
             )
+        values = ((value(), value) if isinstance(value, weakref.ref) else (value, None) for value in self.inputs)
+        found = [absent if value is None and reference is not None else value for value, reference in values]
         return [v.clone() if isinstance(v, torch.Tensor) and not v.requires_grad else v for v in found]
 
 
@@ -120,22 +125,28 @@ def repeatable(compiled: Callable[..., Any], module: fx.GraphModule, traced: Tra
     return call
 
 
+def again_of(node: Any) -> Again | None:
+    """What runs the compiled call behind an autograd node again; None where it is no such node."""
+    again = node.metadata.get(_KEY) if hasattr(node, "_forward_cls") else None
+    return again if isinstance(again, Again) else None
+
+
 def traced_otherwise(node: Any, state: backward_autocast.State) -> bool:
     """Whether the backward behind an autograd node was traced for another autocast than ``state``, and differs."""
-    again = node.metadata.get(_KEY)
-    return isinstance(again, Again) and again.traced.differs_under(state)
+    again = again_of(node)
+    return again is not None and _HOOKED not in node.metadata and again.traced.differs_under(state)
 
 
 def sums_of(node: Any) -> tuple[Edge, ...]:
     """Edges of the inputs of whose gradients the call behind an autograd node gives a sum over several uses."""
-    again = node.metadata.get(_KEY)
-    return again.sums if isinstance(again, Again) else ()
+    again = again_of(node)
+    return () if again is None or _HOOKED in node.metadata else again.sums
 
 
 def can_run_again(node: Any) -> bool:
     """Whether the script has dropped none of the inputs of the call behind an autograd node."""
-    again = node.metadata.get(_KEY)
-    return not isinstance(again, Again) or not again.incomplete
+    again = again_of(node)
+    return again is None or _HOOKED in node.metadata or not again.incomplete
 
 
 def run_again(nodes: Sequence[Any]) -> None:
@@ -145,12 +156,12 @@ def run_again(nodes: Sequence[Any]) -> None:
         CaptureFailed: a call cannot run again.
     """
     for node in nodes:
-        again = node.metadata.get(_KEY)
+        again = again_of(node)
         if again is None:
             raise CaptureFailed("a compiled call cannot run again for gradients of gradients", "use torchrun")
-        if not isinstance(again, Again):
-            continue  # a hook is there already
-        node.metadata[_KEY] = True
+        if _HOOKED in node.metadata:
+            continue
+        node.metadata[_HOOKED] = True
         node.register_hook(_hook(again, node.next_functions))
 
 
@@ -162,7 +173,7 @@ def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
         given = again.given()
         wanted = [v for v in given if isinstance(v, torch.Tensor) and v.requires_grad]
         places = {(edge.node, edge.output_nr): v for v in wanted for edge in (get_gradient_edge(v),)}
-        with _as_before(again), torch.enable_grad():
+        with as_before(again), torch.enable_grad():
             results = again.module(*given)
         pairs = [
             (result, of_outputs[place])
@@ -183,7 +194,7 @@ def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _as_before(again: Again) -> Iterator[None]:
+def as_before(again: Again) -> Iterator[None]:
     """Autocast and the generators are as they were in the call; the generators are restored at the end."""
     now = [(device, uncounted_state(device)) for device, _ in again.generators]
     with contextlib.ExitStack() as stack:

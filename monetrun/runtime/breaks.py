@@ -66,7 +66,7 @@ def check_static(module: fx.GraphModule) -> None:
 def _is_only_given(node: fx.Node) -> bool:
     """Whether a number is an output of the graph, maybe as a tensor, and nothing in it depends on it."""
     as_tensor = [user for user in node.users if user.target is torch.scalar_tensor]
-    return all(user.op == "output" or user in as_tensor and _is_only_given(user) for user in node.users)
+    return all(user.op == "output" or (user in as_tensor and _is_only_given(user)) for user in node.users)
 
 
 def of(error: Exception, module: str, name: str) -> Break:

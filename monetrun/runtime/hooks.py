@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from monetrun.capture import output_inputs
 from monetrun.core.imports import without_collection
 from monetrun.core.patched import patched
 
@@ -105,9 +106,13 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         backward(tensors, *args, **kwargs)
 
     def observed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            create_graph = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
-            observer.backward_begins(_listed(outputs), bool(create_graph))
+        if torch.compiler.is_compiling():
+            return grad(outputs, *args, **kwargs)
+        create_graph = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
+        observer.backward_begins(_listed(outputs), bool(create_graph))
+        given = output_inputs.given_by_calls(args[0] if args else kwargs.get("inputs"))
+        if given:
+            return output_inputs.grad(grad, given, outputs, *args, **kwargs)
         return grad(outputs, *args, **kwargs)
 
     def observed_compile(model: Any = None, **kwargs: Any) -> Any:

@@ -1,0 +1,147 @@
+"""Gradients for tensors that a compiled call has given, of what depends on them through that call's other outputs.
+
+To autograd the outputs of one compiled graph are side by side: ``torch.autograd.grad(image.sum(), latents)``, where a
+model has given both, finds no way from the one to the other, or only part of the ways. Here what lies between is run
+again, as TorchDynamo traced it, from the output on that the gradient is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import GradientEdge
+
+from monetrun.capture.double_backward import Again, again_of, as_before
+from monetrun.core.errors import CaptureFailed
+
+_ABSENT = object()  # what cannot be computed: it depends on an input that the script has dropped
+
+Grad = Callable[..., Any]
+
+
+def given_by_calls(inputs: Any) -> dict[int, tuple[Again, int]]:
+    """Which of ``inputs`` compiled calls gave, and what gave them: where another output depends on it.
+
+    Args:
+        inputs: of ``torch.autograd.grad``.
+
+    Returns:
+        By the place in ``inputs``: the call, and which of its results.
+    """
+    found = {}
+    for place, tensor in enumerate(_listed(inputs)):
+        again = None if not isinstance(tensor, torch.Tensor) else again_of(tensor.grad_fn)
+        if again is not None and tensor.output_nr in again.places:
+            number = again.places.index(tensor.output_nr)
+            if _depending(again.module, number):
+                found[place] = again, number
+    return found
+
+
+def grad(
+    plain: Grad,
+    given: dict[int, tuple[Again, int]],
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
+    """``torch.autograd.grad``, with all ways from ``outputs`` to those ``inputs`` that are ``given`` by calls.
+
+    ``plain`` is torch's own, which takes the same from ``outputs`` on; ``given`` is from ``given_by_calls``.
+
+    Raises:
+        CaptureFailed: an input of a call is gone that it takes to run it again.
+    """
+    options = {"retain_graph": retain_graph, "create_graph": create_graph, "is_grads_batched": is_grads_batched}
+    wanted = list(_listed(inputs))
+    besides: list[tuple[int, int, GradientEdge]] = []  # a place in ``wanted``, a result that depends on it, its edge
+    for place, (again, number) in given.items():
+        for other in _depending(again.module, number):
+            if (output_nr := again.places[other]) >= 0:
+                besides.append((place, other, GradientEdge(wanted[place].grad_fn, output_nr)))
+    edges = [edge for _, _, edge in besides]
+    found = list(plain(outputs, [*wanted, *edges], grad_outputs, **options, allow_unused=True))
+    arriving = {
+        (place, other): g for (place, other, _), g in zip(besides, found[len(wanted) :], strict=True) if g is not None
+    }
+    del found[len(wanted) :]
+    for place, (again, number) in given.items():
+        others = [other for of, other in arriving if of == place]
+        if not others:
+            continue
+        further = plain(
+            _results_from(again, number, wanted[place], others),
+            [wanted[place]],
+            [arriving[place, other] for other in others],
+            **{**options, "retain_graph": create_graph},
+        )[0]
+        found[place] = further if found[place] is None else found[place] + further
+    if any(g is None for g in found) and not allow_unused and not materialize_grads:
+        return plain(outputs, inputs, grad_outputs, **options)  # torch's own error
+    if materialize_grads:
+        found = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
+    return tuple(found)
+
+
+def _listed(inputs: Any) -> Sequence[Any]:
+    return inputs if isinstance(inputs, (list, tuple)) else (inputs,)
+
+
+def _results(module: fx.GraphModule) -> list[Any]:
+    (output,) = module.graph.find_nodes(op="output")
+    return list(torch.utils._pytree.arg_tree_leaves(*output.args))
+
+
+def _depending(module: fx.GraphModule, number: int) -> list[int]:
+    """Which other results of one of TorchDynamo's graphs depend on the one with this number."""
+    results = _results(module)
+    after = {results[number]}
+    for node in module.graph.nodes:
+        if not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    return [k for k, node in enumerate(results) if k != number and node is not results[number] and node in after]
+
+
+def _results_from(again: Again, number: int, tensor: torch.Tensor, others: Sequence[int]) -> list[Any]:
+    """Results of a call that runs again, in which ``tensor`` is the one with this number: the ``others``."""
+    inputs = again.given(absent=_ABSENT)
+    with as_before(again), torch.enable_grad():
+        run = _From(again.module, _results(again.module)[number], tensor)
+        results = run.run(*inputs)
+    found = [results[other] for other in others]
+    if any(result is _ABSENT for result in found) or (run.left_out and again.generators):
+        raise CaptureFailed("an input of the model is gone that gradients for its outputs need", "keep it until then")
+    return found
+
+
+class _From(fx.Interpreter):
+    """Runs one of TorchDynamo's graphs, in which one value is given, and leaves out what is not known.
+
+    Attributes:
+        left_out: whether something was.
+    """
+
+    def __init__(self, module: fx.GraphModule, node: fx.Node, value: torch.Tensor) -> None:
+        super().__init__(module)
+        self.given = node
+        self.value = value
+        self.left_out = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        """As it is; what reads something absent is absent, and so is what it would have changed."""
+        if n.op == "output" or not any(self.env[node] is _ABSENT for node in n.all_input_nodes):
+            result = super().run_node(n)
+        else:
+            result, self.left_out = _ABSENT, True
+            if str(getattr(n.target, "__name__", n.target)).endswith("_"):
+                self.env.update(dict.fromkeys(n.all_input_nodes, _ABSENT))
+        return self.value if n is self.given else result
