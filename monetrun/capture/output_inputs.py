@@ -7,7 +7,7 @@ again, as TorchDynamo traced it, from the output on that the gradient is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,8 +78,11 @@ def grad(
         others = [other for of, other in arriving if of == place]
         if not others:
             continue
+        # known are also results that do not depend on it: an input that is gone may be needed for them alone
+        depending = {number, *_depending(again.module, number)}
+        known = {n: wanted[p] for p, (other, n) in given.items() if other is again and n not in depending}
         further = plain(
-            _results_from(again, number, wanted[place], others),
+            _results_from(again, {**known, number: wanted[place]}, others),
             [wanted[place]],
             [arriving[place, other] for other in others],
             **{**options, "retain_graph": create_graph},
@@ -111,11 +114,12 @@ def _depending(module: fx.GraphModule, number: int) -> list[int]:
     return [k for k, node in enumerate(results) if k != number and node is not results[number] and node in after]
 
 
-def _results_from(again: Again, number: int, tensor: torch.Tensor, others: Sequence[int]) -> list[Any]:
-    """Results of a call that runs again, in which ``tensor`` is the one with this number: the ``others``."""
+def _results_from(again: Again, known: Mapping[int, torch.Tensor], others: Sequence[int]) -> list[Any]:
+    """Results of a call that runs again, of which some are ``known`` by their number: the ``others``."""
     inputs = again.given(absent=_ABSENT)
     with as_before(again), torch.enable_grad():
-        run = _From(again.module, _results(again.module)[number], tensor)
+        nodes = _results(again.module)
+        run = _From(again.module, {nodes[number]: tensor for number, tensor in known.items()})
         results = run.run(*inputs)
     found = [results[other] for other in others]
     if any(result is _ABSENT for result in found) or (run.left_out and again.generators):
@@ -124,16 +128,15 @@ def _results_from(again: Again, number: int, tensor: torch.Tensor, others: Seque
 
 
 class _From(fx.Interpreter):
-    """Runs one of TorchDynamo's graphs, in which one value is given, and leaves out what is not known.
+    """Runs one of TorchDynamo's graphs, in which some values are given, and leaves out what is not known.
 
     Attributes:
         left_out: whether something was.
     """
 
-    def __init__(self, module: fx.GraphModule, node: fx.Node, value: torch.Tensor) -> None:
+    def __init__(self, module: fx.GraphModule, given: Mapping[fx.Node, torch.Tensor]) -> None:
         super().__init__(module)
-        self.given = node
-        self.value = value
+        self.given = given
         self.left_out = False
 
     def run_node(self, n: fx.Node) -> Any:
@@ -144,4 +147,4 @@ class _From(fx.Interpreter):
             result, self.left_out = _ABSENT, True
             if str(getattr(n.target, "__name__", n.target)).endswith("_"):
                 self.env.update(dict.fromkeys(n.all_input_nodes, _ABSENT))
-        return self.value if n is self.given else result
+        return self.given.get(n, result)
