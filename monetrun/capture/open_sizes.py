@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,21 @@ class FixedSizes:
         return self.make_backward()
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A number that does not follow from those among the inputs: of the form of a tensor there.
+
+    Attributes:
+        place: of the tensor.
+        read: gives the number of a tensor.
+        expression: the number's, in the open graph.
+    """
+
+    place: int
+    read: Callable[[torch.Tensor], Any]
+    expression: Any
+
+
 @dataclass(slots=True)
 class _Saved:
     """What one call's forward leaves its backward: the graph, the values, and their versions."""
@@ -88,30 +103,33 @@ class OpenSizes:
         primals = [n for n in module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         self.numbers = [k for k, node in enumerate(primals) if _is_open(node.meta.get("val"))]
         self._tensors = [k for k in range(len(primals)) if k not in self.numbers]
+        self._forms = _only_in_forms(primals)
         self._fixed: dict[tuple[Any, ...], FixedSizes] = {}
 
     def __deepcopy__(self, memo: Any) -> OpenSizes:
         return self  # AOTAutograd copies modules with their meta
 
     def fixed(self, numbers: tuple[Any, ...]) -> FixedSizes:
-        """What runs it with these numbers, each in the place of one in ``self.numbers``."""
+        """What runs it with these numbers: those in the places of ``self.numbers``, then those of forms."""
         if numbers not in self._fixed:
             with unset_fake_temporarily():
-                module = with_numbers(self.module, dict(zip(self.numbers, numbers, strict=True)))
+                count = len(self.numbers)
+                of_forms = {form.expression: n for form, n in zip(self._forms, numbers[count:], strict=True)}
+                module = with_numbers(self.module, dict(zip(self.numbers, numbers[:count], strict=True)), of_forms)
                 self._fixed[numbers] = self.fix(module)
         return self._fixed[numbers]
 
     def hints(self) -> tuple[Any, ...]:
         """The numbers that it was traced with."""
-        placeholders = self.module.graph.find_nodes(op="placeholder")
-        return tuple(placeholders[k].meta["val"].node.hint for k in self.numbers)
+        values = [node.meta.get("val") for node in self.module.graph.find_nodes(op="placeholder")]
+        found = [*(values[k] for k in self.numbers), *(form.read(values[form.place]) for form in self._forms)]
+        return tuple(number.node.hint for number in found)
 
     def shells(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Modules that have the inputs and outputs of the forward and of the backward, for AOTAutograd to look at."""
         (output,) = self.module.graph.find_nodes(op="output")
         results = list(torch.utils._pytree.arg_tree_leaves(*output.args))
-        forward, backward = fx.Graph(), fx.Graph()
-        primals, tangents = {}, {}
+        forward, backward, primals, tangents = fx.Graph(), fx.Graph(), {}, {}
         with _mode_of(self.module):
             values = torch.empty(0, device="cpu")
         token = backward.placeholder("carried_values")
@@ -134,7 +152,8 @@ class OpenSizes:
         Raises:
             BackendCompilerFailed: as from TorchDynamo, where the graph cannot be captured at these sizes.
         """
-        numbers = tuple(arguments[k] for k in self.numbers)
+        of_forms = (form.read(arguments[form.place]) for form in self._forms)
+        numbers = (*(arguments[k] for k in self.numbers), *of_forms)
         try:
             fixed = self.fixed(numbers)
         except Exception as error:
@@ -177,12 +196,13 @@ class OpenSizes:
     backward._boxed_call = True  # type: ignore[attr-defined]
 
 
-def with_numbers(module: fx.GraphModule, numbers: Mapping[int, Any]) -> fx.GraphModule:
+def with_numbers(module: fx.GraphModule, numbers: Mapping[int, Any], of_forms: Mapping[Any, int]) -> fx.GraphModule:
     """The joint module of fixed sizes that an open one is with these numbers.
 
     Args:
         module: AOTAutograd's joint module.
         numbers: in place of the inputs at these positions, which it does not take any more.
+        of_forms: numbers that only tensors' forms tell, by expression.
 
     Raises:
         CaptureFailed: the module has something whose size does not follow from the numbers.
@@ -190,7 +210,29 @@ def with_numbers(module: fx.GraphModule, numbers: Mapping[int, Any]) -> fx.Graph
     placeholders, mode = module.graph.find_nodes(op="placeholder"), _mode_of(module)
     known = {placeholders[k].meta["val"].node.expr: number for k, number in numbers.items()}
     with mode, as_kernels_give_them(), torch.no_grad(), torch._C._DisableAutocast():
-        return _Fixing(module, mode, known).module()
+        return _Fixing(module, mode, {**known, **of_forms}).module()
+
+
+def _only_in_forms(primals: Sequence[fx.Node]) -> list[_Form]:
+    """The numbers of tensors' forms that do not follow from the inputs that are numbers.
+
+    A stride may be one, and so may the bytes of a storage of which the tensor is a part.
+    """
+    values: list[Any] = [node.meta.get("val") for node in primals]
+    known = {value.node.expr for value in values if _is_open(value)}
+    found = []
+    for place, value in enumerate(values):
+        for read in _form_readers(value.dim()) if isinstance(value, torch.Tensor) else ():
+            number = read(value)
+            if _is_open(number) and not number.node.expr.free_symbols <= known:
+                known.add(number.node.expr)
+                found.append(_Form(place, read, number.node.expr))
+    return found
+
+
+def _form_readers(dimensions: int) -> list[Callable[[torch.Tensor], Any]]:
+    of_dimensions = (operator.methodcaller(kind, d) for kind in ("size", "stride") for d in range(dimensions))
+    return [*of_dimensions, torch.Tensor.storage_offset, lambda tensor: tensor.untyped_storage().nbytes()]
 
 
 class _Fixing:
