@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Again:
         autocast: whether autocast was on for the device type, and its dtype.
         generators: states before the call, by device; empty where it draws no random numbers.
         traced: what its backward was traced for.
+        watched: what is called with the gradients of outputs, as ``register_hook`` has it: by the output's index.
     """
 
     module: fx.GraphModule
@@ -72,6 +74,7 @@ class Again:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     generators: tuple[tuple[torch.device, torch.Tensor], ...]
     traced: TracedBackward
+    watched: dict[int, OrderedDict[int, Callable[..., Any]]] = field(default_factory=dict)
 
     @property
     def incomplete(self) -> bool:
@@ -168,13 +171,17 @@ def run_again(nodes: Sequence[Any]) -> None:
 def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
     def replace(gradients: tuple[Any, ...], of_outputs: tuple[Any, ...]) -> Any:
         create_graph = torch.is_grad_enabled()
-        if not create_graph and (not again.traced.differs_under(backward_autocast.present()) or again.incomplete):
+        as_it_was = not again.traced.differs_under(backward_autocast.present()) or again.incomplete
+        if not create_graph and not again.watched and as_it_was:
             return None
         given = again.given()
         wanted = [v for v in given if isinstance(v, torch.Tensor) and v.requires_grad]
         places = {(edge.node, edge.output_nr): v for v in wanted for edge in (get_gradient_edge(v),)}
         with as_before(again), torch.enable_grad():
             results = again.module(*given)
+        for number, called in again.watched.items():
+            for one in list(called.values()):
+                results[number].register_hook(one)
         pairs = [
             (result, of_outputs[place])
             for result, place in zip(results, again.places, strict=True)

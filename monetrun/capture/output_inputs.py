@@ -2,22 +2,24 @@
 
 To autograd the outputs of one compiled graph are side by side: ``torch.autograd.grad(image.sum(), latents)``, where a
 model has given both, finds no way from the one to the other, or only part of the ways. Here what lies between is run
-again, as TorchDynamo traced it, from the output on that the gradient is for.
+again, as TorchDynamo traced it, from the output on that the gradient is for. Where the script watches such a gradient
+(``register_hook``, ``retain_grad``), all of the call is.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
 
 from monetrun.capture.double_backward import Again, again_of, as_before
 from monetrun.core.errors import CaptureFailed
-
-_ABSENT = object()  # what cannot be computed: it depends on an input that the script has dropped
 
 Grad = Callable[..., Any]
 
@@ -95,6 +97,25 @@ def grad(
     return tuple(found)
 
 
+def watch(again: Again, number: int, hook: Callable[..., Any]) -> RemovableHandle:
+    """Have ``hook`` called with the gradient of a call's result with this number (see ``run_again``)."""
+    called = again.watched.setdefault(number, OrderedDict())
+    handle = RemovableHandle(called)
+    called[handle.id] = hook
+    return handle
+
+
+def retain(tensor: torch.Tensor, again: Again, number: int) -> None:
+    """Have the gradient of ``tensor``, a call's result with this number, kept as its ``grad``."""
+    kept = weakref.ref(tensor)
+
+    def keep(gradient: torch.Tensor) -> None:
+        if (found := kept()) is not None:
+            found.grad = gradient if torch.is_grad_enabled() else gradient.detach()
+
+    watch(again, number, keep)
+
+
 def _listed(inputs: Any) -> Sequence[Any]:
     return inputs if isinstance(inputs, (list, tuple)) else (inputs,)
 
@@ -115,36 +136,52 @@ def _depending(module: fx.GraphModule, number: int) -> list[int]:
 
 
 def _results_from(again: Again, known: Mapping[int, torch.Tensor], others: Sequence[int]) -> list[Any]:
-    """Results of a call that runs again, of which some are ``known`` by their number: the ``others``."""
+    """Results of a call that runs again, of which some are ``known`` by their number: the ``others``.
+
+    In the place of inputs that the script has dropped there are zeros: so as many random numbers are drawn.
+    """
+    nodes, run = _results(again.module), _From(again.module)
+    run.given.update((nodes[number], tensor) for number, tensor in known.items())
     inputs = again.given(absent=_ABSENT)
+    for i, node in enumerate(again.module.graph.find_nodes(op="placeholder")):
+        if inputs[i] is _ABSENT:
+            run.unknown.add(node)
+            inputs[i] = _zeros_like(node.meta["example_value"])
     with as_before(again), torch.enable_grad():
-        nodes = _results(again.module)
-        run = _From(again.module, {nodes[number]: tensor for number, tensor in known.items()})
         results = run.run(*inputs)
-    found = [results[other] for other in others]
-    if any(result is _ABSENT for result in found) or (run.left_out and again.generators):
+    if not run.unknown.isdisjoint(nodes[other] for other in others):
         raise CaptureFailed("an input of the model is gone that gradients for its outputs need", "keep it until then")
-    return found
+    return [results[other] for other in others]
+
+
+_ABSENT = object()
+
+
+def _zeros_like(example: torch.Tensor) -> torch.Tensor:
+    sizes = [size if isinstance(size, int) else size.node.hint for size in example.shape]
+    return torch.zeros(sizes, dtype=example.dtype, device=example.device)
 
 
 class _From(fx.Interpreter):
-    """Runs one of TorchDynamo's graphs, in which some values are given, and leaves out what is not known.
+    """Runs one of TorchDynamo's graphs.
 
     Attributes:
-        left_out: whether something was.
+        given: what some nodes are.
+        unknown: nodes whose values are not the call's.
     """
 
-    def __init__(self, module: fx.GraphModule, given: Mapping[fx.Node, torch.Tensor]) -> None:
+    def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.given = given
-        self.left_out = False
+        self.given: dict[fx.Node, torch.Tensor] = {}
+        self.unknown: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
-        """As it is; what reads something absent is absent, and so is what it would have changed."""
-        if n.op == "output" or not any(self.env[node] is _ABSENT for node in n.all_input_nodes):
-            result = super().run_node(n)
-        else:
-            result, self.left_out = _ABSENT, True
+        """As it is; what reads something unknown is unknown, and so is what it changes."""
+        result = super().run_node(n)
+        if n in self.given:
+            return self.given[n]
+        if n.op != "output" and not self.unknown.isdisjoint(n.all_input_nodes):
+            self.unknown.add(n)
             if str(getattr(n.target, "__name__", n.target)).endswith("_"):
-                self.env.update(dict.fromkeys(n.all_input_nodes, _ABSENT))
-        return self.given.get(n, result)
+                self.unknown.update(n.all_input_nodes)
+        return result

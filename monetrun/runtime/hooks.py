@@ -8,7 +8,7 @@ import gc
 import importlib
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from monetrun.capture import output_inputs
 from monetrun.core.imports import without_collection
 from monetrun.core.patched import patched
+from monetrun.runtime.unplannable_use import OF_OUTPUTS
 
 
 class TrainingObserver(Protocol):
@@ -34,6 +35,9 @@ class TrainingObserver(Protocol):
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """The script differentiates ``roots``; ``create_graph``: to differentiate the gradients, too."""
+
+    def plan_no_more(self, calls: Sequence[Any], use: str) -> None:
+        """The script makes a use of these compiled calls that they do not have."""
 
     def compiles(self, compiled: Any) -> None:
         """The script compiles a function or a module (``torch.compile``)."""
@@ -95,9 +99,10 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     """Patch torch so that ``observer`` sees the script's optimizers; closing ``undo`` restores torch."""
     init, add_group = Optimizer.__init__, Optimizer.add_param_group
     zero_optimizer, zero_module = Optimizer.zero_grad, nn.Module.zero_grad
-    backward, grad, compile_ = torch.autograd.backward, torch.autograd.grad, torch.compile
+    compile_ = torch.compile
     _observes(True)
     undo.callback(_observes, False)
+    _observe_gradients(observer, undo)
 
     def observed_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         with without_collection():
@@ -121,30 +126,12 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
             observer.zeroing_gradients(self.parameters(), set_to_none)
         zero_module(self, set_to_none)
 
-    def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-            observer.backward_begins(_listed(tensors), bool(create_graph))
-        backward(tensors, *args, **kwargs)
-
-    def observed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return grad(outputs, *args, **kwargs)
-        create_graph = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
-        observer.backward_begins(_listed(outputs), bool(create_graph))
-        given = output_inputs.given_by_calls(args[0] if args else kwargs.get("inputs"))
-        if given:
-            return output_inputs.grad(grad, given, outputs, *args, **kwargs)
-        return grad(outputs, *args, **kwargs)
-
     def observed_compile(model: Any = None, **kwargs: Any) -> Any:
         if model is not None and not kwargs.get("disable"):  # None: a decorator with options, which calls this again
             observer.compiles(model)
         return compile_(model, **kwargs)
 
     for owner, name, function, original in (
-        (torch.autograd, "backward", observed_backward, backward),
-        (torch.autograd, "grad", observed_grad, grad),
         (torch, "compile", observed_compile, compile_),
         (Optimizer, "__init__", observed_init, init),
         (Optimizer, "add_param_group", observed_add_group, add_group),
@@ -171,6 +158,51 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
 
     if "torch._dynamo" in sys.modules:  # else it is not imported before the script has an optimizer
         observe_steps()
+
+
+def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
+    """Patch what asks torch for gradients."""
+    backward, grad = torch.autograd.backward, torch.autograd.grad
+    register_hook, retain_grad = torch.Tensor.register_hook, torch.Tensor.retain_grad
+
+    def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+            observer.backward_begins(_listed(tensors), bool(create_graph))
+        backward(tensors, *args, **kwargs)
+
+    def observed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return grad(outputs, *args, **kwargs)
+        create_graph = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
+        observer.backward_begins(_listed(outputs), bool(create_graph))
+        given = output_inputs.given_by_calls(args[0] if args else kwargs.get("inputs"))
+        if given:
+            return output_inputs.grad(grad, given, outputs, *args, **kwargs)
+        return grad(outputs, *args, **kwargs)
+
+    def observed_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        given = {} if torch.compiler.is_compiling() else output_inputs.given_by_calls(self)
+        if not given:
+            return register_hook(self, hook)
+        observer.plan_no_more([self.grad_fn], OF_OUTPUTS)
+        return output_inputs.watch(*given[0], hook)
+
+    def observed_retain(self: torch.Tensor) -> None:
+        given = {} if torch.compiler.is_compiling() else output_inputs.given_by_calls(self)
+        if given and not self.retains_grad:
+            observer.plan_no_more([self.grad_fn], OF_OUTPUTS)
+            output_inputs.retain(self, *given[0])
+        retain_grad(self)
+
+    for owner, name, function, original in (
+        (torch.autograd, "backward", observed_backward, backward),
+        (torch.autograd, "grad", observed_grad, grad),
+        (torch.Tensor, "register_hook", observed_hook, register_hook),
+        (torch.Tensor, "retain_grad", observed_retain, retain_grad),
+    ):
+        functools.update_wrapper(function, original)
+        undo.enter_context(patched(owner, name, function))
 
 
 def _listed(tensors: Any) -> list[Any]:

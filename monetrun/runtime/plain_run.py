@@ -9,7 +9,7 @@ import atexit
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,9 @@ class PlainRun:
             probe.begin(self.settings.record_file)
         if self.settings.mode == MEASURE and self._backwards > 1 and not self._has_optimizer:
             probe.leave_unseen(probe.NO_OPTIMIZER, self.settings.record_file)
+
+    def plan_no_more(self, calls: Sequence[Any], use: str) -> None:
+        """Nothing is planned."""
 
     def compiles(self, compiled: Any) -> None:
         """Nothing to do."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -267,7 +267,7 @@ class Session:
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """The script differentiates ``roots``. A trial run ends with the second time if there is no optimizer."""
         if create_graph and self.planned and (calls := unplannable_use.compiled_calls(roots)):
-            self._plan_no_more(calls)
+            self.plan_no_more(calls, unplannable_use.OF_GRADIENTS)
         if self.engine is not None:
             self.engine.backward_begins(roots)
         self._backwards += 1
@@ -276,11 +276,11 @@ class Session:
 
             probe.leave_unseen(probe.NO_OPTIMIZER, self.settings.record_file)
 
-    def _plan_no_more(self, calls: list[Any]) -> None:
-        """The script wants gradients of gradients: these compiled calls run again for them, further ones do not."""
+    def plan_no_more(self, calls: Sequence[Any], use: str) -> None:
+        """These compiled calls run again for what the script makes of them; further ones do not."""
         if self.engine is not None:
             names = [planned.name for planned in self.planned]
-            self.run_as_it_is(unplannable_use.double_backward(names, self.settings, has_stepped=bool(self.stepped)))
+            self.run_as_it_is(unplannable_use.models_run_as_they_are(names, use, self.settings, bool(self.stepped)))
         double_backward.run_again(calls)
 
     def run_as_it_is(self, reason: str) -> None:

@@ -18,6 +18,8 @@ from monetrun.core.errors import CaptureFailed
 from monetrun.runtime import probe
 from monetrun.runtime.settings import AS_IS_MARK, PROBE, Settings
 
+OF_GRADIENTS = "takes gradients of gradients (create_graph=True)"
+OF_OUTPUTS = "watches the gradient of an output on which another output depends (register_hook, retain_grad)"
 # How torch names the backward of what AOTAutograd has compiled in an autograd graph.
 _COMPILED = "CompiledFunctionBackward"
 
@@ -48,14 +50,15 @@ def compiled_calls(roots: Iterable[Any]) -> list[Any]:
     return found
 
 
-def double_backward(names: Sequence[str], settings: Settings, has_stepped: bool) -> str:
-    """The script wants gradients of gradients of planned models; torch's compiled calls have none.
+def models_run_as_they_are(names: Sequence[str], use: str, settings: Settings, has_stepped: bool) -> str:
+    """The script makes a ``use`` of planned models that torch's compiled calls do not have.
 
     A trial run ends with the reason. A worker ends too, if nothing has been trained yet: the launch starts anew, and
     runs the models as they are. Later, and without a launcher, they run as they are from then on.
 
     Args:
         names: of the models.
+        use: what the script does.
         settings: of the process.
         has_stepped: an optimizer has made a step.
 
@@ -66,15 +69,12 @@ def double_backward(names: Sequence[str], settings: Settings, has_stepped: bool)
         CaptureFailed: with ``strict``.
     """
     models = ", ".join(dict.fromkeys(names))
-    reason = (
-        f"{models} runs without a plan: the script takes gradients of gradients (create_graph=True), "
-        "which torch's compiled models do not have"
-    )
+    reason = f"{models} runs without a plan: the script {use}, which torch's compiled models do not have"
     _end_trial_or_strict_run(reason, settings)
     if has_stepped or not settings.report_folder:
         return (
-            f"{models} runs without a plan from now on: the script takes gradients of gradients (create_graph=True), "
-            "which torch's compiled models do not have (this step's gradients may differ by rounding)"
+            f"{models} runs without a plan from now on: the script {use}, which torch's compiled models do not have"
+            " (this step's gradients may differ by rounding)"
         )
     part = Path(settings.report_folder) / f"{AS_IS_MARK}.{os.getpid()}"
     part.write_text(reason)

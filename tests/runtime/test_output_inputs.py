@@ -55,7 +55,7 @@ def trained(use, steps=4, keep=True, **options):
 
 
 @pytest.mark.parametrize("use", [of_features, of_one_and_a_parameter])
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.3}, {"keep": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.3}, {"keep": False}, {"dropout": 0.3, "keep": False}], ids=str)
 def test_they_are_eagers(use, options):
     if use is of_one_and_a_parameter:
         options = {k: v for k, v in options.items() if k != "keep"}
@@ -95,8 +95,51 @@ def test_what_nothing_depends_on_is_torchs_own_error_and_a_dropped_input_is_said
         assert torch.autograd.grad(other, first, retain_graph=True, allow_unused=True) == (None,)
         (zeros,) = torch.autograd.grad(other, first, materialize_grads=True)
         assert not zeros.any()
-        image, first, _, _ = model(z)
-        del z, model
+        image, _, second, _ = model(z)
+        del z
         gc.collect()
         with pytest.raises(CaptureFailed, match="an input of the model is gone"):
-            torch.autograd.grad(image.sum(), first)
+            torch.autograd.grad(image.sum(), second)  # the image depends on the first feature, too, which is not given
+
+
+class Watched:
+    """Trains a model of which a later use watches the gradient of an output."""
+
+    def __init__(self, use, since):
+        self.use, self.since, self.seen = use, since, []
+
+    def watch(self, first):
+        if self.use == "retained":
+            first.retain_grad()
+        elif self.use == "changed":
+            first.register_hook(lambda g: 0.1 * g)
+        else:
+            handle = first.register_hook(lambda g: self.seen.append("removed"))
+            first.register_hook(lambda g: self.seen.append(g.norm().item()))
+            handle.remove()
+
+    def train(self):
+        torch.manual_seed(0)
+        model = Generator()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for step in range(5):
+            image, first, _, _ = model(z := torch.randn(128, 16))
+            if step >= self.since:
+                self.watch(first)
+            loss = image.square().mean() + 0.1 * first.abs().mean() + 0 * z.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            self.seen += [loss.item(), None if not first.retains_grad else first.grad.norm().item()]
+        return self.seen, [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("use", ["retained", "changed", "seen"])
+@pytest.mark.parametrize("since", [0, 3])
+def test_hooks_of_an_output_see_all_of_its_gradient(use, since, capsys):
+    plain = Watched(use, since).train()
+    with opened_session(budget="1GiB", solver_seconds=0.5, implementations="exact"):
+        planned = Watched(use, since).train()
+    assert planned == plain
+    said = [line for line in capsys.readouterr().err.splitlines() if "watches the gradient of an output" in line]
+    assert len(said) == 1
