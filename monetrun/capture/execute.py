@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from monetrun.capture.open_strides import TRACED_STRIDES
 from monetrun.core.errors import ScheduleError
 from monetrun.core.graph import FORWARD, Costs
 from monetrun.core.plan import Schedule, Step
+from monetrun.core.regions import second_runs
 from monetrun.ops import replay
 from monetrun.ops.registry import Call
 
@@ -78,6 +80,8 @@ class _Builder:
         self.forward = _Pass()
         self.backward = _Pass()
         self.saved: list[fx.Node] = []
+        # second runs that the plain step has, too: of the script's checkpoints
+        self.in_plain = Counter(i for operators in second_runs(joint.graph).values() for i in operators)
         self.placeholders: dict[fx.Node, fx.Node] = {}
 
     def build(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -179,7 +183,9 @@ class _Builder:
         arguments, keywords = fx.map_arg((call.args, call.kwargs), load)
         new = into.graph.call_function(call.target, arguments, keywords)
         new.meta = _metadata(node)
-        new.meta[_EXTRA] = self._extra_share(step, again)
+        in_plain = again and self.in_plain[step.operator] > 0
+        self.in_plain[step.operator] -= in_plain
+        new.meta[_EXTRA] = self._extra_share(step, again and not in_plain)
         new.meta[_STEP] = step
         keep_mark(new, node, call.args)
         written = self.joint.graph.operators[step.operator].outputs

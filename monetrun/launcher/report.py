@@ -223,7 +223,7 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     overhead = outcome.measured_overhead
     planned, _ = outcome.planned(plan)
     return [
-        f"[bold]monetrun[/bold]  {outcome.steps} training steps",
+        f"[bold]monetrun[/bold]  {_steps(outcome.steps)}",
         f"  plain peak     {format_bytes(plan.plain_peak_bytes)}",
         f"  budget         {format_bytes(plan.budget_bytes)}{_budget_share(plan.budget_bytes, plan.plain_peak_bytes)}",
         f"  planned peak   {format_bytes(planned)} ({share(planned, plan.plain_peak_bytes)})",
@@ -252,12 +252,16 @@ def _out_of_memory_lines(outcome: Outcome, plan: Plan) -> list[str]:
     ]
 
 
+def _steps(number: int) -> str:
+    return f"{number} training step{'s' * (number != 1)}"
+
+
 def _held(outcome: Outcome) -> str:
     """What the allocator held in a run without a plan."""
     if outcome.measured_reserved_bytes is None or outcome.measured_peak_bytes is None:
         return ""
     reserved, allocated = format_bytes(outcome.measured_reserved_bytes), format_bytes(outcome.measured_peak_bytes)
-    return f"; {outcome.steps} training steps took {reserved} of the device ({allocated} allocated)"
+    return f"; {_steps(outcome.steps)} took {reserved} of the device ({allocated} allocated)"
 
 
 def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
@@ -274,7 +278,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
     overhead = outcome.measured_overhead
     retries = f"; {outcome.retries} allocation retries in settled steps" if outcome.retries else ""
     return [
-        f"[bold]monetrun[/bold]  {outcome.steps} training steps",
+        f"[bold]monetrun[/bold]  {_steps(outcome.steps)}",
         row("plain peak", plain, plan.plain_peak_bytes) + (", estimated" if pool.plain_is_estimated else ""),
         f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved{_budget_share(plan.budget_bytes, plain)}",
         row("planned peak", planned_reserved, planned_allocated),

@@ -8,6 +8,7 @@ from typing import Any
 
 from monetrun.core import codec
 from monetrun.core.event import is_optimizer_step
+from monetrun.core.graph import FORWARD
 from monetrun.core.plan import Schedule
 from monetrun.core.step import OUTSIDE, StepRecord, replay
 
@@ -154,6 +155,19 @@ def intervals(record: StepRecord, schedules: Sequence[Schedule], measured: Seque
 def optimizer_steps(record: StepRecord) -> int:
     """How many optimizer steps the recorded training step has."""
     return sum(is_optimizer_step(event.kind, event.name) for event in record.events)
+
+
+def counted_steps(record: StepRecord | None) -> tuple[int, int]:
+    """``optimizer_steps``, and how many of them are the first after a forward; (0, 0): not known.
+
+    One optimizer for each parameter steps within the backward, when that has its gradient.
+    """
+    after_forwards, forward = 0, False
+    for event in () if record is None else record.events:
+        if is_optimizer_step(event.kind, event.name):
+            after_forwards, forward = after_forwards + forward, False
+        forward |= event.kind == FORWARD
+    return (0, 0) if record is None else (optimizer_steps(record), after_forwards)
 
 
 def _planned(record: StepRecord, schedules: Sequence[Schedule]) -> list[Stretch]:

@@ -22,7 +22,7 @@ from monetrun.core.simulate import judge
 from monetrun.core.step import LIBRARIES, DeviceMemory, StepRecord
 from monetrun.core.step_changes import with_excess
 from monetrun.planning import kept, planner
-from monetrun.planning.intervals import Interval, intervals, optimizer_steps
+from monetrun.planning.intervals import Interval, counted_steps, intervals
 from monetrun.planning.summary import planned_bytes, rounding_note
 from monetrun.runtime import adaptation, agreement, moved_memory
 from monetrun.runtime.collective_times import CollectiveTimes
@@ -103,7 +103,7 @@ class RunningPlan:
         self.enforcement.plan_is(plan.budget_bytes, plan.pool, bool(plan.ledger.get(LIBRARIES)))
         self.room.plan_is(self.record, self.schedules, moved_memory.allocated_limit(plan))
         self.steps.plan_is(plan.planned_peak_bytes, planned_bytes(plan))
-        self.steps.measure_a_settled_step(0 if self.record is None else optimizer_steps(self.record))
+        self.steps.measure_a_settled_step(*counted_steps(self.record))
 
     def replan_without(self, failed: FailedGuards) -> None:
         """Use implementations whose guards failed no more: plan again without them, in rank 0 for all ranks.

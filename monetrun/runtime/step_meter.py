@@ -42,6 +42,7 @@ class StepMeter:
         self._within_step = False
         self._optimizer_steps = 0  # since ``measure_a_settled_step``
         self._optimizers = 0  # optimizer steps in a whole training step; 0: no step is to be measured in detail
+        self._counted = 1  # how many of them ``steps`` counts
         self._detail: StretchMeter | None = None
 
     def plan_is(self, allocated_bytes: int, bounded_bytes: int) -> None:
@@ -49,12 +50,14 @@ class StepMeter:
         self._planned = allocated_bytes, bounded_bytes
         self.most_planned = max(self.most_planned[0], allocated_bytes), max(self.most_planned[1], bounded_bytes)
 
-    def measure_a_settled_step(self, optimizers: int) -> None:
+    def measure_a_settled_step(self, optimizers: int, after_forwards: int = 0) -> None:
         """Measure the third training step from now on in detail, if the meter is exact.
 
         Args:
             optimizers: how many optimizer steps a training step has, 0 where that is not known: measure none.
+            after_forwards: how many of them are the first after a forward; 0: all.
         """
+        self._counted = max(1, after_forwards or optimizers) if self.meter.exact else 1
         self._optimizers = optimizers if self.meter.exact else 0
         self._optimizer_steps %= max(1, optimizers)  # a step may have begun
         self._detail = None
@@ -66,13 +69,13 @@ class StepMeter:
 
         One with several optimizers has made some of its forwards when the first of them has stepped.
         """
-        optimizers = max(1, self._optimizers)
-        return self.steps > SETTLING_STEPS * optimizers and self._optimizer_steps % optimizers == 0
+        within = self._optimizer_steps % max(1, self._optimizers)
+        return self.steps > SETTLING_STEPS * self._counted and not within
 
     @property
     def training_steps(self) -> int:
         """``steps`` in training steps: a GAN's have two optimizers' steps each. One that has not ended counts."""
-        return -(-self.steps // max(1, self._optimizers))
+        return -(-self.steps // self._counted)
 
     def forward_begins(self) -> None:
         """A planned model is called in training."""

@@ -200,6 +200,21 @@ def test_what_runs_again_is_overhead():
     assert names[names.index("start") + 1] == "tanh.default"
 
 
+def test_what_the_scripts_checkpoint_runs_again_is_none_unless_it_runs_more_often():
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    joint = captured(Checkpointed(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8))
+    plain = plain_schedule(joint.graph)
+    again = [step for step in plain.backward if step.operator < joint.graph.forward_count]
+    assert again
+    for schedule, extra in ((plain, False), (Schedule(plain.forward, (again[0], *plain.backward)), True)):
+        _, backward = execute.build(joint, schedule)
+        watch = Stopwatch(Recorded())
+        assert (execute.timed(backward, {1.0: watch}.__getitem__) is not None) is extra
+
+
 def test_a_device_that_failed_leaves_the_overhead_unknown():
     class Broken:
         def mark(self):

@@ -86,6 +86,19 @@ def test_a_training_step_may_have_several_optimizers():
     assert (steps.steps, steps.training_steps) == (7, 4)
 
 
+def test_optimizers_that_step_within_one_backward_make_one_training_step():
+    meter, steps = metered(3)
+    steps.measure_a_settled_step(3, 1)
+    settled = []
+    for _ in range(5):
+        train(steps, meter)
+        for _ in range(2):
+            steps.optimizer_ended("SGD")
+        settled.append(steps.settled)
+    assert (steps.steps, steps.training_steps) == (5, 5)
+    assert settled == [False, False, True, True, True]
+
+
 def test_neither_bytes_nor_retries_of_operators_that_are_measured_are_the_steps():
     meter, steps = metered(1)
     for _ in range(3):
