@@ -42,8 +42,9 @@ class BudgetBelowSmallest(InfeasibleBudget):
     """
 
     def __init__(self, record: StepRecord, budget_bytes: int, base: Baseline, options: Options | None = None) -> None:
-        smallest, plain = base.frugal.peak_bytes, base.plain.peak_bytes
+        smallest, plain, of_it = base.frugal.peak_bytes, base.plain.peak_bytes, ""
         if record.memory is not None:
+            of_it = f" reserved, of it {format_bytes(base.frugal.peak_bytes)} allocated"
             smallest = reserved(record, base.frugal_schedules).peak_bytes
             plain = plain_reserved_bytes(record)
         parts = ledger(record, base.frugal.peak_bytes)
@@ -57,7 +58,7 @@ class BudgetBelowSmallest(InfeasibleBudget):
             hint = f"{least}: with --budget 1.0x models run as they are"
         super().__init__(
             f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}"
-            f"{_restriction(options)}\n"
+            f"{of_it}{_restriction(options)}\n"
             f"  floor: {base.frugal.peak_name}" + f"\n  of it: {ledger_line(parts)}" * mostly_weights,
             hint,
             budget_bytes=budget_bytes,
