@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from monetrun.capture.allocator_history import settings_from_environment, warm_up_libraries
+from monetrun.core.allocator_settings import ROUND_LARGE
 from monetrun.core.plan import Pool
 
 _MIB = 1 << 20
@@ -19,19 +20,21 @@ def hold(device: torch.device, pool: Pool, libraries: bool, budget_bytes: int) -
     Args:
         device: a CUDA device.
         pool: of the plan.
-        budget_bytes: the most that is reserved together, unless more is in use.
         libraries: cuBLAS keeps workspaces; they are taken first, so that they lie beside the weights.
+        budget_bytes: the most that is reserved together, unless more is in use.
     """
     if libraries:
         warm_up_libraries(device)
     torch.cuda.empty_cache()
-    page = settings_from_environment().large_segment_bytes
+    settings = settings_from_environment()
+    page = settings.large_segment_bytes if settings.expandable else ROUND_LARGE
     held = []
     try:
         large_bytes = pool.large_bytes - pool.other_streams_bytes
         while (missing := large_bytes - _reserved(device, "large_pool")) > 0:
-            missing = min(missing, (budget_bytes - _reserved(device, "all")) // page * page)
-            if missing <= 0:
+            free = budget_bytes - _reserved(device, "all")
+            missing = min(missing, free // page * page)
+            if missing <= 0 or (not settings.expandable and settings.segment_bytes(missing) > free):
                 break
             held.append(torch.empty(max(missing, 2 * _MIB), dtype=torch.uint8, device=device))
         while pool.small_bytes > _reserved(device, "small_pool") and budget_bytes > _reserved(device, "all"):
