@@ -94,9 +94,13 @@ class Again:
             raise CaptureFailed(
                 "an input of the model is gone that its gradients' gradients need", "keep it until then"
             )
-        values = ((value(), value) if isinstance(value, weakref.ref) else (value, None) for value in self.inputs)
-        found = [absent if value is None and reference is not None else value for value, reference in values]
+        found = [_referenced(value, absent) if isinstance(value, weakref.ref) else value for value in self.inputs]
         return [v.clone() if isinstance(v, torch.Tensor) and not v.requires_grad else v for v in found]
+
+
+def _referenced(reference: weakref.ref[Any], absent: Any) -> Any:
+    value = reference()
+    return absent if value is None else value
 
 
 def repeatable(compiled: Callable[..., Any], module: fx.GraphModule, traced: TracedBackward) -> Any:
@@ -134,22 +138,28 @@ def again_of(node: Any) -> Again | None:
     return again if isinstance(again, Again) else None
 
 
+def _unhooked(node: Any) -> Again | None:
+    """``again_of``, where ``run_again`` was not called for it."""
+    again = again_of(node)
+    return None if again is None or _HOOKED in node.metadata else again
+
+
 def traced_otherwise(node: Any, state: backward_autocast.State) -> bool:
     """Whether the backward behind an autograd node was traced for another autocast than ``state``, and differs."""
-    again = again_of(node)
-    return again is not None and _HOOKED not in node.metadata and again.traced.differs_under(state)
+    again = _unhooked(node)
+    return again is not None and again.traced.differs_under(state)
 
 
 def sums_of(node: Any) -> tuple[Edge, ...]:
     """Edges of the inputs of whose gradients the call behind an autograd node gives a sum over several uses."""
-    again = again_of(node)
-    return () if again is None or _HOOKED in node.metadata else again.sums
+    again = _unhooked(node)
+    return () if again is None else again.sums
 
 
 def can_run_again(node: Any) -> bool:
     """Whether the script has dropped none of the inputs of the call behind an autograd node."""
-    again = again_of(node)
-    return again is None or _HOOKED in node.metadata or not again.incomplete
+    again = _unhooked(node)
+    return again is None or not again.incomplete
 
 
 def run_again(nodes: Sequence[Any]) -> None:

@@ -26,6 +26,7 @@ from torch import fx
 from monetrun.capture.gradient_terms import Arrival, Edge, arrivals, in_terms, mark_sums, used_elsewhere
 from monetrun.capture.in_turn import InTurn, Turns, in_turn
 from monetrun.capture.output_gradients import is_tangent
+from monetrun.capture.storages import results_of
 from monetrun.core.patched import patched
 
 
@@ -69,8 +70,7 @@ class GradientOrder:
 
     def traced(self, module: fx.GraphModule, forward_outputs: int) -> None:
         """The observed backward is that of ``module``, a joint one: find its results, and the inputs they belong to."""
-        (output,) = module.graph.find_nodes(op="output")
-        gradients = torch.utils._pytree.arg_tree_leaves(*output.args)[forward_outputs:]
+        gradients = results_of(module.graph)[forward_outputs:]
         primals = [n for n in module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         present = [(k, n) for k, (n, g) in enumerate(zip(primals, gradients, strict=False)) if g is not None]
         traced = [k for k, absent in enumerate(self._absent) if not absent]

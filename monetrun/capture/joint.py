@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from monetrun.capture.guards import Guard, Guards
@@ -20,7 +19,7 @@ from monetrun.capture.operators import Described, Inputs, describe
 from monetrun.capture.optional_operators import mark_optional
 from monetrun.capture.output_gradients import is_tangent, join_output_gradients
 from monetrun.capture.regions import Regions
-from monetrun.capture.storages import Storages
+from monetrun.capture.storages import Storages, results_of
 from monetrun.capture.tracing import split_convolution_backward, take_new_statistics
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.graph import BACKWARD, FORWARD, Graph
@@ -103,8 +102,7 @@ def capture(
     offered = with_the_same_strides(module, registry.alternatives(module))
 
     forward, backward = _phases(module, name)
-    (output,) = module.graph.find_nodes(op="output")
-    results = tuple(torch.utils._pytree.arg_tree_leaves(*output.args))
+    results = tuple(results_of(module.graph))
     storages = Storages(module, (*forward, *backward), results, name)
     placeholders = module.graph.find_nodes(op="placeholder")
     inputs = Inputs({node: position for position, node in enumerate(placeholders)}, frozenset(static_inputs))

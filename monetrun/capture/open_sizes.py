@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from monetrun.capture.kernel_strides import as_kernels_give_them
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.program import Run
+from monetrun.capture.storages import results_of
 from monetrun.core.errors import CaptureFailed, MonetrunError
 
 aten = torch.ops.aten
@@ -68,12 +69,10 @@ class _Form:
     Attributes:
         place: of the tensor.
         read: gives the number of a tensor.
-        expression: the number's, in the open graph.
     """
 
     place: int
     read: Callable[[torch.Tensor], Any]
-    expression: Any
 
 
 @dataclass(slots=True)
@@ -101,34 +100,36 @@ class OpenSizes:
         self.forward_outputs = forward_outputs
         self.fix = fix
         primals = [n for n in module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
-        self.numbers = [k for k, node in enumerate(primals) if _is_open(node.meta.get("val"))]
+        values: list[Any] = [node.meta.get("val") for node in primals]
+        self.numbers = [k for k, value in enumerate(values) if _is_open(value)]
         self._tensors = [k for k in range(len(primals)) if k not in self.numbers]
-        self._forms = _only_in_forms(primals)
+        self._forms = _only_in_forms(values)
+        self._traced = self._read(values)
         self._fixed: dict[tuple[Any, ...], FixedSizes] = {}
 
     def __deepcopy__(self, memo: Any) -> OpenSizes:
         return self  # AOTAutograd copies modules with their meta
 
     def fixed(self, numbers: tuple[Any, ...]) -> FixedSizes:
-        """What runs it with these numbers: those in the places of ``self.numbers``, then those of forms."""
+        """What runs it with these numbers: those in the places of ``self.numbers``, then those of tensors' forms."""
         if numbers not in self._fixed:
             with unset_fake_temporarily():
-                count = len(self.numbers)
-                of_forms = {form.expression: n for form, n in zip(self._forms, numbers[count:], strict=True)}
-                module = with_numbers(self.module, dict(zip(self.numbers, numbers[:count], strict=True)), of_forms)
+                expressions = (number.node.expr for number in self._traced)
+                module = with_numbers(self.module, dict(zip(expressions, numbers, strict=True)))
                 self._fixed[numbers] = self.fix(module)
         return self._fixed[numbers]
 
     def hints(self) -> tuple[Any, ...]:
         """The numbers that it was traced with."""
-        values = [node.meta.get("val") for node in self.module.graph.find_nodes(op="placeholder")]
-        found = [*(values[k] for k in self.numbers), *(form.read(values[form.place]) for form in self._forms)]
-        return tuple(number.node.hint for number in found)
+        return tuple(number.node.hint for number in self._traced)
+
+    def _read(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The numbers of these inputs."""
+        return (*(inputs[k] for k in self.numbers), *(form.read(inputs[form.place]) for form in self._forms))
 
     def shells(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Modules that have the inputs and outputs of the forward and of the backward, for AOTAutograd to look at."""
-        (output,) = self.module.graph.find_nodes(op="output")
-        results = list(torch.utils._pytree.arg_tree_leaves(*output.args))
+        results = results_of(self.module.graph)
         forward, backward, primals, tangents = fx.Graph(), fx.Graph(), {}, {}
         with _mode_of(self.module):
             values = torch.empty(0, device="cpu")
@@ -152,8 +153,7 @@ class OpenSizes:
         Raises:
             BackendCompilerFailed: as from TorchDynamo, where the graph cannot be captured at these sizes.
         """
-        of_forms = (form.read(arguments[form.place]) for form in self._forms)
-        numbers = (*(arguments[k] for k in self.numbers), *of_forms)
+        numbers = self._read(arguments)
         try:
             fixed = self.fixed(numbers)
         except Exception as error:
@@ -196,29 +196,26 @@ class OpenSizes:
     backward._boxed_call = True  # type: ignore[attr-defined]
 
 
-def with_numbers(module: fx.GraphModule, numbers: Mapping[int, Any], of_forms: Mapping[Any, int]) -> fx.GraphModule:
+def with_numbers(module: fx.GraphModule, known: Mapping[Any, Any]) -> fx.GraphModule:
     """The joint module of fixed sizes that an open one is with these numbers.
 
     Args:
         module: AOTAutograd's joint module.
-        numbers: in place of the inputs at these positions, which it does not take any more.
-        of_forms: numbers that only tensors' forms tell, by expression.
+        known: numbers by their expression in it; those that are inputs it does not take any more.
 
     Raises:
         CaptureFailed: the module has something whose size does not follow from the numbers.
     """
-    placeholders, mode = module.graph.find_nodes(op="placeholder"), _mode_of(module)
-    known = {placeholders[k].meta["val"].node.expr: number for k, number in numbers.items()}
+    mode = _mode_of(module)
     with mode, as_kernels_give_them(), torch.no_grad(), torch._C._DisableAutocast():
-        return _Fixing(module, mode, {**known, **of_forms}).module()
+        return _Fixing(module, mode, known).module()
 
 
-def _only_in_forms(primals: Sequence[fx.Node]) -> list[_Form]:
+def _only_in_forms(values: Sequence[Any]) -> list[_Form]:
     """The numbers of tensors' forms that do not follow from the inputs that are numbers.
 
     A stride may be one, and so may the bytes of a storage of which the tensor is a part.
     """
-    values: list[Any] = [node.meta.get("val") for node in primals]
     known = {value.node.expr for value in values if _is_open(value)}
     found = []
     for place, value in enumerate(values):
@@ -226,7 +223,7 @@ def _only_in_forms(primals: Sequence[fx.Node]) -> list[_Form]:
             number = read(value)
             if _is_open(number) and not number.node.expr.free_symbols <= known:
                 known.add(number.node.expr)
-                found.append(_Form(place, read, number.node.expr))
+                found.append(_Form(place, read))
     return found
 
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from monetrun.capture.double_backward import Again, again_of, as_before
+from monetrun.capture.storages import results_of
 from monetrun.core.errors import CaptureFailed
 
 Grad = Callable[..., Any]
@@ -34,7 +35,7 @@ def given_by_calls(inputs: Any) -> dict[int, tuple[Again, int]]:
         By the place in ``inputs``: the call, and which of its results.
     """
     found = {}
-    for place, tensor in enumerate(_listed(inputs)):
+    for place, tensor in enumerate(listed(inputs)):
         again = None if not isinstance(tensor, torch.Tensor) else again_of(tensor.grad_fn)
         if again is not None and tensor.output_nr in again.places:
             number = again.places.index(tensor.output_nr)
@@ -64,7 +65,7 @@ def grad(
         CaptureFailed: an input of a call is gone that it takes to run it again.
     """
     options = {"retain_graph": retain_graph, "create_graph": create_graph, "is_grads_batched": is_grads_batched}
-    wanted = list(_listed(inputs))
+    wanted = listed(inputs)
     besides: list[tuple[int, int, GradientEdge]] = []  # a place in ``wanted``, a result that depends on it, its edge
     for place, (again, number) in given.items():
         for other in _depending(again.module, number):
@@ -116,18 +117,16 @@ def retain(tensor: torch.Tensor, again: Again, number: int) -> None:
     watch(again, number, keep)
 
 
-def _listed(inputs: Any) -> Sequence[Any]:
-    return inputs if isinstance(inputs, (list, tuple)) else (inputs,)
-
-
-def _results(module: fx.GraphModule) -> list[Any]:
-    (output,) = module.graph.find_nodes(op="output")
-    return list(torch.utils._pytree.arg_tree_leaves(*output.args))
+def listed(tensors: Any) -> list[Any]:
+    """As torch takes them: one or several. What can be read only once is left to torch."""
+    if isinstance(tensors, (list, tuple)):
+        return list(tensors)
+    return [tensors] if isinstance(tensors, torch.Tensor) else []
 
 
 def _depending(module: fx.GraphModule, number: int) -> list[int]:
     """Which other results of one of TorchDynamo's graphs depend on the one with this number."""
-    results = _results(module)
+    results = results_of(module.graph)
     after = {results[number]}
     for node in module.graph.nodes:
         if not after.isdisjoint(node.all_input_nodes):
@@ -140,7 +139,7 @@ def _results_from(again: Again, known: Mapping[int, torch.Tensor], others: Seque
 
     In the place of inputs that the script has dropped there are zeros: so as many random numbers are drawn.
     """
-    nodes, run = _results(again.module), _From(again.module)
+    nodes, run = results_of(again.module.graph), _From(again.module)
     run.given.update((nodes[number], tensor) for number, tensor in known.items())
     inputs = again.given(absent=_ABSENT)
     for i, node in enumerate(again.module.graph.find_nodes(op="placeholder")):

@@ -125,6 +125,12 @@ def block_bytes(storage: torch.UntypedStorage) -> int:
     return settings_from_environment().rounded(nbytes)
 
 
+def results_of(graph: fx.Graph) -> list[Any]:
+    """What a graph gives, one after the other."""
+    (output,) = graph.find_nodes(op="output")
+    return list(torch.utils._pytree.arg_tree_leaves(*output.args))
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a node's value: a tensor, or a tuple or list that has some."""
     leaves = value if isinstance(value, (tuple, list)) else [value]

@@ -64,9 +64,9 @@ class DeviceMemory:
         other_streams_bytes: reserved for requests on other streams, on which no graph runs.
         between: what the script requests and frees from a step's end to the next forward; numbers go on from the
             step's. None: not seen, a new batch is taken to be there before the old one is freed.
-        gradients: which of the blocks of ``base`` that are in use, in order, are gradients that the first step frees.
         begun_under: schedules of the recorded step, by graph, where planned steps follow it in the same process: what
             it leaves lies where they put it. Empty: planned steps begin in a new one.
+        gradients: which of the blocks of ``base`` that are in use, in order, are gradients that the first step frees.
     """
 
     settings: AllocatorSettings

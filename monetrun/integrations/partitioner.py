@@ -25,6 +25,7 @@ from monetrun import solve
 from monetrun.capture import cost, cost_store, roofline
 from monetrun.capture.joint import JointGraph, capture
 from monetrun.capture.meter import meter_for
+from monetrun.capture.storages import results_of
 from monetrun.core import budget as budgets
 from monetrun.core.errors import CaptureFailed, UsageError
 from monetrun.core.graph import Costs, Graph
@@ -196,8 +197,7 @@ def _captured(joint_graph: fx.Graph, node_info: Any) -> JointGraph:
     module = fx.GraphModule(joint_graph.owning_module or {}, copy.deepcopy(joint_graph))
     placeholders = joint_graph.find_nodes(op="placeholder")
     static = [i for i, node in enumerate(placeholders) if node in node_info.static_lifetime_input_nodes]
-    (output,) = joint_graph.find_nodes(op="output")
-    results = torch.utils._pytree.arg_tree_leaves(*output.args)
+    results = results_of(joint_graph)
     gradients = (i for i, node in enumerate(results) if node is None or node in node_info.tangents_closure)
     forward_outputs = next(gradients, len(results))
     return capture(module, forward_outputs, "the compiled graph", static, split_convolutions=False)

@@ -52,8 +52,7 @@ def step_of(
         held_bytes: allocated when its forward begins.
         outside: what the script allocates and frees between its forward and its backward.
         exact: whether bytes are counted by the allocator.
-        memory: of the device, where its allocator reserves more than it gives out, without the gradients that are
-            freed.
+        memory: of the device, where its allocator reserves more than it gives out.
     """
     events, base_bytes = events_of(outside), held_bytes - outside.gradients_bytes
     return StepRecord((graph,), (costs,), events, base_bytes, {}, costs.device, torch.__version__, exact, memory)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from monetrun.capture.storages import results_of
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.step import Break
 
@@ -49,8 +50,7 @@ def check_static(module: fx.GraphModule) -> None:
     Raises:
         FollowsData: one follows from the data (``item``, ``nonzero``, a boolean mask).
     """
-    (output,) = module.graph.find_nodes(op="output")
-    if any(value is None for value in torch.utils._pytree.arg_tree_leaves(*output.args)):
+    if None in results_of(module.graph):
         # TorchDynamo loses the result of ``item`` under ``torch.set_default_device``
         raise FollowsData("a value that the graph gives", True)
     for node in module.graph.nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -15,9 +15,8 @@ REST = "activations, batches and other tensors of the script"
 
 def holdings(device: torch.device, held_bytes: int) -> dict[str, int]:
     """What ``held_bytes`` consist of, by kind: of all optimizers in the process, and the rest."""
-    optimizers = hooks.optimizers()
-    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    states = [value for o in optimizers for state in o.state.values() for value in _values(state)]
+    parameters = _parameters()
+    states = [value for o in hooks.optimizers() for state in o.state.values() for value in _values(state)]
     seen: set[int] = set()
     rows = {
         "parameters": _new_bytes(parameters, device, seen),
@@ -29,10 +28,7 @@ def holdings(device: torch.device, held_bytes: int) -> dict[str, int]:
 
 def gradients(device: torch.device) -> dict[int, int]:
     """Bytes of the gradients of all optimizers' parameters, by their address."""
-    parameters = (p for o in hooks.optimizers() for group in o.param_groups for p in group["params"])
-    found = (p.grad for p in parameters if isinstance(p.grad, torch.Tensor))
-    storages = [local(g).untyped_storage() for g in found if g.layout == torch.strided and g.device.type == device.type]
-    return {s.data_ptr(): s.nbytes() for s in storages}
+    return {s.data_ptr(): s.nbytes() for s in _storages((p.grad for p in _parameters()), device)}
 
 
 def table(now: Mapping[str, int], planned: Mapping[str, int], held_bytes: int) -> str:
@@ -45,17 +41,26 @@ def table(now: Mapping[str, int], planned: Mapping[str, int], held_bytes: int) -
     return "\n".join(f"  {row}" for row in rows)
 
 
+def _parameters() -> list[torch.Tensor]:
+    return [p for o in hooks.optimizers() for group in o.param_groups for p in group["params"]]
+
+
 def _values(state: object) -> Iterable[object]:
     return state.values() if isinstance(state, Mapping) else (state,)
+
+
+def _storages(tensors: Iterable[object], device: torch.device) -> Iterator[torch.UntypedStorage]:
+    """Of those that are tensors on ``device``, one after the other."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == device.type:
+            yield local(tensor).untyped_storage()
 
 
 def _new_bytes(tensors: Iterable[object], device: torch.device, seen: set[int]) -> int:
     """Bytes of the storages on ``device`` that are not in ``seen``, to which they are added."""
     total = 0
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == device.type:
-            storage = local(tensor).untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                total += storage.nbytes()
+    for storage in _storages(tensors, device):
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
     return total

@@ -168,14 +168,14 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-            observer.backward_begins(_listed(tensors), bool(create_graph))
+            observer.backward_begins(output_inputs.listed(tensors), bool(create_graph))
         backward(tensors, *args, **kwargs)
 
     def observed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return grad(outputs, *args, **kwargs)
         create_graph = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
-        observer.backward_begins(_listed(outputs), bool(create_graph))
+        observer.backward_begins(output_inputs.listed(outputs), bool(create_graph))
         given = output_inputs.given_by_calls(args[0] if args else kwargs.get("inputs"))
         if given:
             return output_inputs.grad(grad, given, outputs, *args, **kwargs)
@@ -203,13 +203,6 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
     ):
         functools.update_wrapper(function, original)
         undo.enter_context(patched(owner, name, function))
-
-
-def _listed(tensors: Any) -> list[Any]:
-    """As torch takes them: one or several. What can be read only once is left to torch."""
-    if isinstance(tensors, (list, tuple)):
-        return list(tensors)
-    return [tensors] if isinstance(tensors, torch.Tensor) else []
 
 
 def _with_closure_observed(

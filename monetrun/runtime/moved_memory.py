@@ -95,7 +95,7 @@ def memory_now(device: torch.device, record: StepRecord | None, freed_bytes: int
         base=segments(device),
         excess_bytes=known.excess_bytes,
         other_streams_bytes=known.other_streams_bytes,
-        gradients=tuple(i for i, address in enumerate(sorted(blocks(device))) if address in freed),
+        gradients=tuple(i for i, address in enumerate(sorted(blocks(device))) if address in freed) if freed else (),
     )
 
 

@@ -75,6 +75,22 @@ def under(budget, script, **options):
     return plain, planned, session.engine
 
 
+def plain_peaks(budget, script):
+    """The session's engine, and the plain peaks of ``script``, said and measured, less what is held before."""
+    meter, peaks = meter_for(torch.device("cpu")), []
+
+    def measured():
+        meter.reset_peak()
+        result = script()
+        peaks.append(meter.peaks().allocated_bytes)
+        return result
+
+    held = meter.current_bytes()
+    plain, planned, engine = under(budget, measured)
+    assert planned == plain
+    return engine, engine.plan.plain_peak_bytes - held, peaks[0] - held
+
+
 def test_a_planned_step_holds_what_a_plain_one_holds_when_it_is_over():
     def script():
         gc.collect()  # what tests before this one left in cycles
@@ -174,10 +190,8 @@ class Pooled(nn.Module):
 
 def test_gradients_freed_before_the_backward_are_not_in_the_plain_peak_of_other_shapes():
     """As in torchvision's scripts: the loss, ``zero_grad``, the backward."""
-    meter, peaks = meter_for(torch.device("cpu")), []
 
     def script():
-        meter.reset_peak()
         model = Pooled()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         losses = []
@@ -187,22 +201,17 @@ def test_gradients_freed_before_the_backward_are_not_in_the_plain_peak_of_other_
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        peaks.append(meter.peaks().allocated_bytes)
         return losses
 
-    held = meter.current_bytes()
-    plain, planned, engine = under("0.9x", script)
-    assert planned == plain
-    assert engine.plan.plain_peak_bytes - held == pytest.approx(peaks[0] - held, rel=0.005)
+    engine, said, measured = plain_peaks("0.9x", script)
+    assert said == pytest.approx(measured, rel=0.005)
     assert engine.peak_bytes <= engine.plan.budget_bytes
 
 
 def test_a_share_that_is_an_estimate_follows_what_another_optimizer_comes_to_hold():
     """Layers that are trained later: another graph, and an optimizer whose state is not there at its first step."""
-    meter, peaks = meter_for(torch.device("cpu")), []
 
     def script():
-        meter.reset_peak()
         model, _ = pair(10)
         model.linears[:-1].requires_grad_(False)
         model.norms[:-1].requires_grad_(False)
@@ -211,13 +220,10 @@ def test_a_share_that_is_an_estimate_follows_what_another_optimizer_comes_to_hol
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
             losses += [step(model, optimizer, 512) for _ in range(3)]
             model.requires_grad_(True)
-        peaks.append(meter.peaks().allocated_bytes)
         return losses
 
-    held = meter.current_bytes()
-    plain, planned, engine = under("1x", script)
-    assert planned == plain
-    assert engine.plan.plain_peak_bytes - held == pytest.approx(peaks[0] - held, rel=0.05)
+    _, said, measured = plain_peaks("1x", script)
+    assert said == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.slow
