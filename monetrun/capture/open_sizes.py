@@ -37,6 +37,8 @@ _log = logging.getLogger("monetrun")
 _START: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}
 _SAVED = "_monetrun_saved"  # attribute of the tensor that a forward saves: a ``_Saved``
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# Of all graphs of fixed sizes that are kept for one open graph: about 1.5 GB; what was not used for longest goes first.
+_MOST_NODES = 400_000
 
 
 def has_open_sizes(module: fx.GraphModule) -> bool:
@@ -105,19 +107,28 @@ class OpenSizes:
         self._tensors = [k for k in range(len(primals)) if k not in self.numbers]
         self._forms = _only_in_forms(values)
         self._traced = self._read(values)
-        self._fixed: dict[tuple[Any, ...], FixedSizes] = {}
+        self._fixed: dict[tuple[Any, ...], FixedSizes] = {}  # in the order of their last calls
 
     def __deepcopy__(self, memo: Any) -> OpenSizes:
         return self  # AOTAutograd copies modules with their meta
 
     def fixed(self, numbers: tuple[Any, ...]) -> FixedSizes:
         """What runs it with these numbers: those in the places of ``self.numbers``, then those of tensors' forms."""
-        if numbers not in self._fixed:
+        found = self._fixed.pop(numbers, None)
+        if found is None:
             with unset_fake_temporarily():
                 expressions = (number.node.expr for number in self._traced)
                 module = with_numbers(self.module, dict(zip(expressions, numbers, strict=True)))
-                self._fixed[numbers] = self.fix(module)
-        return self._fixed[numbers]
+                found = self.fix(module)
+            while len(self._fixed) >= self.most:
+                del self._fixed[next(iter(self._fixed))]
+        self._fixed[numbers] = found
+        return found
+
+    @property
+    def most(self) -> int:
+        """How many sizes are kept."""
+        return max(_MOST_NODES // len(self.module.graph.nodes), 1)
 
     def hints(self) -> tuple[Any, ...]:
         """The numbers that it was traced with."""
@@ -285,7 +296,7 @@ class _Fixing:
         new.meta.pop("tensor_meta", None)
 
     def _leave_out(self, node: fx.Node, val: Any) -> None:
-        """What eager has in the place of a slice of everything, and of its derivative: nothing, or an alias."""
+        """Put what eager has in the place of a slice of everything, or of its derivative: nothing, or an alias."""
         operand = self.nodes[node.all_input_nodes[0]]
         value = self.values[operand]
         if self.left_out[node]:
@@ -296,7 +307,7 @@ class _Fixing:
         self.nodes[node] = operand
 
     def _input(self, val: Any) -> Any:
-        if not isinstance(val, FakeTensor) or not _has_open_form(val):
+        if not isinstance(val, FakeTensor) or not any(map(_is_open, (*val.shape, *val.stride(), val.storage_offset()))):
             return val
         elements = self._number(val.untyped_storage().nbytes()) // val.element_size()
         storage = torch.empty(elements, dtype=val.dtype, device=val.device)
@@ -355,12 +366,8 @@ def _begins_at_zero(node: fx.Node) -> bool:
 
 def _alike(node: fx.Node, other: Any) -> bool:
     """Whether two tensors have the same shape, whatever the numbers."""
-    shapes = {tuple(map(_expression, n.meta["val"].shape)) for n in (node, other)}
-    return len(shapes) == 1
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if _is_open(size) else size
+    shapes = ([s.node.expr if _is_open(s) else s for s in n.meta["val"].shape] for n in (node, other))
+    return operator.eq(*shapes)
 
 
 def _shell_output(graph: fx.Graph, node: Any, inputs: Mapping[fx.Node, fx.Node]) -> Any:
@@ -386,10 +393,6 @@ def _mode_of(module: fx.GraphModule) -> FakeTensorMode:
 
 def _is_open(value: Any) -> bool:
     return isinstance(value, _NUMBERS)
-
-
-def _has_open_form(value: torch.Tensor) -> bool:
-    return any(map(_is_open, (*value.shape, *value.stride(), value.storage_offset())))
 
 
 def _version(value: Any) -> int:

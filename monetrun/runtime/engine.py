@@ -41,7 +41,7 @@ from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.running_plan import RunningPlan, WithRoom, intervals_of
 from monetrun.runtime.scalars import StepScalars, planned_values
-from monetrun.runtime.second_step import SecondStep, followed, outputs_are_held
+from monetrun.runtime.second_step import SecondStep, followed, outputs_are_held, with_gradients_held
 from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.runtime.terms import GradientTerms
@@ -301,9 +301,12 @@ def _end_trial(engine: Engine) -> None:
 
 
 def _recorded(engine: Engine, recorder: Recorder | SecondStep) -> StepRecord:
-    if engine.settings.mode != PROBE and isinstance(recorder, Recorder) and recorder.memory is not None:
-        recorder.memory.seen_between_steps(recorder.schedules)  # the next step begins
+    first = recorder if engine.settings.mode != PROBE and isinstance(recorder, Recorder) else None
+    if first is not None and first.memory is not None:
+        first.memory.seen_between_steps(first.schedules)  # the next step begins
     record = recorder.record(recorder.measure(engine.store), engine.breaks.values())
+    if first is not None:
+        record = with_gradients_held(first, record)
     return dataclasses.replace(record, backward_autocast=engine.autocast.state, gradients_in_terms=engine.terms.needed)
 
 

@@ -10,12 +10,13 @@ from monetrun.capture.allocator_history import blocks, segments
 from monetrun.capture.joint import JointGraph
 from monetrun.core.budget import SHARE_OF_PLAIN, format_budget, format_bytes, parse, resolve
 from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime, own_faults
+from monetrun.core.last_gradients import last_gradients_bytes
 from monetrun.core.options import Options
 from monetrun.core.plain_heap import PlainHeap
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan, Pool, Schedule
 from monetrun.core.requests import reserved
-from monetrun.core.step import HELD_SINCE, LAST_GRADIENTS, DeviceMemory, StepRecord, replay
+from monetrun.core.step import HELD_SINCE, DeviceMemory, StepRecord, replay
 from monetrun.core.step_changes import with_more_held
 from monetrun.planning import planner
 from monetrun.runtime import adaptation, holdings
@@ -149,13 +150,8 @@ class PlainReserved:
 
 def _held_beside(step: StepRecord, device: torch.device) -> list[int]:
     """Bytes of the blocks in use, by address, without those gradients of the last step that ``step`` frees itself."""
-    freed = _gradients_of(device, _waiting_bytes(step))
+    freed = _gradients_of(device, last_gradients_bytes(step))
     return [nbytes for address, nbytes in sorted(blocks(device).items()) if address not in freed]
-
-
-def _waiting_bytes(step: StepRecord) -> int:
-    """The last step's gradients that are there when ``step`` begins, and that it frees."""
-    return sum(e.delta_bytes for e in step.events if e.name == LAST_GRADIENTS and e.delta_bytes > 0)
 
 
 def plan_at_plain_peak(
@@ -255,7 +251,7 @@ def refused_shape(joint: JointGraph, step: StepRecord, plan: Plan, refused: Infe
     beside = plan.budget_bytes - allocated_limit(plan)
     smallest = refused.smallest_bytes + beside
     plain = plain_peak(step) + beside
-    held = step.base_bytes + _waiting_bytes(step)
+    held = step.base_bytes + last_gradients_bytes(step)
     return InfeasibleBudget(
         f"{joint.graph.name} with inputs of {adaptation.input_shapes(joint)} needs"
         f" {format_bytes(smallest, exact=True)} at least: {format_bytes(held)} are held before it;"

@@ -26,6 +26,7 @@ from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
 from monetrun.runtime import resharding, sharding, unplannable_use
+from monetrun.runtime.settling import Settling
 from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, frozen, is_training
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
@@ -35,9 +36,6 @@ if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch
 
 # Each input shape is compiled once; after torch's default of 8 shapes the ninth would run without a plan.
 _RECOMPILE_LIMIT = 1 << 14
-# Shapes within a model that is not captured whole may follow from the data, a new one in each step: after so many calls
-# that captured something, a module of it runs in Python.
-_UNSETTLED_CALLS = 16
 
 _ASKS = (
     "asks whether it is being compiled, and is captured whole only if it is told so: results may differ from eager's by"
@@ -92,7 +90,7 @@ class PlannedCall(NotCopied):
         self._generation = -1
         self.as_compiled, self._open_sizes = False, True  # sizes that vary are traced once for all
         self._run: Any = None
-        self._unsettled = 0  # calls that captured something
+        self.settling: Settling = Settling() if model is None else model.settling
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
         self._compiled: dict[tuple[Any, ...], tuple[int, Backend, Any]] = {}
         self._said, self._frozen = False, frozen(module)
@@ -130,6 +128,8 @@ class PlannedCall(NotCopied):
 
     def _run_outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         hooked = _leaves(args, kwargs) if self._sharded else None
+        if self.broken is not None or self.model is not None:
+            self.settling.begins(_leaves(args, kwargs))
         try:
             self.engine.plan_recorded_step()
         except PlanningFault as fault:
@@ -138,17 +138,10 @@ class PlannedCall(NotCopied):
             return self._run_planned(module, args, kwargs)
 
     def _run_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not is_training(module) or _autograd_is_at_work() or not self._carries_gradients(module, args, kwargs):
+        if not is_training(module) or _autograd_is_at_work() or not _carries_gradients(self, module, args, kwargs):
             return module._call_impl(*args, **kwargs)
         run = self._run_outermost if self.nesting.outermost else self._run_planned
         return run(module, args, kwargs)
-
-    def _carries_gradients(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether a backward follows this call; looked up until something is captured."""
-        if self.backend is not None:
-            return True
-        given = itertools.chain(module.parameters(), _leaves(args, kwargs))
-        return any(p.requires_grad for p in given if isinstance(p, torch.Tensor))
 
     def _run_planned(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         try:
@@ -201,8 +194,8 @@ class PlannedCall(NotCopied):
                 else:
                     self._cannot_be_captured(breaks.of(error, self.path, self.name), error)
             else:
-                self._unsettled += self.backend.captured > before
-                if self._unsettled > _UNSETTLED_CALLS and (self.broken or self.model):
+                unsettled = self.backend.captured > before and self.settling.captured(self.path)
+                if unsettled and (self.broken or self.model):
                     self._break(Break(self.path, self.name, "its inputs", "a new shape in each call", in_python=True))
                 if self.as_compiled and self.backend.captured and engine.running is not None:
                     self.reporter.warn(f"{self.name} {_ASKS}")
@@ -249,6 +242,14 @@ class PlannedCall(NotCopied):
         for call in (self, *self.parts):
             if (module := call.module()) is not None and module._compiled_call_impl is call:  # type: ignore[comparison-overlap]
                 module._compiled_call_impl = None
+
+
+def _carries_gradients(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a backward follows this call; looked up until something is captured."""
+    if call.backend is not None:
+        return True
+    given = itertools.chain(module.parameters(), _leaves(args, kwargs))
+    return any(p.requires_grad for p in given if isinstance(p, torch.Tensor))
 
 
 def _compile_anew_for_others_trained(call: PlannedCall, module: nn.Module) -> None:

@@ -34,6 +34,7 @@ from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.resharding import ShardingRecorder, with_lingering_copies
 from monetrun.runtime.ruled_out import changeable, usable_now
 from monetrun.runtime.stretches import StretchMeter, WithoutCaptures
+from monetrun.runtime.zeroed import ZeroedGradients
 from monetrun.solve import greedy
 
 
@@ -54,6 +55,7 @@ class Recorder(WithoutCaptures):
         known: costs, by signature; ``measure`` adds to it.
         memory: what the device's allocator does; CUDA only.
         sharding: what FSDP2 does.
+        parameters, zeroed: what the optimizers train, once known, and when the script zeroes its gradients.
     """
 
     def __init__(
@@ -74,10 +76,9 @@ class Recorder(WithoutCaptures):
         self._lifetimes = Lifetimes(first_inputs_only=isinstance(meter, CudaMeter))
         self._state_bytes = self._all_gradients_bytes = 0
         self._passing_bytes: dict[int, int] = {}  # what an optimizer's step allocates beside its state, by the stretch
-        self._parameters: list[torch.Tensor] = []
+        self.parameters: list[torch.Tensor] = []
         self._gradient_bytes: dict[int, int] = {}  # by the parameter's id
-        self._zeroed: list[tuple[int | None, list[torch.Tensor]]] = []  # by the stretch; None: zeroed, not freed
-        self._zeroed_ids: set[int] = set()
+        self.zeroed = ZeroedGradients()
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
         self.memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
@@ -138,22 +139,21 @@ class Recorder(WithoutCaptures):
 
     def optimizer_ended(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
         """It has ended; what it leaves allocated is the optimizer's state. ``parameters``: all that are trained."""
-        self._parameters = list(parameters)
-        self._gradient_bytes = {id(p): _bytes_of([p.grad]) for p in self._parameters}
-        self._all_gradients_bytes = _bytes_of(p.grad for p in self._parameters)
+        self.parameters = list(parameters)
+        self._gradient_bytes = {id(p): _bytes_of([p.grad]) for p in self.parameters}
+        self._all_gradients_bytes = self.gradients_bytes()
         if self.stretches:
             self._passing_bytes[len(self.stretches)] = self.meter.passing_bytes() or 0
             self._end_stretch(OUTSIDE, name=f"{name}.step")
             self._state_bytes += max(0, self.stretches[-1].end_bytes - self.stretches[-1].start_bytes)
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
-        """The script calls ``zero_grad``: from the second step on, the last step's gradients are allocated until now.
+        """The script calls ``zero_grad``."""
+        self.zeroed.zeroing(parameters, set_to_none, len(self.stretches))
 
-        Those that this step has computed are none of them. Without ``set_to_none`` they stay, and new ones are added.
-        """
-        absent = [p for p in parameters if p.grad is None and id(p) not in self._zeroed_ids]
-        self._zeroed_ids.update(id(p) for p in absent)
-        self._zeroed.append((len(self.stretches) if set_to_none else None, absent))
+    def gradients_bytes(self) -> int:
+        """Bytes of the gradients that are there now, of what the optimizers train."""
+        return _bytes_of(p.grad for p in self.parameters)
 
     def _action_begins(self) -> bool:
         if not self.stretches:
@@ -196,7 +196,7 @@ class Recorder(WithoutCaptures):
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
         first, end = (self.stretches[0].end_bytes, self.stretches[-1].end_bytes) if self.stretches else (0, 0)
-        gradients = _last_gradients(self.stretches, self._zeroed, self._gradient_bytes)
+        gradients = self.zeroed.freed(self.stretches, self._gradient_bytes)
         events = _events(self, costs, gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
         # less is there at the end than at the start, beside the outputs, where inputs were freed
@@ -204,7 +204,7 @@ class Recorder(WithoutCaptures):
         events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
         if waiting := sum(gradients.values()):
             events.insert(0, Event(OUTSIDE, -1, waiting, waiting, LAST_GRADIENTS))
-        weights = _bytes_of(self._parameters)
+        weights = _bytes_of(self.parameters)
         libraries = 0 if self.memory is None else self.memory.end()
         modules = self.sharding.stop()
         events = with_lingering_copies(events, modules, self.device)
@@ -268,20 +268,6 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
         simulated = call_footprint(joint.graph, costs[stretch.graph], schedule, released)
         now += simulated.saved_bytes if stretch.kind == FORWARD else simulated.backward_delta_bytes
     return events
-
-
-def _last_gradients(
-    stretches: Sequence[Stretch], zeroed: Iterable[tuple[int | None, list[torch.Tensor]]], nbytes_of: Mapping[int, int]
-) -> dict[int, int]:
-    """Bytes of the last step's gradients, by the stretch after which they are freed."""
-    last_backward = max((i for i, s in enumerate(stretches) if s.kind == BACKWARD), default=0)
-    found: dict[int, int] = {}
-    for stretch, parameters in zeroed:
-        nbytes = sum(nbytes_of.get(id(p), 0) for p in parameters)
-        if nbytes and stretch != 0:
-            after = last_backward if stretch is None else stretch
-            found[after] = found.get(after, 0) + nbytes
-    return found
 
 
 def _of_weights(joint: JointGraph) -> set[fx.Node]:

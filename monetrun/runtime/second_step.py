@@ -1,4 +1,4 @@
-"""What only the step after the recorded one shows: how long the script holds the last step's outputs.
+"""What only the step after the recorded one shows: how long the script holds the last step's outputs and gradients.
 
 A trial ends in that step; without one it runs on the recorded schedules, and the plan is made after it. On CUDA a trial
 also sees what the script requests between two steps, in which order.
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from monetrun.capture.joint import JointGraph
 from monetrun.core.graph import BACKWARD, Costs
 from monetrun.core.keeping import with_memory
+from monetrun.core.last_gradients import last_gradients_bytes, with_gradients_kept
 from monetrun.core.last_outputs import last_outputs_bytes, with_outputs_dropped
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
@@ -35,6 +36,16 @@ def outputs_are_held(record: StepRecord) -> bool:
     return held > 0 and held >= replay(*plain_step(record)).peak_bytes >> _WORTHWHILE_SHIFT
 
 
+def with_gradients_held(recorder: Recorder, record: StepRecord) -> StepRecord:
+    """``record`` with the gradients that are there now, when the next step begins.
+
+    Those that the script frees later in its step the record has already.
+    """
+    more = recorder.gradients_bytes() - last_gradients_bytes(record)
+    worthwhile = more >= replay(*plain_step(record)).peak_bytes >> _WORTHWHILE_SHIFT
+    return with_gradients_kept(record, more) if worthwhile else record
+
+
 def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> SecondStep:
     """What takes the place of the trial's recorder once ``record`` is made of its step.
 
@@ -44,7 +55,7 @@ def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> 
         probe.leave(record, path)
     if recorder.memory is not None:
         recorder.memory.resume()
-    elif not outputs_are_held(record):
+    elif recorder.zeroed.all_freed(recorder.parameters) and not outputs_are_held(record):
         probe.leave(record, path)
     return TrialsSecondStep(recorder, record, path)
 
@@ -151,8 +162,8 @@ class SecondStep(WithoutCaptures):
 class TrialsSecondStep(SecondStep):
     """That of a trial: the process ends with it.
 
-    On CUDA, where the plain run's own peaks are measured, it ends when the forward begins. It ends before that where
-    there is no such step, or where it takes long to begin.
+    It ends when the forward begins where the script holds no outputs, and on CUDA, where the plain run's own peaks are
+    measured. It ends before that where there is no such step, or where it takes long to begin.
 
     Args:
         recorder: of the step before.
@@ -170,10 +181,13 @@ class TrialsSecondStep(SecondStep):
         timer.start()
 
     def _step_begins(self) -> None:
+        if not self._begun:
+            self._recorded = self._record = with_gradients_held(self._recorder, self._recorded)
         memory = self._recorder.memory
         if memory is not None:
             memory.seen_between_steps()
             self._record = with_memory(self._record, memory.memory())
+        if memory is not None or not outputs_are_held(self._recorded):
             self._end()
         super()._step_begins()
 

@@ -198,6 +198,28 @@ def test_what_is_saved_goes_with_the_call_without_a_collection():
         gc.enable()
 
 
+def test_the_size_that_was_not_used_for_longest_is_forgotten(monkeypatch):
+    monkeypatch.setattr(open_sizes.OpenSizes, "most", property(lambda self: 2))
+    made, planned = [], Backend._planned
+    monkeypatch.setattr(Backend, "_planned", lambda self, *given: (made.append(given[0]), planned(self, *given))[1])
+    run = torch.compile(SavesItsOutput(), backend=Backend(Chooser(), "case"), dynamic=True)
+
+    def new_sizes(*lengths):
+        before = len(made)
+        for length in lengths:
+            x = torch.arange(3.0 * length).view(length, 3) / 50
+            run(x).sum().backward()
+        return len(made) - before
+
+    assert new_sizes(5, 6, 5) == 2
+    assert new_sizes(7, 5, 6) == 2  # in the place of 6, and of 7
+    assert new_sizes(6, 5) == 0
+    kept = [weakref.ref(module) for module in made]
+    made.clear()
+    gc.collect()
+    assert sum(module() is not None for module in kept) <= 2
+
+
 def test_where_sizes_cannot_be_left_open_each_is_traced(monkeypatch):
     def refuse(*given):
         raise CaptureFailed("not these", "")

@@ -13,7 +13,7 @@ from monetrun.capture import execute
 from monetrun.core import codec
 from monetrun.core.errors import CaptureFailed, ScheduleError
 from monetrun.planning.coverage import coverage, planned_share
-from monetrun.runtime import planned_calls
+from monetrun.runtime import settling
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.traceback_file import of_the_script
 from support.sessions import opened_session
@@ -461,7 +461,7 @@ def test_a_model_without_parts_runs_as_it_is_with_the_line_and_what_becomes_of_t
 
 @pytest.mark.slow
 def test_a_part_whose_shapes_never_settle_runs_in_python(monkeypatch):
-    monkeypatch.setattr(planned_calls, "_UNSETTLED_CALLS", 2)
+    monkeypatch.setattr(settling, "UNSETTLED_CALLS", 2)
 
     class Growing(ShapesFromData):
         def through(self, x):
@@ -474,6 +474,29 @@ def test_a_part_whose_shapes_never_settle_runs_in_python(monkeypatch):
         settled, growing = (part for part in opened.planned[0].parts if part.name == "Block")
     assert settled.broken is None
     assert growing.broken.reason == "a new shape in each call"
+
+
+@pytest.mark.slow
+def test_a_part_stays_planned_where_new_shapes_come_with_the_models_inputs(monkeypatch):
+    monkeypatch.setattr(settling, "UNSETTLED_CALLS", 3)
+
+    def steps():
+        torch.manual_seed(0)
+        model = ShapesFromData()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for length in (8, 8, 7, 6, 5, 8, 4, 7, 9):
+            optimizer.zero_grad()
+            loss = model(torch.randn(length, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain = steps()
+    with session(budget="1GiB") as opened:
+        assert steps() == plain
+        assert not any(part.broken for part in opened.planned[0].parts)
 
 
 class Deeper(nn.Module):

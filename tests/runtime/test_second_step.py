@@ -1,6 +1,7 @@
 """A trial sees the step after the recorded one until its backward begins: when the script drops its last outputs."""
 
 import gc
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from monetrun.capture import cpu_allocator
+from monetrun.core.last_gradients import last_gradients_bytes
 from monetrun.core.last_outputs import last_outputs_bytes, with_outputs_dropped
+from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import plain_schedule
 from monetrun.core.step import LAST_OUTPUTS, OUTSIDE, Event, replay
 from monetrun.planning.intervals import Stretch
@@ -67,7 +70,9 @@ def recorded(monkeypatch, tmp_path):
     def run(script):
         monkeypatch.setattr(probe, "leave", leave)
         monkeypatch.setattr(second_step, "atexit", SimpleNamespace(register=lambda end: None))
-        monkeypatch.setattr(second_step, "_PATIENCE_SECONDS", 1e6)
+        never = SimpleNamespace(start=lambda: None)  # a thread that waits would keep the step's tensors
+        without_timer = SimpleNamespace(Lock=threading.Lock, Timer=lambda seconds, end: never)
+        monkeypatch.setattr(second_step, "threading", without_timer)
         monkeypatch.setattr(probe, "stand_in_for_the_other_ranks", lambda *args, **kwargs: None)
         gc.collect()
         before = cpu_allocator.allocated_bytes()
@@ -210,3 +215,35 @@ def test_what_the_script_holds_beyond_a_backward_is_held_in_it(recorded):
     plain = replay(record, [plain_schedule(g) for g in record.graphs]).peak_bytes - before
     assert last_outputs_bytes(record) >= 64 * 256 * 4
     assert plain == pytest.approx(true, rel=0.005)
+
+
+def train_keeping_gradients(steps, zero):
+    """The gradients stay from step to step; ``zero``: how the script zeroes them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    peak = 0
+    for step in range(steps):
+        if step == steps - 1 and cpu_allocator.install():
+            cpu_allocator.reset_peak()
+        model(torch.randn(512, 256)).square().mean().backward()
+        optimizer.step()
+        if zero == "optimizer":
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            for p in model.parameters():
+                p.grad = None if zero == "none" else p.grad.zero_()
+        peak = cpu_allocator.peak_bytes()
+    return peak
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "by hand", "none"])
+def test_the_plain_peak_has_gradients_that_stay_from_step_to_step(zero, recorded):
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+    before = cpu_allocator.allocated_bytes()
+    peak = train_keeping_gradients(3, zero) - before
+    gc.collect()
+    record, started = recorded(lambda: train_keeping_gradients(3, zero))
+    plain = replay(*plain_step(record)).peak_bytes - started
+    assert abs(plain - peak) <= 0.01 * peak
+    assert (last_gradients_bytes(record) > 0) == (zero != "none")

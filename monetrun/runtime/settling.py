@@ -1,0 +1,36 @@
+"""Which modules never settle: each call of theirs has shapes that were not seen before.
+
+Shapes within a model that is not captured whole may follow from the data, a new one in each step, and each takes as
+long as many steps. New shapes of the model's own inputs are another matter (lengths of sentences, sizes of pictures):
+there are so many, and each comes again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+# After so many calls that captured something, a module runs in Python.
+UNSETTLED_CALLS = 16
+
+
+class Settling:
+    """Counts, of a model and the modules in it, calls with new shapes that do not come with the model's inputs."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[Any, ...]] = set()
+        self._as_before = True
+        self._calls: Counter[str] = Counter()
+
+    def begins(self, inputs: list[Any]) -> None:
+        """A call begins that is not within another one's; ``inputs`` are its arguments, out of whatever holds them."""
+        shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, torch.Tensor))
+        self._as_before = shapes in self._seen
+        self._seen.add(shapes)
+
+    def captured(self, path: str) -> bool:
+        """A call of the module at ``path`` has captured something; whether it will not settle."""
+        self._calls[path] += self._as_before
+        return self._calls[path] > UNSETTLED_CALLS
