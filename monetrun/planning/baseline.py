@@ -11,7 +11,7 @@ from monetrun.core.options import Options
 from monetrun.core.plain_step import plain_step, plain_timeline
 from monetrun.core.plan import Schedule, each_once, plain_schedule
 from monetrun.core.round_graph import RoundGraph, join_round
-from monetrun.core.step import StepRecord, StepTimeline, replay
+from monetrun.core.step import OUTSIDE, StepRecord, StepTimeline, replay
 from monetrun.planning.device_budget import plain_reserved_bytes
 from monetrun.planning.separate_graphs import SeparateRound
 from monetrun.solve import greedy
@@ -138,7 +138,8 @@ def _lowered_at_its_peaks(
     """The baseline after ``search`` of the round in which its most frugal step has its peak, as long as that is new.
 
     A search of another round cannot lower the peak. A step has many rounds where gradients are accumulated, or where
-    the optimizer calls the model itself.
+    the optimizer calls the model itself. Where rounds share graphs, what lowers one peak may raise another one: all
+    graphs are searched together then.
     """
     searched: set[int] = set()
     while base.frugal.peak_bytes > enough_bytes:
@@ -148,7 +149,21 @@ def _lowered_at_its_peaks(
             break
         searched.add(at_peak)
         base = _with_lower(record, base, search(base.rounds[at_peak], base))
+    if base.frugal.peak_bytes > enough_bytes and rounds_share_graphs(record):
+        base = _with_lower(record, base, search(whole_step(record, base.fast_schedules), base))
     return base
+
+
+def rounds_share_graphs(record: StepRecord) -> bool:
+    """Whether a graph is called in several rounds, beside others in one of them (a discriminator, mostly)."""
+    rounds = [{e.graph for e in record.events[slice(*bounds)] if e.kind != OUTSIDE} for bounds in record.rounds]
+    different = set(map(frozenset, rounds))
+    return sum(map(len, different)) > len(set().union(*different))
+
+
+def whole_step(record: StepRecord, plain: Sequence[Schedule]) -> SeparateRound:
+    """All of the step as one round whose graphs are solved separately."""
+    return SeparateRound(record, (0, len(record.events)), plain)
 
 
 def lowered(record: StepRecord, base: Baseline, known: Sequence[Sequence[Schedule]]) -> Baseline:

@@ -15,7 +15,7 @@ from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, e
 from monetrun.core.requests import Reserved, reserved
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, replay
-from monetrun.planning import device_budget, placement
+from monetrun.planning import device_budget, placement, shared_graphs
 from monetrun.planning.baseline import Baseline as Baseline
 from monetrun.planning.baseline import baseline as baseline
 from monetrun.planning.baseline import lowered
@@ -306,6 +306,7 @@ def _solve_rounds(
             s for s in (base.frugal_schedules, base.plain_schedules, *starts) if _allowed(base.searched, s, options)
         ]
     schedules = plain_in_place(record, options, each_once)
+    candidates = [schedules]
     # by the graphs of a round: by how much more seconds they cost at least (negative: other implementations are faster)
     added: dict[tuple[int, ...], float] = {}
     status = "optimal"
@@ -320,6 +321,7 @@ def _solve_rounds(
         if isinstance(joined, SeparateRound):
             found = joined.solve(schedules, budget_bytes, solver, share)
             schedules = tuple(found.get(k, s) for k, s in enumerate(schedules))
+            candidates.append(schedules)
             status = "feasible" if found else "unknown"
             continue
         timeline = replay(record, schedules)
@@ -334,11 +336,16 @@ def _solve_rounds(
             continue
         found = joined.split(solution.schedule)
         schedules = tuple(found.get(k, s) for k, s in enumerate(schedules))
+        candidates.append(schedules)
         more = calls * (solution.bound_seconds - plain_seconds)
         added[graphs] = max(added.get(graphs, more), more)
         status = solution.status if status == "optimal" else status
     if replay(record, schedules).peak_bytes > budget_bytes:
-        schedules, status = base.frugal_schedules, "feasible"
+        half = replace(options, seconds=options.seconds / 2)
+        if not _allowed(record, base.frugal_schedules, options):
+            base = _allowed_baseline(record, half, base)
+        schedules = shared_graphs.within(record, budget_bytes, base, candidates, solver, half)
+        status = "feasible"
     return Found(schedules, replay(record, base.fast_schedules).seconds + _disjoint_sum(added), status)
 
 

@@ -200,6 +200,9 @@ class SeparateRound:
             options: two fifths of the seconds are for the choice of the limits.
         """
         found = self._cheapest_share(schedules, budget_bytes, options)
+        if self._peak_bytes(schedules, {}) <= budget_bytes:
+            given = {k: schedules[k] for k in self._calls}
+            found = min((found or given, given), key=self._seconds)
         if not found:
             return {}
         # a graph that saves less than its share leaves the rest to all peaks
@@ -215,6 +218,25 @@ class SeparateRound:
                 self._peak_bytes(schedules, improved) <= budget_bytes
             ):
                 found = improved
+        return self._with_more_saved(schedules, budget_bytes, found, replace(own, seconds=_QUICK_SECONDS))
+
+    def _with_more_saved(
+        self, schedules: Sequence[Schedule], budget_bytes: int, found: dict[int, Schedule], quick: Options
+    ) -> dict[int, Schedule]:
+        """``found`` after one graph after the other was solved to save more, as much as fits beside the others."""
+        for k in self._calls:
+            saved = {j: self._saved_bytes(j, schedule) for j, schedule in found.items()}
+            more = self._most_saved_bytes[k] - saved[k]
+            for halvings in range(_HALVINGS):
+                limits = self._limits(budget_bytes, {**saved, k: saved[k] + (more >> halvings)})
+                limited = self._limited(k, limits[k])
+                schedule = greedy.solve(limited.graph, limited.costs, limited.budget_bytes, quick).schedule
+                improved = found if schedule is None else {**found, k: limited.to_original(schedule)}
+                if self._seconds(improved) < self._seconds(found) and (
+                    self._peak_bytes(schedules, improved) <= budget_bytes
+                ):
+                    found = improved
+                    break
         return found
 
     def _cheapest_share(

@@ -263,7 +263,7 @@ def _make_parts(call: PlannedCall) -> None:
     assert module is not None
     for name, child in module.named_modules():
         free = child._compiled_call_impl is None or isinstance(child._compiled_call_impl, Trigger)
-        if child is module or not free or isinstance(child, torch.jit.ScriptModule) or _is_one_call(child):
+        if child is module or not free or isinstance(child, torch.jit.ScriptModule) or is_one_call(child):
             continue
         part = PlannedCall(child, call.nesting, call.engine, call.reporter, f"{call.path}.{name}", call)
         call.parts.append(part)
@@ -331,7 +331,7 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
     return torch.utils._pytree.tree_leaves((args, kwargs))
 
 
-def _is_one_call(module: nn.Module) -> bool:
+def is_one_call(module: nn.Module) -> bool:
     """Whether the module is one of torch's own without others in it: a kernel or two, where nothing can be chosen."""
     return type(module).__module__.startswith("torch.nn.") and not module._modules
 

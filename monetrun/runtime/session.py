@@ -352,8 +352,8 @@ class Session:
 
     def _plan_module(self, module: nn.Module) -> Callable[..., Any]:
         """``module`` is the model, or one of several: from now on its training forwards are planned."""
-        for child in module.modules():
-            if isinstance(child._compiled_call_impl, Trigger):
+        for child in module.modules():  # the script may call others that are in it, too
+            if isinstance(child._compiled_call_impl, Trigger) and planned_calls.is_one_call(child):
                 child._compiled_call_impl = None
         if reason := sharding.stage_of_a_pipeline(module):
             self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")

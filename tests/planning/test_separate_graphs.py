@@ -132,3 +132,41 @@ def test_a_refusal_under_exact_implementations_names_what_is_enough_for_them():
     assert refused.value.smallest_bytes > lowest_bytes
     plan = planner.plan_step(record, refused.value.smallest_bytes, options=options)
     assert plan.planned_peak_bytes <= refused.value.smallest_bytes
+
+
+def adversaries(one_widths, two_widths, held=0):
+    """A round of two graphs, and one of two calls of the second graph, during which ``held`` bytes more are there."""
+    one, two = chain_record(400, one_widths), chain_record(400, two_widths)
+    forward, loss, backward = one.events[:3]
+    other_forward, other_backward = (dataclasses.replace(e, graph=1) for e in (two.events[0], two.events[2]))
+    begins, ends = (dataclasses.replace(loss, delta_bytes=n, peak_bytes=max(n, 0)) for n in (held, -held))
+    first = (forward, other_forward, loss, other_backward, backward)
+    second = (begins, other_forward, other_forward, loss, other_backward, other_backward, ends)
+    return dataclasses.replace(
+        one, graphs=one.graphs + two.graphs, costs=one.costs + two.costs, events=first + second + one.events[3:]
+    )
+
+
+@pytest.mark.parametrize(
+    ("widths", "held"),
+    [
+        (((45, 40, 38), (43, 26, 13)), 0),  # the lowest peak of either round raises the other's
+        (((53, 58, 18), (19, 12, 15)), 20000),  # what fits the first round does not fit the second
+        (((33, 20, 31), (37, 13, 16)), 0),
+    ],
+)
+def test_rounds_that_share_a_graph_are_planned_together(widths, held):
+    record = adversaries(*widths, held)
+    choices = []
+    for graph in record.graphs:
+        inner = [t for op in graph.operators[: graph.forward_count] for t in op.outputs if not graph.tensors[t].kept]
+        sets = itertools.chain.from_iterable(itertools.combinations(inner, n) for n in range(len(inner) + 1))
+        choices.append([dropping(graph, plain_schedule(graph), set(dropped)) for dropped in sets])
+    points = [(t.peak_bytes, t.seconds) for pair in itertools.product(*choices) if (t := replay(record, pair))]
+    least, most = min(p for p, _ in points), max(p for p, _ in points)
+    base = planner.baseline(record)
+    for share in (0.1, 0.2, 0.5):
+        budget_bytes = int(least + share * (most - least))
+        plan = planner.plan_step(record, budget_bytes, options=OPTIONS)
+        seconds = (1 + plan.overhead) * base.plain.seconds
+        assert seconds <= 1.000001 * min(s for p, s in points if p <= budget_bytes)
