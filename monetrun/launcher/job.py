@@ -192,12 +192,12 @@ class Job:
             for line in report.plan_lines(self.plan, title, self.record):
                 self.console.print(line)
 
-    def _find_record(self, needed: bool = True) -> None:
-        """Set ``record``, from the cache or by a trial run; see ``run_trial``."""
+    def _find_record(self, needed: bool = True, look: bool = True) -> None:
+        """Set ``record``, from the cache (``look``) or by a trial run; see ``run_trial``."""
         if self.record is not None:
             return
         key = keys.record_key(self.options, self.ranks)
-        self.record = kept_record(self._store, key)
+        self.record = kept_record(self._store, key) if look else None
         self.from_cache = self.record is not None
         if self.record is None:
             file, given = self.folder / "record.json", memory.given_bytes(self.budget)
@@ -216,28 +216,17 @@ class Job:
         self._plan_key = keys.plan_key(self.options, record_key, budget_bytes, record)
         self.plan = kept_plan(self._store, self._plan_key, record, self.budget, budget_bytes)
         if self.plan is None:
-            self.from_cache = False
-            self.plan = self._solve(record, keys.smallest_budget_key(record_key, record), budget_bytes)
+            kept, self.from_cache = self.from_cache, False
+            try:
+                self.plan = _solved(self, record, keys.smallest_budget_key(record_key, record), budget_bytes)
+            except InfeasibleBudget:
+                if not kept:
+                    raise
+                # the script may read what is no part of the key: a file, or what it imports
+                return self._find_plan(_recorded_anew(self))
             if self._store is not None:
                 self._store.put("plan", self._plan_key, self.plan)
         return self.plan
-
-    def _solve(self, record: StepRecord, smallest_key: str, budget_bytes: int | None) -> Plan:
-        # BudgetBelowSmallest names the smallest budget. A later launch with exactly that must succeed, even if its own
-        # search finds nothing as small: so the schedules are kept.
-        def budget_of(plain_bytes: int) -> int:
-            return resolve(self.budget, None, plain_bytes) if budget_bytes is None else budget_bytes
-
-        base = planner.baseline(record, kept_schedules(self._store, smallest_key, record.graphs), budget_of)
-        budget_bytes, known = budget_of(planner.plain_bytes(record, base)), _known(self, base)
-        try:
-            with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
-                options = replace(self.options.solver_options(), on_progress=progress)
-                return kept_parameters.plan_step(record, budget_bytes, self.options.algorithm, options, base, known)
-        except planner.BudgetBelowSmallest as refused:
-            if self._store is not None:
-                self._store.put("plan", smallest_key, refused.smallest_schedules)
-            raise
 
     def finish(self, exit_code: int) -> None:
         """Report what the workers measured, and keep it for ``monetrun explain --measured``.
@@ -258,6 +247,33 @@ class Job:
         if not self.options.quiet:
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
+
+
+def _recorded_anew(job: Job) -> StepRecord:
+    """The script's step from a new trial run, in the place of the one in the cache, which no plan fits."""
+    kept, job.record = job.record, None
+    job._find_record(needed=False, look=False)
+    job.record = job.record or kept
+    assert job.record is not None
+    return job.record
+
+
+def _solved(job: Job, record: StepRecord, smallest_key: str, budget_bytes: int | None) -> Plan:
+    # BudgetBelowSmallest names the smallest budget. A later launch with exactly that must succeed, even if its own
+    # search finds nothing as small: so the schedules are kept.
+    def budget_of(plain_bytes: int) -> int:
+        return resolve(job.budget, None, plain_bytes) if budget_bytes is None else budget_bytes
+
+    base = planner.baseline(record, kept_schedules(job._store, smallest_key, record.graphs), budget_of)
+    budget_bytes, known = budget_of(planner.plain_bytes(record, base)), _known(job, base)
+    try:
+        with SolverProgress(job.console, base.plain.seconds, shown=not job.options.quiet) as progress:
+            options = replace(job.options.solver_options(), on_progress=progress)
+            return kept_parameters.plan_step(record, budget_bytes, job.options.algorithm, options, base, known)
+    except planner.BudgetBelowSmallest as refused:
+        if job._store is not None:
+            job._store.put("plan", smallest_key, refused.smallest_schedules)
+        raise
 
 
 def keep_plan(job: Job, tighter: Plan) -> None:

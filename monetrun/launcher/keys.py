@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -18,9 +19,15 @@ from monetrun.launcher.ranks import Ranks
 from monetrun.machine.device import query
 from monetrun.machine.store import key
 
+_NAME = re.compile(r"[A-Za-z]\w+")
+
 
 def record_key(options: LaunchOptions, ranks: Ranks) -> str:
-    """Key of the trial run's record: script, its arguments, ranks, devices, and the versions of all that runs it."""
+    """Key of the trial run's record: script, its arguments, ranks, devices, and the versions of all that runs it.
+
+    Of the environment it has the variables that the script's source names.
+    """
+    source = _source(options).decode("utf-8", "replace")
     devices = [i.uuid or i.device for i in query(ranks.kind, ranks.local)] if ranks.kind == "cuda" else ["cpu"]
     return key(
         "probe",
@@ -29,7 +36,8 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
         importlib.metadata.version("torch"),
         sys.version,
         options.script if options.is_module else str(Path(options.script).resolve()),
-        _source(options).decode("utf-8", "replace"),
+        source,
+        {name: os.environ[name] for name in sorted(os.environ.keys() & set(_NAME.findall(source)))},
         list(options.script_args),
         options.cost_model,
         only_exact(parse_kinds(options.implementations)),  # decides whether a model may be captured as compiled code
@@ -82,9 +90,19 @@ def measured_key(plan: Plan) -> str:
 
 
 def _source(options: LaunchOptions) -> bytes:
-    """The script's source; of a module's top-level package, its ``__init__.py``; empty if there is no such file."""
-    path: str | None = options.script
-    if options.is_module:
-        spec = importlib.util.find_spec(options.script.partition(".")[0])
-        path = spec.origin if spec else None
-    return Path(path).read_bytes() if path and Path(path).is_file() else b""
+    """The script's source; empty if there is no such file. Of a module without its packages being imported."""
+    paths = _files_of_module(options.script) if options.is_module else [Path(options.script)]
+    return b"".join(path.read_bytes() for path in paths if path.is_file())
+
+
+def _files_of_module(name: str) -> list[Path]:
+    """The files that ``python -m name`` runs, where they are: the packages' ``__init__.py``, and the module."""
+    first, *others = name.split(".")
+    spec = importlib.util.find_spec(first)
+    if spec is None or spec.origin is None:
+        return []
+    folder, found = Path(spec.origin).parent, [Path(spec.origin)]
+    for part in others:
+        folder /= part
+        found += [folder / "__init__.py", folder.with_suffix(".py")]
+    return [*found, folder / "__main__.py"] if spec.submodule_search_locations else found

@@ -218,26 +218,7 @@ class SeparateRound:
                 self._peak_bytes(schedules, improved) <= budget_bytes
             ):
                 found = improved
-        return self._with_more_saved(schedules, budget_bytes, found, replace(own, seconds=_QUICK_SECONDS))
-
-    def _with_more_saved(
-        self, schedules: Sequence[Schedule], budget_bytes: int, found: dict[int, Schedule], quick: Options
-    ) -> dict[int, Schedule]:
-        """``found`` after one graph after the other was solved to save more, as much as fits beside the others."""
-        for k in self._calls:
-            saved = {j: self._saved_bytes(j, schedule) for j, schedule in found.items()}
-            more = self._most_saved_bytes[k] - saved[k]
-            for halvings in range(_HALVINGS):
-                limits = self._limits(budget_bytes, {**saved, k: saved[k] + (more >> halvings)})
-                limited = self._limited(k, limits[k])
-                schedule = greedy.solve(limited.graph, limited.costs, limited.budget_bytes, quick).schedule
-                improved = found if schedule is None else {**found, k: limited.to_original(schedule)}
-                if self._seconds(improved) < self._seconds(found) and (
-                    self._peak_bytes(schedules, improved) <= budget_bytes
-                ):
-                    found = improved
-                    break
-        return found
+        return _with_more_saved(self, schedules, budget_bytes, found, replace(own, seconds=_QUICK_SECONDS))
 
     def _cheapest_share(
         self, schedules: Sequence[Schedule], budget_bytes: int, options: Options
@@ -327,6 +308,30 @@ class SeparateRound:
                 return None
             found[k] = limited.to_original(schedule)
         return found
+
+
+def _with_more_saved(
+    joint: SeparateRound,
+    schedules: Sequence[Schedule],
+    budget_bytes: int,
+    found: dict[int, Schedule],
+    quick: Options,
+) -> dict[int, Schedule]:
+    """``found`` after one graph after the other was solved to save more, as much as fits beside the others."""
+    for k in joint._calls:
+        saved = {j: joint._saved_bytes(j, schedule) for j, schedule in found.items()}
+        more = joint._most_saved_bytes[k] - saved[k]
+        for halvings in range(_HALVINGS):
+            limits = joint._limits(budget_bytes, {**saved, k: saved[k] + (more >> halvings)})
+            limited = joint._limited(k, limits[k])
+            schedule = greedy.solve(limited.graph, limited.costs, limited.budget_bytes, quick).schedule
+            improved = found if schedule is None else {**found, k: limited.to_original(schedule)}
+            if joint._seconds(improved) < joint._seconds(found) and (
+                joint._peak_bytes(schedules, improved) <= budget_bytes
+            ):
+                found = improved
+                break
+    return found
 
 
 def _least_saving(graph: Graph, costs: Costs, options: Options) -> Schedule:

@@ -1,13 +1,21 @@
 """What a launch does where its plan cannot be made."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from monetrun.commands.main import main
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
 from monetrun.core.plain import PlainPeaks
+from monetrun.core.plain_step import plain_step
+from monetrun.core.step import replay
 from monetrun.launcher import job as jobs
+from monetrun.launcher import keys
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import launch_parser
+from monetrun.launcher.ranks import find_ranks
+from monetrun.launcher.trial import Trial
 from monetrun.planning import planner
 from monetrun.runtime.settings import PLAIN, RUN
 from support.paths import SCRIPTS
@@ -78,3 +86,46 @@ def test_a_smaller_one_is_and_so_is_each_under_strict(budget, words, fails_with)
         job._find_plain = lambda: PlainPeaks(90 * MIB, 100 * MIB, 0, 2)
         with pytest.raises(InfeasibleBudget):
             job.decide()
+
+
+def test_a_step_from_the_cache_that_no_plan_fits_is_recorded_again(monkeypatch, tmp_path):
+    """The script may read its sizes from a file, or from what it imports."""
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    batches = [10, 400, 400]
+
+    def run_trial(*args, **kwargs):
+        return Trial(replace(chain_record(batches.pop(0)), torch_version=torch.__version__))
+
+    monkeypatch.setattr(jobs, "run_trial", run_trial)
+    words = ["--budget", "20000B", TINY]
+    with open_job(launch_parser().parse_launch(words)[0]) as job:
+        job.trial()
+    with open_job(launch_parser().parse_launch(["--budget", "1000B", TINY])[0]) as job:
+        with pytest.raises(InfeasibleBudget):
+            job.planned()
+        assert replay(*plain_step(job.record)).peak_bytes > 20_000
+    assert batches == [400]
+    with open_job(launch_parser().parse_launch(words)[0]) as job:
+        assert replay(*plain_step(job.trial())).peak_bytes > 20_000  # it is kept
+
+
+def test_a_steps_key_has_the_variables_that_the_script_names_and_all_of_a_packages_files(monkeypatch, tmp_path):
+    script, package = tmp_path / "train.py", tmp_path / "package"
+    script.write_text('import os\nbatch = int(os.environ.get("BATCH", "8"))\n')
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    main_file = package / "__main__.py"
+    main_file.write_text("batch = 8\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def key(*words):
+        options = launch_parser().parse_launch(["--budget", "0.7x", *words])[0]
+        return keys.record_key(options, find_ranks(options))
+
+    of_script, of_module = key(str(script)), key("-m", "package")
+    monkeypatch.setenv("OTHER", "16")
+    assert (key(str(script)), key("-m", "package")) == (of_script, of_module)
+    monkeypatch.setenv("BATCH", "16")
+    main_file.write_text("batch = 16\n")
+    assert key(str(script)) != of_script
+    assert key("-m", "package") != of_module
