@@ -27,8 +27,9 @@ def holdings(device: torch.device, held_bytes: int) -> dict[str, int]:
 
 
 def gradients(device: torch.device) -> dict[int, int]:
-    """Bytes of the gradients of all optimizers' parameters, by their address."""
-    return {s.data_ptr(): s.nbytes() for s in _storages((p.grad for p in _parameters()), device)}
+    """Bytes of the gradients of all optimizers' parameters, by their address; not those in DDP's buckets."""
+    own = (g for p in _parameters() if (g := p.grad) is not None and not _is_in_bucket(g))
+    return {s.data_ptr(): s.nbytes() for s in _storages(own, device)}
 
 
 def table(now: Mapping[str, int], planned: Mapping[str, int], held_bytes: int) -> str:
@@ -39,6 +40,12 @@ def table(now: Mapping[str, int], planned: Mapping[str, int], held_bytes: int) -
     then[REST] = max(0, then[REST] - then["gradients"])
     rows = (f"{name} {format_bytes(now[name])} (planned {format_bytes(then[name])})" for name in now)
     return "\n".join(f"  {row}" for row in rows)
+
+
+def _is_in_bucket(gradient: torch.Tensor) -> bool:
+    """Whether a gradient is a part of something larger, with which it is freed; FSDP2's are freed with each other."""
+    whole = local(gradient) is gradient and gradient.layout == torch.strided
+    return whole and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def _parameters() -> list[torch.Tensor]:

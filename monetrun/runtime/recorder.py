@@ -67,8 +67,7 @@ class Recorder(WithoutCaptures):
         plain_settings: AllocatorSettings | None = None,
         budget: Budget | None = None,
     ) -> None:
-        self.meter, self.device, self.model, self._budget = meter, device, model, budget
-        self.known = dict(known)
+        self.meter, self.device, self.known, self.model, self._budget = meter, device, dict(known), model, budget
         self.joints: list[JointGraph] = []
         self.schedules: list[Schedule] = []
         self._numbers: dict[str, int] = {}  # index of a graph, by its fingerprint
@@ -140,7 +139,7 @@ class Recorder(WithoutCaptures):
     def optimizer_ended(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
         """It has ended; what it leaves allocated is the optimizer's state. ``parameters``: all that are trained."""
         self.parameters = list(parameters)
-        self._gradient_bytes = {id(p): _bytes_of([p.grad]) for p in self.parameters}
+        self._gradient_bytes = {id(p): _bytes_of([p.grad]) for p in _outside_buckets(self)}
         self._all_gradients_bytes = self.gradients_bytes()
         if self.stretches:
             self._passing_bytes[len(self.stretches)] = self.meter.passing_bytes() or 0
@@ -149,11 +148,13 @@ class Recorder(WithoutCaptures):
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``."""
-        self.zeroed.zeroing(parameters, set_to_none, len(self.stretches))
+        if self.stretches:
+            self._end_stretch(OUTSIDE)
+        self.zeroed.zeroing(parameters, set_to_none, max(len(self.stretches) - 1, 0))
 
     def gradients_bytes(self) -> int:
-        """Bytes of the gradients that are there now, of what the optimizers train."""
-        return _bytes_of(p.grad for p in self.parameters)
+        """Bytes of the gradients that are there now, of what the optimizers train, without those in DDP's buckets."""
+        return _bytes_of(p.grad for p in _outside_buckets(self))
 
     def _action_begins(self) -> bool:
         if not self.stretches:
@@ -274,6 +275,14 @@ def _of_weights(joint: JointGraph) -> set[fx.Node]:
     """The gradients that are of parameters."""
     pairs = zip(joint.primals, joint.gradients, strict=False)
     return {g for p, g in pairs if isinstance(g, fx.Node) and joint.storage.get(p) not in joint.transient}
+
+
+def _outside_buckets(recorder: Recorder) -> list[torch.Tensor]:
+    """The parameters whose gradients are no views of DistributedDataParallel's buckets, which are always there."""
+    parallel = recorder._parallel
+    views = parallel is not None and parallel.gradient_as_bucket_view
+    within = {id(p) for p in parallel.parameters()} if views else set()
+    return [p for p in recorder.parameters if id(p) not in within]
 
 
 def _reductions(parallel: Any, given: Iterable[tuple[int, int]]) -> Reductions | None:

@@ -21,7 +21,7 @@ class ZeroedGradients:
         self._known: set[int] = set()
 
     def zeroing(self, parameters: Iterable[torch.Tensor], set_to_none: bool, stretch: int) -> None:
-        """The script calls it after so many stretches."""
+        """The script calls it after this stretch."""
         absent = [p for p in parameters if p.grad is None and id(p) not in self._known]
         self._known.update(id(p) for p in absent)
         self._found.append((stretch if set_to_none else None, absent))

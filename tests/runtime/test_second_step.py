@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from monetrun.capture import cpu_allocator
 from monetrun.core.last_gradients import last_gradients_bytes
@@ -247,3 +248,36 @@ def test_the_plain_peak_has_gradients_that_stay_from_step_to_step(zero, recorded
     plain = replay(*plain_step(record)).peak_bytes - started
     assert abs(plain - peak) <= 0.01 * peak
     assert (last_gradients_bytes(record) > 0) == (zero != "none")
+
+
+def train_in_buckets(steps, views):
+    """Gradients are views of the buckets, which stay; the script frees gradients between forward and backward."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), gradient_as_bucket_view=views
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    peak = 0
+    for step in range(steps):
+        if step == steps - 1 and cpu_allocator.install():
+            cpu_allocator.reset_peak()
+        loss = model(torch.randn(512, 256)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        peak = cpu_allocator.peak_bytes()
+    return peak
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_the_plain_peak_has_gradients_that_are_views_of_buckets_once(views, recorded):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+        before = cpu_allocator.allocated_bytes()
+        peak = train_in_buckets(3, views) - before
+        gc.collect()
+        record, started = recorded(lambda: train_in_buckets(3, views))
+        assert abs(replay(*plain_step(record)).peak_bytes - started - peak) <= 0.01 * peak
+    finally:
+        torch.distributed.destroy_process_group()
