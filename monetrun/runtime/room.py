@@ -68,7 +68,7 @@ class Room:
         self.meter = meter
         self.limit_bytes = 0
         self._needs: dict[str, tuple[ForwardNeed, ...]] = {}
-        self._beyond: dict[str, int] = {}  # by graph: what its step may have allocated beyond ``limit_bytes``
+        self._beyond: dict[str, int] = {}  # of graphs at other shapes: what a step may have beyond ``limit_bytes``
         self._in_python = False
         self._calls: Counter[str] = Counter()  # of each graph, in the present step
         self._optimizers = 1  # optimizer steps in a training step
@@ -87,16 +87,16 @@ class Room:
         self._in_python = record is not None and any(b.in_python for b in record.breaks)
         if record is not None:
             self._optimizers = max(1, optimizer_steps(record))
-            self.step_is(record, [schedules[g.fingerprint] for g in record.graphs])
+            for k, needs in forward_needs(record, [schedules[g.fingerprint] for g in record.graphs]).items():
+                self._needs[record.graphs[k].fingerprint] = needs
 
-    def step_is(self, record: StepRecord, schedules: Sequence[Schedule], beyond_bytes: int = 0) -> None:
-        """The graphs of ``record`` run under ``schedules``, in steps like this one.
+    def other_shapes(self, step: StepRecord, schedule: Schedule, beyond_bytes: int) -> None:
+        """The graph of ``step``, which the plan's record does not have, runs under ``schedule``.
 
         ``beyond_bytes``: what it may have allocated beyond ``limit_bytes``; negative where less.
         """
-        for k, needs in forward_needs(record, schedules).items():
-            self._needs[record.graphs[k].fingerprint] = needs
-            self._beyond[record.graphs[k].fingerprint] = beyond_bytes
+        fingerprint = step.graphs[0].fingerprint
+        self._needs[fingerprint], self._beyond[fingerprint] = forward_needs(step, [schedule])[0], beyond_bytes
 
     def limit_of(self, fingerprint: str) -> int:
         """What a step of this graph may have allocated."""
@@ -171,6 +171,8 @@ class Room:
         first, self._first = self._first, False
         if not first or not needs or not self.meter.exact:
             return None
+        if number and fingerprint in self._beyond:
+            return None  # what a step's further calls hold is beside the first one
         return needs[min(number, len(needs) - 1)]
 
 

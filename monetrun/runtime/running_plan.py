@@ -305,7 +305,8 @@ def _make_ready(running: RunningPlan, step: StepRecord, schedule: Schedule, *, e
     if estimated:
         running._estimated.add(fingerprint)
     pool = moved_memory.pool_of(step, schedule, running.plan)
-    running.room.step_is(step, [schedule], moved_memory.allocated_beyond(step, schedule, running.plan, pool))
+    beyond_bytes = moved_memory.allocated_beyond(step, schedule, running.plan, pool)
+    running.room.other_shapes(step, schedule, beyond_bytes)
     if pool is not None and not estimated:
         running.enforcement.graph_has(fingerprint, pool)
 

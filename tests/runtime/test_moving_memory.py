@@ -208,6 +208,24 @@ def test_gradients_freed_before_the_backward_are_not_in_the_plain_peak_of_other_
     assert engine.peak_bytes <= engine.plan.budget_bytes
 
 
+def test_what_a_steps_first_call_holds_is_in_the_plain_peak_of_other_shapes_once():
+    """As in preference optimization: the model is called for what was chosen and for what was rejected."""
+
+    def script():
+        model, optimizer = pair()
+        losses = []
+        for batch in (512, 768, 512, 768):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(torch.randn(batch, WIDTH)), model(torch.randn(batch, WIDTH)))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    _, said, measured = plain_peaks("0.9x", script)
+    assert said == pytest.approx(measured, rel=0.05)
+
+
 def test_a_share_that_is_an_estimate_follows_what_another_optimizer_comes_to_hold():
     """Layers that are trained later: another graph, and an optimizer whose state is not there at its first step."""
 
