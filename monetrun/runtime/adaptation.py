@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from monetrun.core.call_footprint import call_footprint
 from monetrun.core.errors import PlanMismatch
 from monetrun.core.graph import BACKWARD, EXACT, FORWARD, KINDS, Costs, Graph, counterpart
 from monetrun.core.options import Options
-from monetrun.core.plan import Plan, Schedule
+from monetrun.core.plan import GraphPlan, Plan, Schedule
 from monetrun.core.requests import reserved
 from monetrun.core.step import LAST_GRADIENTS, OUTSIDE, DeviceMemory, Event, StepRecord, replay
 from monetrun.planning import kept, planner
@@ -79,13 +79,13 @@ def taken_bytes(step: StepRecord, schedule: Schedule) -> int:
     return allocated if step.memory is None else max(allocated, reserved(step, [schedule]).peak_bytes)
 
 
-def carried(step: StepRecord, plan: Plan, budget_bytes: int) -> Iterator[Schedule]:
-    """The plan's schedules of the same model that fit a step of one graph at other shapes; see ``adapted_schedule``.
+def carried(step: StepRecord, known: Iterable[GraphPlan], budget_bytes: int) -> Iterator[Schedule]:
+    """The ``known`` schedules of the same model that fit a step of one graph at other shapes; see ``adapted_schedule``.
 
-    Where only what they hold for the plan's shapes does not fit, without that.
+    Where only what they hold for those shapes does not fit, without that.
     """
     graph, costs = step.graphs[0], step.costs[0]
-    for candidate in plan.graphs:
+    for candidate in known:
         if candidate.structural_fingerprint == graph.structural_fingerprint:
             schedule = kept.carry_over(candidate, graph, costs, budget_bytes - step.base_bytes)
             variants = () if schedule is None else dict.fromkeys((schedule, replace(schedule, holds=())))
@@ -109,7 +109,7 @@ def adapted_schedule(step: StepRecord, plan: Plan, budget_bytes: int, options: O
     graph, costs = step.graphs[0], step.costs[0]
     available = budget_bytes - step.base_bytes
     starts = []
-    for schedule in carried(step, plan, budget_bytes):
+    for schedule in carried(step, plan.graphs, budget_bytes):
         if not inexact(graph, schedule):
             return schedule
         starts.append([schedule])
@@ -130,16 +130,16 @@ def inexact(graph: Graph, schedule: Schedule) -> list[str]:
     return sorted({implementation.name for implementation in used if not implementation.exact})
 
 
-def signatures_used(joint: JointGraph, graph: Graph, plan: Plan) -> set[str]:
-    """Signatures of a graph's default implementations, and of those that the plan's schedules of the model use.
+def signatures_used(joint: JointGraph, graph: Graph, plans: Iterable[GraphPlan]) -> set[str]:
+    """Signatures of a graph's default implementations, and of those that known schedules of the model use.
 
     Args:
         joint: the graph.
         graph: the same, without implementations that must not run.
-        plan: of the model at other shapes.
+        plans: of the model at other shapes.
     """
     found = {row[0] for row in joint.signatures}
-    for kept_graph in plan.graphs:
+    for kept_graph in plans:
         if kept_graph.structural_fingerprint == graph.structural_fingerprint:
             schedule = kept_graph.schedule_for(graph)
             for step in (*schedule.forward, *schedule.backward):
@@ -178,9 +178,15 @@ def check_same_model(graph: Graph, plan: Plan) -> None:
 def is_known(joint: JointGraph, record: StepRecord | None) -> bool:
     """Whether what a step of this graph leaves to the script follows from ``record``, which has it at other shapes.
 
-    Not where the model is not captured whole, nor where its forward takes another way than in the recorded step.
+    Not where the model is not captured whole, nor where its forward takes another way than in the recorded step, nor
+    where it is another model with weights of other sizes: nobody has seen its optimizer's step.
     """
-    return record is not None and not record.breaks and is_recorded(joint, record)
+    if record is None or record.breaks:
+        return False
+    weights = {t for n in joint.primals if (t := joint.storage.get(n)) is not None and t not in joint.transient}
+    now = joint.graph.tensors
+    alike = (g for g in record.graphs if g.structural_fingerprint == joint.graph.structural_fingerprint)
+    return any(all(g.tensors[t].nbytes == now[t].nbytes for t in weights) for g in alike)
 
 
 def is_recorded(joint: JointGraph, record: StepRecord) -> bool:

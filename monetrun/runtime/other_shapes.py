@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -14,7 +15,9 @@ from monetrun.capture.joint import JointGraph
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.graph import Graph
 from monetrun.core.left_out import without_reading_again
-from monetrun.core.plan import Plan, Schedule, plain_schedule
+from monetrun.core.plain_step import plain_timeline
+from monetrun.core.plan import GraphPlan, Plan, Schedule, plain_schedule
+from monetrun.core.simulate import simulate
 from monetrun.core.step import StepRecord
 from monetrun.planning.summary import ROUNDING
 from monetrun.runtime import adaptation, holdings, moved_memory
@@ -23,6 +26,10 @@ from monetrun.runtime.ruled_out import RuledOut, changeable
 from monetrun.runtime.settings import Settings
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.solve import greedy
+
+# Schedules for other shapes that are tried at further ones, the last that were made; and by how much of the plain time
+# more than the plan's one may take there.
+_KEPT, _AS_FAST = 8, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class OtherShapes:
         self.known = known
         self.note = note
         self.measuring = measuring
+        self._made: deque[GraphPlan] = deque(maxlen=_KEPT)  # schedules for other shapes than the plan's
         self._held_more: dict[str, int] = {}  # by fingerprint: bytes that may come to be held beside what is there
 
     def step(self, new: NewGraph) -> tuple[StepRecord, StepRecord]:
@@ -88,7 +96,7 @@ class OtherShapes:
         seconds are estimated.
         """
         joint = new.joint
-        used = adaptation.signatures_used(joint, new.allowed(joint.graph), new.plan)
+        used = adaptation.signatures_used(joint, new.allowed(joint.graph), (*new.plan.graphs, *self._made))
         step = self._step(new, {**self.known, **self._measured(joint, 0, used)})
         plain = [plain_schedule(g) for g in new.record.graphs] if new.record is not None else []
         return step, replace(step, events=adaptation.events_of(self._outside(new, plain)))
@@ -143,9 +151,12 @@ class OtherShapes:
             shapes = adaptation.input_shapes(joint)
             self.note(f"inputs of {shapes} are not the plan's, nor is its plain peak theirs: planned within its budget")
         more = self._held_more.setdefault(graph.fingerprint, 0)
-        for carried in adaptation.carried(step, plan, moved_memory.limit_of(step, plan) - more):
+        limit = moved_memory.limit_of(step, plan) - more
+        for carried in adaptation.carried(step, plan.graphs, limit):
             if not adaptation.inexact(graph, carried):
                 return step, carried
+        if (again := self._made_before(step, plan, limit)) is not None:
+            return step, again
         self.known.update(self._measured(joint, cost.ROUNDS))
         step = self._step(new, self.known)
         options = moved_memory.options_within_a_step(self.settings)
@@ -166,7 +177,18 @@ class OtherShapes:
             return candidate, greedy.most_frugal(candidate.graphs[0], candidate.costs[0], options)
         if names := adaptation.inexact(step.graphs[0], schedule):
             self.note(f"inputs of {adaptation.input_shapes(joint)}: {', '.join(names)} {ROUNDING}")
+        self._made.append(GraphPlan.of(step.graphs[0], schedule))
         return step, schedule
+
+    def _made_before(self, step: StepRecord, plan: Plan, limit: int) -> Schedule | None:
+        """The fastest exact schedule made at other shapes that fits ``step`` and is about as fast there as the plan."""
+        graph, costs = step.graphs[0], step.costs[0]
+        found = [s for s in adaptation.carried(step, self._made, limit) if not adaptation.inexact(graph, s)]
+        if not found:
+            return None
+        best = min(found, key=lambda schedule: simulate(graph, costs, schedule).seconds)
+        enough = plain_timeline(graph, costs).seconds * (1 + max(plan.overhead, 0.0) + _AS_FAST)
+        return best if simulate(graph, costs, best).seconds <= enough else None
 
     def more_is_held(self, shortage: Shortage, budget_bytes: int) -> bool:
         """Have the graph's next schedule leave room for twice as much; False where the graph is the plan's own."""
