@@ -19,6 +19,8 @@ def print_warnings() -> None:
     logger = logging.getLogger("monetrun")
     if any(isinstance(handler, _Lines) for handler in logger.handlers):
         return
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)  # a script that asks for all messages of its own has no use for ours
     lines = _Lines()
     lines.setLevel(logging.WARNING)
     lines.setFormatter(logging.Formatter("monetrun: warning: %(message)s"))

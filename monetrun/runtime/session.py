@@ -146,8 +146,7 @@ def close() -> dict[str, Any]:
     word_as_arguments(())
     if _session is None or _launched:
         return {}
-    engine = _session.engine
-    plan, findings = (None, {}) if engine is None else (engine.plan, engine.findings())
+    plan, findings = (None, {}) if (engine := _session.engine) is None else (engine.plan, engine.findings())
     if plan is None:
         _session.reporter.warn(f"nothing was planned: {_why_unplanned(_session)}")
     _session.close()
@@ -382,7 +381,8 @@ class Session:
 
 def _unsaid(session: Session) -> str:
     """Why nothing was planned, where no warning has said it."""
-    return "" if session.engine or session.reporter.warned else unplannable_use.no_step(bool(session.optimizers))
+    reason = unplannable_use.no_step(bool(session.optimizers), bool(session.stepped))
+    return "" if session.engine or session.reporter.warned else reason
 
 
 def _calls(session: Session) -> list[PlannedCall | Trigger]:

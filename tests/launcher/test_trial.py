@@ -111,6 +111,21 @@ def test_a_script_that_updates_its_parameters_itself_is_told_that_nothing_is_pla
     assert "monetrun: nothing was planned: no optimizer of torch.optim was made" in printed
 
 
+def test_a_script_that_trains_no_parameters_of_a_module_is_told_so_and_reads_no_message_of_ours(script, capfd):
+    """As in style transfer: the picture is optimized."""
+    text = (
+        "import logging, sys, torch\nlogging.basicConfig(level=logging.DEBUG, stream=sys.stdout)\n"
+        "model, picture = torch.nn.Linear(8, 8).requires_grad_(False), torch.ones(4, 8, requires_grad=True)\n"
+        "optimizer = torch.optim.Adam([picture])\n"
+        "for _ in range(3):\n"
+        "    optimizer.zero_grad()\n    model(picture).sum().backward()\n    optimizer.step()\n"
+    )
+    assert main([script(text)]) == 0
+    printed = capfd.readouterr()
+    assert "nothing was planned: the optimizers train no parameters of a module" in printed.err
+    assert "monetrun" not in printed.out
+
+
 def test_processes_that_a_trial_leaves_are_ended_before_the_workers_start(script, tmp_path):
     path = script(
         "if where == 'trial': open('pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"

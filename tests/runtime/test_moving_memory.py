@@ -352,3 +352,33 @@ def test_a_new_shape_leaves_room_for_what_a_loss_takes_and_frees_before_the_back
     assert frugal < limit < during_the_loss
     schedule = adaptation.adapted_schedule(step, plan, limit, Options())
     assert replay(step, [schedule]).high_bytes[1] <= limit
+
+
+def test_a_schedule_made_for_one_number_runs_for_the_next_ones(monkeypatch):
+    """A model that is given the number of the epoch, say: nothing is solved anew for each."""
+    solved, adapted = [], adaptation.adapted_schedule
+    monkeypatch.setattr(adaptation, "adapted_schedule", lambda *given: (solved.append(given), adapted(*given))[1])
+
+    class Scheduled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net(5)
+
+        def forward(self, x, epoch):
+            return self.net(x) + 0.01 * epoch
+
+    def script():
+        model = Scheduled()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        losses = []
+        for epoch in range(7):
+            optimizer.zero_grad()
+            loss = model(torch.randn(512, WIDTH), epoch).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain, planned, _ = under("0.8x", script)
+    assert planned == plain
+    assert len(solved) <= 2
