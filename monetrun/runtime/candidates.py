@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from monetrun.runtime import sharding
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.trigger import Trigger
+from monetrun.runtime.unplannable_use import Compilations
 
 
 def owners(trained: set[int]) -> list[nn.Module]:
@@ -54,6 +56,23 @@ def included(modules: Iterable[nn.Module]) -> set[int]:
     """The ``id`` of each compiled module that is a part of one of ``modules`` that is not: it is captured with it."""
     plain = [m for m in modules if unplannable(m) is None and not isinstance(m, nn.parallel.DistributedDataParallel)]
     return {id(child) for m in plain for child in m.modules() if child is not m and _is_compiled(child)}
+
+
+def called_compiled(optimizer: Optimizer, compilations: Compilations, planned: Sequence[nn.Module]) -> str:
+    """Why what an optimizer trains, about to make its first step, runs without a plan: it is compiled; else empty.
+
+    Args:
+        optimizer: of the script.
+        compilations: the script's own, within which what it trains may have been called.
+        planned: the modules that are.
+    """
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    if not (reason := compilations.reason(trained, planned)):
+        return ""
+    modules = owners({id(p) for p in trained})
+    if any(unplannable(module) for module in modules):
+        return ""  # it was warned of
+    return f"{outermost_name(modules)} runs without a plan: it is {reason}"
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -204,6 +204,7 @@ class Session:
         self._as_is = unplannable_use.found_before(settings)
         self.compilations = unplannable_use.Compilations()
         self._backwards = 0
+        self._freed: set[int] = set()  # the ``id`` of parameters whose gradients the script frees before its first step
         self._findings: dict[str, Any] = {}  # of an engine that is in use no more
         self.short: dict[str, Any] = {}
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have made a step before any backward
@@ -262,6 +263,8 @@ class Session:
         """The script calls ``zero_grad``."""
         if self.engine is not None:
             self.engine.zeroing_gradients(parameters, set_to_none)
+        elif set_to_none:
+            self._freed.update(map(id, parameters))
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """The script differentiates ``roots``. A trial run ends with the second time if there is no optimizer."""
@@ -299,7 +302,9 @@ class Session:
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer's step begins."""
         if optimizer not in self.stepped:
-            _warn_if_compiled(self, optimizer)
+            modules = [module for planned in self.planned if (module := planned.module()) is not None]
+            if reason := candidates.called_compiled(optimizer, self.compilations, modules):
+                self.reporter.give_up(reason)
         if self.engine is not None:
             self.engine.optimizer_begins(again=optimizer in self.stepped)
         elif self.settings.mode == PROBE and optimizer in self.stepped:
@@ -358,18 +363,7 @@ class Session:
             self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
             return module._call_impl
         if self.engine is None:
-            with without_collection():
-                from monetrun.runtime import breaks
-                from monetrun.runtime.engine import Engine
-
-            if self.settings.mode == PROBE:
-                from monetrun.runtime import probe
-
-                probe.begin(self.settings.record_file)
-            planned_calls.prepare_dynamo()
-            breaks.quiet_failures()
-            device = candidates.device_of(module)
-            self.engine = Engine(self.settings, device, self.trained_parameters, self.reporter, self.plan)
+            self.engine = _engine(self, module)
         if not _launched:  # applied under another budget, and only now known to be trained under this one
             self.optimizers.update(hooks.optimizers_of(module))
         path = f"{len(self.planned)}:{type(module).__name__}"
@@ -377,6 +371,22 @@ class Session:
         self.planned.append(planned)
         module._compiled_call_impl = planned  # type: ignore[assignment]
         return planned
+
+
+def _engine(session: Session, module: nn.Module) -> Engine:
+    """For the process's first model that is called in training."""
+    with without_collection():
+        from monetrun.runtime import breaks
+        from monetrun.runtime.engine import Engine
+
+    if session.settings.mode == PROBE:
+        from monetrun.runtime import probe
+
+        probe.begin(session.settings.record_file)
+    planned_calls.prepare_dynamo()
+    breaks.quiet_failures()
+    device = candidates.device_of(module)
+    return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan, session._freed)
 
 
 def _unsaid(session: Session) -> str:
@@ -388,13 +398,3 @@ def _unsaid(session: Session) -> str:
 def _calls(session: Session) -> list[PlannedCall | Trigger]:
     """What stands on modules."""
     return [*session.planned, *session._triggers]
-
-
-def _warn_if_compiled(session: Session, optimizer: Optimizer) -> None:
-    """Warn before an optimizer's first step if what it trains was called within the script's own compilation."""
-    modules = [module for planned in session.planned if (module := planned.module()) is not None]
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    if reason := session.compilations.reason(trained, modules):
-        owners = candidates.owners({id(p) for p in trained})
-        if not any(candidates.unplannable(module) for module in owners):  # else it was warned of
-            session.reporter.give_up(f"{candidates.outermost_name(owners)} runs without a plan: it is {reason}")

@@ -92,7 +92,7 @@ def unseen(name: str, optimizer: Optimizer) -> str:
 
 
 def no_step(optimizers: bool, stepped: bool) -> str:
-    """Why nothing was planned, and nothing was said of it: whether there are ``optimizers``, and any has ``stepped``."""
+    """Why nothing was planned, and no warning has said it: whether there are optimizers, and any has stepped."""
     if stepped:
         return "the optimizers train no parameters of a module, but other tensors, such as a picture"
     return f"no optimizer of torch.optim {'has made a step' if optimizers else 'was made'}"
