@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,6 @@ class Engine(_Recording, WithRoom):
         trained_parameters: gives the parameters of all optimizers.
         reporter: of this rank.
         plan: to run; None: that of ``settings``, if any.
-        freed: the ``id`` of parameters whose gradients the script frees before the first step.
 
     Attributes:
         generation: goes up when models have to be compiled anew.
@@ -115,10 +114,9 @@ class Engine(_Recording, WithRoom):
         trained_parameters: Callable[[], list[torch.Tensor]],
         reporter: Reporter,
         plan: Plan | None = None,
-        freed: Collection[int] = (),
     ) -> None:
         super().__init__()
-        self.settings, self.freed = settings, freed
+        self.settings = settings
         self.device = device
         self.trained_parameters = trained_parameters
         self.reporter = reporter
@@ -316,9 +314,7 @@ def _recorder(engine: Engine) -> Recorder:
     settings = engine.settings
     model = roofline.parse(settings.cost_model)
     plain = AllocatorSettings() if settings.own_allocator else None
-    recorder = Recorder(engine.meter, engine.device, engine.known, model, plain, _budget(settings))
-    recorder.zeroed.before = engine.freed
-    return recorder
+    return Recorder(engine.meter, engine.device, engine.known, model, plain, _budget(settings))
 
 
 class _Traces:

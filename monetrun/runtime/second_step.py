@@ -55,7 +55,7 @@ def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> 
         probe.leave(record, path)
     if recorder.memory is not None:
         recorder.memory.resume()
-    elif recorder.zeroed.all_freed(recorder.parameters) and not outputs_are_held(record):
+    elif not outputs_are_held(record):
         probe.leave(record, path)
     return TrialsSecondStep(recorder, record, path)
 
@@ -162,8 +162,8 @@ class SecondStep(WithoutCaptures):
 class TrialsSecondStep(SecondStep):
     """That of a trial: the process ends with it.
 
-    It ends when the forward begins where the script holds no outputs, and on CUDA, where the plain run's own peaks are
-    measured. It ends before that where there is no such step, or where it takes long to begin.
+    On CUDA, where the plain run's own peaks are measured, it ends when the forward begins. It ends before that where
+    there is no such step, or where it takes long to begin.
 
     Args:
         recorder: of the step before.
@@ -187,7 +187,6 @@ class TrialsSecondStep(SecondStep):
         if memory is not None:
             memory.seen_between_steps()
             self._record = with_memory(self._record, memory.memory())
-        if memory is not None or not outputs_are_held(self._recorded):
             self._end()
         super()._step_begins()
 

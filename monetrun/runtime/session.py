@@ -204,7 +204,6 @@ class Session:
         self._as_is = unplannable_use.found_before(settings)
         self.compilations = unplannable_use.Compilations()
         self._backwards = 0
-        self._freed: set[int] = set()  # the ``id`` of parameters whose gradients the script frees before its first step
         self._findings: dict[str, Any] = {}  # of an engine that is in use no more
         self.short: dict[str, Any] = {}
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have made a step before any backward
@@ -263,8 +262,6 @@ class Session:
         """The script calls ``zero_grad``."""
         if self.engine is not None:
             self.engine.zeroing_gradients(parameters, set_to_none)
-        elif set_to_none:
-            self._freed.update(map(id, parameters))
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """The script differentiates ``roots``. A trial run ends with the second time if there is no optimizer."""
@@ -386,7 +383,7 @@ def _engine(session: Session, module: nn.Module) -> Engine:
     planned_calls.prepare_dynamo()
     breaks.quiet_failures()
     device = candidates.device_of(module)
-    return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan, session._freed)
+    return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan)
 
 
 def _unsaid(session: Session) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -14,13 +14,9 @@ class ZeroedGradients:
     """Calls of ``zero_grad`` in the recorded step: from the second on, the last step's gradients are there until then.
 
     Those that the step has computed itself are none of them. Without ``set_to_none`` they stay, and new ones are added.
-
-    Attributes:
-        before: the ``id`` of parameters whose gradients are freed before the step's first forward.
     """
 
     def __init__(self) -> None:
-        self.before: Collection[int] = ()
         self._found: list[tuple[int | None, list[torch.Tensor]]] = []  # by the stretch; None: zeroed, not freed
         self._known: set[int] = set()
 
@@ -43,8 +39,3 @@ class ZeroedGradients:
                 after = last_backward if stretch is None else stretch
                 found[after] = found.get(after, 0) + nbytes
         return found
-
-    def all_freed(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether the script was seen to free all of these parameters' gradients before it computes new ones."""
-        freed = {*self.before, *(id(p) for stretch, found in self._found if stretch is not None for p in found)}
-        return freed.issuperset(map(id, parameters))

@@ -219,7 +219,7 @@ def test_what_the_script_holds_beyond_a_backward_is_held_in_it(recorded):
 
 
 def train_keeping_gradients(steps, zero):
-    """The gradients stay from step to step; ``zero``: how the script zeroes them."""
+    """The gradients stay from step to step, and the outputs until there are new ones; ``zero``: how it zeroes them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -227,7 +227,8 @@ def train_keeping_gradients(steps, zero):
     for step in range(steps):
         if step == steps - 1 and cpu_allocator.install():
             cpu_allocator.reset_peak()
-        model(torch.randn(512, 256)).square().mean().backward()
+        output = model(torch.randn(512, 256))
+        output.square().mean().backward()
         optimizer.step()
         if zero == "optimizer":
             optimizer.zero_grad(set_to_none=False)
