@@ -306,7 +306,7 @@ def _solve_rounds(
             s for s in (base.frugal_schedules, base.plain_schedules, *starts) if _allowed(base.searched, s, options)
         ]
     schedules = plain_in_place(record, options, each_once)
-    candidates = [schedules]
+    candidates = []
     # by the graphs of a round: by how much more seconds they cost at least (negative: other implementations are faster)
     added: dict[tuple[int, ...], float] = {}
     status = "optimal"
@@ -315,13 +315,13 @@ def _solve_rounds(
     # the round that needs most comes first: its schedules then fit most of the others too
     tight.sort(key=lambda pair: -_peak_in(record, base.frugal_schedules, pair[0]))
     for bounds, joined in tight:
+        candidates.append(schedules)
         if _peak_in(record, schedules, bounds) <= budget_bytes:
             continue
         share = replace(options, seconds=options.seconds / len(tight), on_progress=None)
         if isinstance(joined, SeparateRound):
             found = joined.solve(schedules, budget_bytes, solver, share)
             schedules = tuple(found.get(k, s) for k, s in enumerate(schedules))
-            candidates.append(schedules)
             status = "feasible" if found else "unknown"
             continue
         timeline = replay(record, schedules)
@@ -336,7 +336,6 @@ def _solve_rounds(
             continue
         found = joined.split(solution.schedule)
         schedules = tuple(found.get(k, s) for k, s in enumerate(schedules))
-        candidates.append(schedules)
         more = calls * (solution.bound_seconds - plain_seconds)
         added[graphs] = max(added.get(graphs, more), more)
         status = solution.status if status == "optimal" else status
@@ -344,7 +343,7 @@ def _solve_rounds(
         half = replace(options, seconds=options.seconds / 2)
         if not _allowed(record, base.frugal_schedules, options):
             base = _allowed_baseline(record, half, base)
-        schedules = shared_graphs.within(record, budget_bytes, base, candidates, solver, half)
+        schedules = shared_graphs.within(record, budget_bytes, base, [*candidates, schedules], solver, half)
         status = "feasible"
     return Found(schedules, replay(record, base.fast_schedules).seconds + _disjoint_sum(added), status)
 

@@ -209,15 +209,7 @@ class SeparateRound:
         limits = self._limits(budget_bytes, {k: self._saved_bytes(k, schedule) for k, schedule in found.items()})
         own = replace(options, seconds=0.6 * options.seconds / len(self._calls))
         for k in self._calls:
-            limited = self._limited(k, limits[k])
-            schedule = solver(limited.graph, limited.costs, limited.budget_bytes, own).schedule
-            if schedule is None:
-                continue
-            improved = {**found, k: limited.to_original(schedule)}
-            if self._seconds(improved) < self._seconds(found) and (
-                self._peak_bytes(schedules, improved) <= budget_bytes
-            ):
-                found = improved
+            found = _improved(self, schedules, budget_bytes, found, k, limits, solver, own)
         return _with_more_saved(self, schedules, budget_bytes, found, replace(own, seconds=_QUICK_SECONDS))
 
     def _cheapest_share(
@@ -310,6 +302,26 @@ class SeparateRound:
         return found
 
 
+def _improved(
+    joint: SeparateRound,
+    schedules: Sequence[Schedule],
+    budget_bytes: int,
+    found: dict[int, Schedule],
+    k: int,
+    limits: Mapping[int, GraphLimits],
+    solver: Callable[..., Solution],
+    options: Options,
+) -> dict[int, Schedule]:
+    """``found`` with graph ``k`` solved within its limits, where that is faster and the step still fits."""
+    limited = joint._limited(k, limits[k])
+    schedule = solver(limited.graph, limited.costs, limited.budget_bytes, options).schedule
+    if schedule is None:
+        return found
+    improved = {**found, k: limited.to_original(schedule)}
+    faster = joint._seconds(improved) < joint._seconds(found)
+    return improved if faster and joint._peak_bytes(schedules, improved) <= budget_bytes else found
+
+
 def _with_more_saved(
     joint: SeparateRound,
     schedules: Sequence[Schedule],
@@ -323,12 +335,8 @@ def _with_more_saved(
         more = joint._most_saved_bytes[k] - saved[k]
         for halvings in range(_HALVINGS):
             limits = joint._limits(budget_bytes, {**saved, k: saved[k] + (more >> halvings)})
-            limited = joint._limited(k, limits[k])
-            schedule = greedy.solve(limited.graph, limited.costs, limited.budget_bytes, quick).schedule
-            improved = found if schedule is None else {**found, k: limited.to_original(schedule)}
-            if joint._seconds(improved) < joint._seconds(found) and (
-                joint._peak_bytes(schedules, improved) <= budget_bytes
-            ):
+            improved = _improved(joint, schedules, budget_bytes, found, k, limits, greedy.solve, quick)
+            if improved is not found:
                 found = improved
                 break
     return found

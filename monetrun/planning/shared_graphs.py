@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from monetrun.core.graph import FORWARD
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, Solution
-from monetrun.core.simulate import simulate
 from monetrun.core.step import StepRecord, replay
 from monetrun.planning.baseline import Baseline, whole_step
 
@@ -35,22 +32,15 @@ def within(
         solver: for one graph.
         options: for it; takes about their seconds.
     """
-    calls = Counter(event.graph for event in record.events if event.kind == FORWARD)
+    best = base.frugal_schedules
 
-    def seconds(k: int, schedule: Schedule) -> float:
-        return calls[k] * simulate(record.graphs[k], record.costs[k], schedule).seconds
+    def with_one(k: int, schedule: Schedule) -> tuple[Schedule, ...]:
+        return (*best[:k], schedule, *best[k + 1 :])
 
-    def fits(schedules: Sequence[Schedule]) -> bool:
-        return replay(record, schedules).peak_bytes <= budget_bytes
-
-    best = list(base.frugal_schedules)
-    now = [seconds(k, schedule) for k, schedule in enumerate(best)]
-    each = {(k, schedule): seconds(k, schedule) for schedules in found for k, schedule in enumerate(schedules)}
-    for (k, schedule), taken in sorted(each.items(), key=lambda item: item[1] - now[item[0][0]]):
-        if taken < now[k] and fits([*best[:k], schedule, *best[k + 1 :]]):
-            best[k], now[k] = schedule, taken
+    each = dict.fromkeys((k, schedule) for schedules in found for k, schedule in enumerate(schedules))
+    for k, schedule in sorted(each, key=lambda one: replay(record, with_one(*one)).seconds):
+        timeline = replay(record, with_one(k, schedule))
+        if timeline.peak_bytes <= budget_bytes and timeline.seconds < replay(record, best).seconds:
+            best = with_one(k, schedule)
     own = whole_step(record, base.fast_schedules).solve(best, budget_bytes, solver, replace(options, on_progress=None))
-    other = [own.get(k, schedule) for k, schedule in enumerate(best)]
-    if sum(seconds(k, schedule) for k, schedule in enumerate(other)) < sum(now) and fits(other):
-        best = other
-    return tuple(best)
+    return tuple(own.get(k, schedule) for k, schedule in enumerate(best))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from monetrun.capture.joint import JointGraph
+from monetrun.core import last_gradients
 from monetrun.core.call_footprint import call_footprint
 from monetrun.core.errors import PlanMismatch
 from monetrun.core.graph import BACKWARD, EXACT, FORWARD, KINDS, Costs, Graph, counterpart
@@ -61,13 +62,11 @@ def step_of(
 def events_of(outside: Outside) -> tuple[Event, ...]:
     """The events of a step of one graph, between whose forward and backward the script allocates and frees this."""
     gradients = outside.gradients_bytes
-    waiting = (Event(OUTSIDE, -1, gradients, gradients, LAST_GRADIENTS),) if gradients else ()
-    freed = (Event(OUTSIDE, -1, -gradients, 0, LAST_GRADIENTS),) if gradients else ()
     return (
-        *waiting,
+        *([last_gradients.are_there(gradients)] if gradients else []),
         Event(FORWARD, 0),
         Event(OUTSIDE, -1, outside.held_bytes, outside.peak_bytes),
-        *freed,
+        *([last_gradients.are_freed(gradients)] if gradients else []),
         Event(BACKWARD, 0),
         Event(OUTSIDE, -1, -outside.held_bytes, 0),
     )

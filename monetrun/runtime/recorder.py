@@ -14,6 +14,7 @@ from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lifetimes import Lifetimes
 from monetrun.capture.meter import CudaMeter, Meter
+from monetrun.core import last_gradients
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget
 from monetrun.core.call_footprint import call_footprint
@@ -26,7 +27,7 @@ from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
 from monetrun.core.sharding import Sharding
-from monetrun.core.step import LAST_GRADIENTS, LIBRARIES, OUTSIDE, Break, Event, StepRecord
+from monetrun.core.step import LIBRARIES, OUTSIDE, Break, Event, StepRecord
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import sharding
@@ -204,7 +205,7 @@ class Recorder(WithoutCaptures):
         more = end - first - self._state_bytes - self._all_gradients_bytes
         events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
         if waiting := sum(gradients.values()):
-            events.insert(0, Event(OUTSIDE, -1, waiting, waiting, LAST_GRADIENTS))
+            events.insert(0, last_gradients.are_there(waiting))
         weights = _bytes_of(self.parameters)
         libraries = 0 if self.memory is None else self.memory.end()
         modules = self.sharding.stop()
@@ -246,7 +247,7 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
     now = recorder.stretches[0].end_bytes if recorder.stretches else 0  # as ``replay`` will have it
     for i, stretch in enumerate(recorder.stretches[1:], 1):
         if i - 1 in gradients:
-            events.append(Event(OUTSIDE, -1, -gradients[i - 1], 0, LAST_GRADIENTS))
+            events.append(last_gradients.are_freed(gradients[i - 1]))
         if stretch.kind == OUTSIDE:
             absent = recorder._lifetimes.absent_bytes(i)
             delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now

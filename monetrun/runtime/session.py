@@ -146,7 +146,8 @@ def close() -> dict[str, Any]:
     word_as_arguments(())
     if _session is None or _launched:
         return {}
-    plan, findings = (None, {}) if (engine := _session.engine) is None else (engine.plan, engine.findings())
+    engine = _session.engine
+    plan, findings = (None, {}) if engine is None else (engine.plan, engine.findings())
     if plan is None:
         _session.reporter.warn(f"nothing was planned: {_why_unplanned(_session)}")
     _session.close()
@@ -388,8 +389,9 @@ def _engine(session: Session, module: nn.Module) -> Engine:
 
 def _unsaid(session: Session) -> str:
     """Why nothing was planned, where no warning has said it."""
-    reason = unplannable_use.no_step(bool(session.optimizers), bool(session.stepped))
-    return "" if session.engine or session.reporter.warned else reason
+    if session.engine or session.reporter.warned:
+        return ""
+    return unplannable_use.no_step(bool(session.optimizers), bool(session.stepped))
 
 
 def _calls(session: Session) -> list[PlannedCall | Trigger]:

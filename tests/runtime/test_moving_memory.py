@@ -50,12 +50,16 @@ def pair(depth=5):
     return model, torch.optim.AdamW(model.parameters(), 1e-3)
 
 
-def step(model, optimizer, batch=1024):
+def minimize(optimizer, loss_of, *given):
     optimizer.zero_grad()
-    loss = F.mse_loss(model(torch.randn(batch, WIDTH)), torch.ones(batch, WIDTH))
+    loss = loss_of(*given)
     loss.backward()
     optimizer.step()
     return loss.item()
+
+
+def step(model, optimizer, batch=1024):
+    return minimize(optimizer, lambda: F.mse_loss(model(torch.randn(batch, WIDTH)), torch.ones(batch, WIDTH)))
 
 
 def under(budget, script, **options):
@@ -213,14 +217,11 @@ def test_what_a_steps_first_call_holds_is_in_the_plain_peak_of_other_shapes_once
 
     def script():
         model, optimizer = pair()
-        losses = []
-        for batch in (512, 768, 512, 768):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(torch.randn(batch, WIDTH)), model(torch.randn(batch, WIDTH)))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
+
+        def loss(batch):
+            return F.mse_loss(model(torch.randn(batch, WIDTH)), model(torch.randn(batch, WIDTH)))
+
+        return [minimize(optimizer, loss, batch) for batch in (512, 768, 512, 768)]
 
     _, said, measured = plain_peaks("0.9x", script)
     assert said == pytest.approx(measured, rel=0.05)
@@ -370,14 +371,11 @@ def test_a_schedule_made_for_one_number_runs_for_the_next_ones(monkeypatch):
     def script():
         model = Scheduled()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        losses = []
-        for epoch in range(7):
-            optimizer.zero_grad()
-            loss = model(torch.randn(512, WIDTH), epoch).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
+
+        def loss(epoch):
+            return model(torch.randn(512, WIDTH), epoch).square().mean()
+
+        return [minimize(optimizer, loss, epoch) for epoch in range(7)]
 
     plain, planned, _ = under("0.8x", script)
     assert planned == plain

@@ -212,6 +212,19 @@ def trained(kind, steps=4):
     return losses, state, torch.get_rng_state().tolist(), getattr(model, "seen", None)
 
 
+def minimized(model, rate, loss_of, batches):
+    """The losses of the batches, one after the other, each followed by an optimizer's step."""
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    found = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(batch)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
 def session(**options):
     return opened_session(**{"budget": "0.95x", "solver_seconds": 0.5, "implementations": "exact", **options})
 
@@ -483,15 +496,8 @@ def test_a_part_stays_planned_where_new_shapes_come_with_the_models_inputs(monke
     def steps():
         torch.manual_seed(0)
         model = ShapesFromData()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        losses = []
-        for length in (8, 8, 7, 6, 5, 8, 4, 7, 9):
-            optimizer.zero_grad()
-            loss = model(torch.randn(length, WIDTH)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
+        batches = (torch.randn(length, WIDTH) for length in (8, 8, 7, 6, 5, 8, 4, 7, 9))
+        return minimized(model, 0.1, lambda x: model(x).square().mean(), batches)
 
     plain = steps()
     with session(budget="1GiB") as opened:
@@ -548,15 +554,9 @@ def test_a_two_stage_detector_is_planned_in_its_backbone_and_heads():
     def steps(count=3):
         torch.manual_seed(0)
         model = TinyDetector()
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        losses = []
-        for step in range(count):
-            optimizer.zero_grad()
-            loss = model(torch.randn(64, 3 * 32, generator=torch.Generator().manual_seed(step)))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
+        generators = (torch.Generator().manual_seed(step) for step in range(count))
+        batches = (torch.randn(64, 3 * 32, generator=generator) for generator in generators)
+        return minimized(model, 1e-3, model, batches)
 
     plain = steps()
     with session(budget="1GiB") as opened:
