@@ -14,7 +14,7 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD, FORWARD, Operator
 from monetrun.core.plain_step import plain_step
 from monetrun.core.replayed_blocks import load_base
-from monetrun.core.requests import STEPS, StepReplay, settled
+from monetrun.core.requests import StepReplay, settled, until_settled
 from monetrun.core.step import DeviceMemory, Segment, StepRecord
 
 # words in the names of operators that call cuBLAS
@@ -57,8 +57,7 @@ class PlainHeap:
         self._allocator.free_all()
         steps = _PlainSteps(step, self._allocator)
         steps.batch.find({self._allocator.allocate(nbytes): nbytes for nbytes in held})
-        for _ in range(STEPS):
-            steps.step(first=False)
+        until_settled(steps, begun=True)
 
 
 class _PlainSteps(StepReplay):

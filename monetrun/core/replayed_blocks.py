@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.graph import Costs, Requests
+from monetrun.core.plan import Step
 from monetrun.core.step import DeviceMemory
 
 
@@ -65,6 +67,27 @@ def take_sizes(blocks: list[Block], sizes: Iterable[int]) -> list[Block]:
     return taken
 
 
+def serve(allocator: CachingAllocator, costs: Costs, step: Step, outputs: Sequence[int]) -> list[int]:
+    """Serve what one step's operator requests, for new outputs of these sizes; gives their addresses."""
+    known = costs.requests[step.operator][step.implementation] if costs.requests else Requests()
+    if not known.results:
+        addresses = [allocator.allocate(nbytes) for nbytes in outputs]
+        allocator.free(allocator.allocate(costs.workspace_bytes[step.operator][step.implementation]))
+        return addresses
+    held: dict[int, int] = {}
+    made = 0
+    for n in known.sizes:
+        if n < 0:
+            allocator.free(held.pop(-n))
+        else:
+            made += 1
+            held[made] = allocator.allocate(n)
+    addresses = [held.pop(number) for number in known.results]
+    for address in held.values():
+        allocator.free(address)
+    return addresses
+
+
 class LastOutputs:
     """The outputs of the last step that the script holds when a step begins.
 
@@ -98,12 +121,15 @@ class ReplayedBatch:
     Args:
         sizes: in bytes, of each part.
         allocator: that the step is replayed through.
+
+    Attributes:
+        blocks: of each part; none: not known, or freed.
     """
 
     def __init__(self, sizes: tuple[int, ...], allocator: CachingAllocator) -> None:
         self.sizes = sizes
         self.allocator = allocator
-        self._blocks: list[list[Block]] = [[] for _ in sizes]  # of each part; none: not known, or freed
+        self.blocks: list[list[Block]] = [[] for _ in sizes]
 
     def find(self, loaded: Mapping[int, int]) -> None:
         """Find the first step's batch among the blocks that are there before it: the latest of the same sizes."""
@@ -112,11 +138,11 @@ class ReplayedBatch:
             found = next((b for b in reversed(base) if b.nbytes == nbytes), None)
             if found is not None:
                 base.remove(found)
-                self._blocks[i] = [found]
+                self.blocks[i] = [found]
 
     def replace(self) -> None:
         """The next step's batch is made, then this one is freed."""
-        last, self._blocks = self._blocks, [[Block(self.allocator.allocate(n), n)] for n in self.sizes]
+        last, self.blocks = self.blocks, [[Block(self.allocator.allocate(n), n)] for n in self.sizes]
         for blocks in reversed(last):
             free_all(self.allocator, blocks)
 
@@ -124,13 +150,13 @@ class ReplayedBatch:
         """Free parts that other inputs replace within the step; gives their bytes, also of those that are not known."""
         freed = 0
         for i in parts:
-            free_all(self.allocator, self._blocks[i])
+            free_all(self.allocator, self.blocks[i])
             freed += self.sizes[i]
         return freed
 
     def free_one(self, nbytes: int) -> None:
         """Free a part of this size, if there is one: nothing but the backward pass held it."""
-        i = next((i for i, bs in enumerate(self._blocks) if sum(b.nbytes for b in bs) == nbytes), None)
+        i = next((i for i, bs in enumerate(self.blocks) if sum(b.nbytes for b in bs) == nbytes), None)
         if i is not None:
             self.free([i])
 
@@ -147,9 +173,9 @@ class ReplayedBatch:
         rounded = self.allocator.settings.rounded
         for i, nbytes in enumerate(self.sizes):
             last = next((k for k in reversed(script) if rounded(script[k].nbytes) == nbytes), None)
-            if not self._blocks[i] and last is not None:
-                self._blocks[i] = [script.pop(last)]
-        freed = [i for i, blocks in enumerate(self._blocks) if not blocks]
+            if not self.blocks[i] and last is not None:
+                self.blocks[i] = [script.pop(last)]
+        freed = [i for i, blocks in enumerate(self.blocks) if not blocks]
         if freed:
             place = max(freed, key=self.sizes.__getitem__)
-            self._blocks[place] = [script.pop(k) for k in list(script) if k > since]
+            self.blocks[place] = [script.pop(k) for k in list(script) if k > since]

@@ -1,23 +1,23 @@
 """A training step as the caching allocator sees it: request by request, so that its *reserved* peak is known.
 
 ``step.replay`` adds up the bytes of tensors. What the allocator reserves for them depends on the order of requests and
-on what lies where, so the step is run through ``CachingAllocator``: twice to settle, as the optimizer's state and the
-last step's gradients come to lie among the activations, and once more.
+on what lies where, so the step is run through ``CachingAllocator`` until one begins as an earlier one began: the
+optimizer's state and the last step's gradients come to lie among the activations, each time elsewhere.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
-from monetrun.core.caching_allocator import CachingAllocator
+from monetrun.core.caching_allocator import CachingAllocator, large_blocks
 from monetrun.core.event import is_optimizer_step
 from monetrun.core.freed import freed_after
-from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Operator, Requests
+from monetrun.core.graph import BACKWARD, FORWARD, Graph, Operator
 from monetrun.core.last_outputs import dropped_later, last_outputs_bytes
-from monetrun.core.plan import Schedule, Step
+from monetrun.core.plan import Schedule
 from monetrun.core.replayed_blocks import (
     Block,
     LastOutputs,
@@ -27,11 +27,14 @@ from monetrun.core.replayed_blocks import (
     free_latest,
     free_some,
     load_base,
+    serve,
 )
 from monetrun.core.simulate import last_reads
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, DeviceMemory, Event, StepRecord, events_under
 
-STEPS = 3
+LEAST_STEPS, MOST_STEPS = 3, 16
+"""So many steps are replayed at least, and at most where none begins as an earlier one began."""
+
 _SPARE_PAGES = 2
 
 
@@ -43,11 +46,13 @@ class Reserved:
         allocated_peak_bytes: the most in blocks that are in use, rounding included.
         small_bytes: the most reserved for requests of up to 1 MiB.
         large_bytes: the most reserved for larger ones.
+        steps: that were replayed until nothing new came.
     """
 
     allocated_peak_bytes: int
     small_bytes: int
     large_bytes: int
+    steps: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -115,10 +120,33 @@ def settled(replay: StepReplay, memory: DeviceMemory, *, begun: bool = False) ->
     allocator = replay.allocator
     allocator.empty_cache()
     allocator.reset_peaks()
-    for number in range(STEPS):
-        replay.step(first=number == 0 and not begun)
+    steps = until_settled(replay, begun=begun)
     large_bytes = allocator.large_bytes + memory.other_streams_bytes
-    return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, large_bytes)
+    return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, large_bytes, steps)
+
+
+def until_settled(replay: StepReplay, *, begun: bool = False) -> int:
+    """Run steps until one leaves the large pool as an earlier one did; gives how many. ``begun``: some came before.
+
+    What is in the small pool decides nothing in the large one, and can go on moving for long.
+    """
+    seen = set()
+    for number in range(MOST_STEPS):
+        replay.step(first=number == 0 and not begun)
+        state = _large_pool(replay)
+        if state in seen and number + 1 >= LEAST_STEPS:
+            return number + 1
+        seen.add(state)
+    return MOST_STEPS
+
+
+def _large_pool(replay: StepReplay) -> Hashable:
+    """The large pool's blocks, and whose they are: what the next step's large requests depend on."""
+    pool = large_blocks(replay.allocator)
+    starts = {start for start, *_ in pool}
+    held = [[b.address for b in blocks] for blocks in (replay.gradients, replay.outputs, *replay.batch.blocks)]
+    held += [list(call.addresses.values()) for of_graph in replay._calls.values() for call in of_graph]
+    return frozenset(pool), tuple(tuple(a for a in addresses if a in starts) for addresses in held)
 
 
 @dataclass(slots=True)
@@ -317,7 +345,7 @@ class StepReplay:
         implementation = op.implementations[step.implementation]
         again: list[int] = []
         new = op.outputs[0 if implementation.in_place_of is None else 1 :]
-        addresses = _serve(self.allocator, self.record.costs[k], step, [graph.tensors[t].nbytes for t in new])
+        addresses = serve(self.allocator, self.record.costs[k], step, [graph.tensors[t].nbytes for t in new])
         self.results_allocated(op)
         if implementation.in_place_of is not None:
             addresses.insert(0, call.addresses.pop(implementation.in_place_of))
@@ -362,24 +390,3 @@ def _leaving(event: Event, graph: Graph, schedule: Schedule) -> dict[int, list[i
     for t, i in freed_after(graph, schedule, event.released).items():
         leaving.setdefault(cut + i, []).append(t)
     return leaving
-
-
-def _serve(allocator: CachingAllocator, costs: Costs, step: Step, outputs: Sequence[int]) -> list[int]:
-    """Serve what one step's operator requests, for new outputs of these sizes; gives their addresses."""
-    known = costs.requests[step.operator][step.implementation] if costs.requests else Requests()
-    if not known.results:
-        addresses = [allocator.allocate(nbytes) for nbytes in outputs]
-        allocator.free(allocator.allocate(costs.workspace_bytes[step.operator][step.implementation]))
-        return addresses
-    held: dict[int, int] = {}
-    made = 0
-    for n in known.sizes:
-        if n < 0:
-            allocator.free(held.pop(-n))
-        else:
-            made += 1
-            held[made] = allocator.allocate(n)
-    addresses = [held.pop(number) for number in known.results]
-    for address in held.values():
-        allocator.free(address)
-    return addresses

@@ -10,7 +10,7 @@ from monetrun.core.allocator_settings import MOST_SMALL, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.plan import Schedule
 from monetrun.core.replayed_blocks import load_base
-from monetrun.core.requests import STEPS, StepReplay
+from monetrun.core.requests import StepReplay
 from monetrun.core.step import StepRecord
 
 # Variants of what is requested have something small in one of so many places between steps.
@@ -50,16 +50,16 @@ class StepEnds:
 Event = Request | Free | StepBegins | StepEnds
 
 
-def large_requests(record: StepRecord, schedules: Sequence[Schedule]) -> list[Event]:
-    """What training steps under ``schedules`` request of the large pool, and where steps of the schedules begin."""
+def large_requests(record: StepRecord, schedules: Sequence[Schedule], steps: int) -> list[Event]:
+    """What ``steps`` training steps request of the large pool, and where in them the steps of ``schedules`` begin."""
     assert record.memory is not None
     allocator = _Tracing(record.memory.settings, record.memory.device_bytes)
-    steps = _TracedSteps(record, schedules, allocator)
+    traced = _TracedSteps(record, schedules, allocator)
     base = load_base(record.memory, allocator)
     allocator.base_is(base)
-    steps.begin_with(base)
-    for number in range(STEPS):
-        steps.step(first=number == 0)
+    traced.begin_with(base)
+    for number in range(steps):
+        traced.step(first=number == 0)
     return allocator.events
 
 

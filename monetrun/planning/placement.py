@@ -61,7 +61,8 @@ def placed(record: StepRecord, schedules: Sequence[Schedule], seconds: float) ->
     before = reserved(record, schedules)
     if not record.memory.settings.expandable or before.peak_bytes <= before.allocated_peak_bytes * (1 + _WORTH):
         return tuple(schedules)
-    holds = _Search(record.memory, large_requests(record, schedules), _room(record, schedules)).run(seconds)
+    events = large_requests(record, schedules, before.steps)
+    holds = _Search(record.memory, events, _room(record, schedules)).run(seconds)
     found = tuple(
         replace(s, holds=tuple(Hold(i, n) for (graph, i), given in sorted(holds.items()) if graph == k for n in given))
         for k, s in enumerate(schedules)

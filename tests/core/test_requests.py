@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from monetrun.core import requests
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD, Requests
@@ -11,7 +12,7 @@ from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
 from monetrun.core.replayed_blocks import load_base
-from monetrun.core.requests import STEPS, StepReplay, _Call, reserved, reserved_under
+from monetrun.core.requests import LEAST_STEPS, StepReplay, _Call, reserved, reserved_under
 from monetrun.core.step import BETWEEN_STEPS, LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, Event, Segment, replay
 from monetrun.core.step_changes import with_excess, with_plain_peaks
 from support.step_records import EXPANDABLE, MIB, chain_record, on_a_device, output_of
@@ -65,6 +66,24 @@ def test_an_optimizers_state_stays_and_its_temporaries_do_not(record):
     without = Event(OUTSIDE, name="SGD.step", requests=(40 * MIB,))
     held = reserved(replace(record, events=(*record.events, without)), plain(record)).allocated_peak_bytes
     assert held == before + 40 * MIB
+
+
+def test_steps_are_replayed_until_they_leave_the_large_pool_as_an_earlier_one_did(monkeypatch):
+    # the parts of the batch and the gradients that stay come to lie elsewhere from step to step: the fourth needs more
+    record = on_a_device(chain_record(3, (35, 36, 27)), batch=(109 * MIB, 83 * MIB, 11 * MIB))
+    (graph,) = record.graphs
+    gradients = [op.outputs[0] for op in graph.operators if op.name.endswith("weight_grad")]
+    sizes = dict(zip(gradients, (85 * MIB, 87 * MIB, 60 * MIB), strict=True))
+    tensors = tuple(replace(t, nbytes=sizes.get(t.id, t.nbytes)) for t in graph.tensors)
+    *events, freed, step = record.events
+    freed = replace(freed, delta_bytes=freed.delta_bytes + 1500 * MIB - sum(sizes.values()))
+    record = replace(record, graphs=(replace(graph, tensors=tensors),), events=(*events, freed, step))
+    found = reserved(record, plain(record))
+    assert found.steps == 7
+    for steps, large_bytes in ((3, found.large_bytes - 20 * MIB), (40, found.large_bytes)):
+        monkeypatch.setattr(requests, "LEAST_STEPS", steps)
+        monkeypatch.setattr(requests, "MOST_STEPS", steps)
+        assert reserved(record, plain(record)).large_bytes == large_bytes
 
 
 def test_a_batch_is_replaced_after_the_next_one_is_there(record):
@@ -205,7 +224,7 @@ def _noted(record):
     loaded = load_base(record.memory, allocator)
     sizes.update(loaded)
     replayed.batch.find(loaded)
-    for number in range(STEPS):
+    for number in range(LEAST_STEPS):
         replayed.step(first=number == 0)
     return noted
 
