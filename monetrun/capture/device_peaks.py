@@ -6,9 +6,10 @@ Torch has one peak for all who ask. Each of the two sees here the most since its
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 OURS, SCRIPT = "ours", "script"
 _OTHER = {OURS: SCRIPT, SCRIPT: OURS}
 _PEAK = "peak"
+_RESERVED = ("reserved_bytes", "segment")
 
 # what ``torch.cuda`` and ``torch.accelerator`` call; a build of torch without CUDA does not have the first
 _READ, _RESET = "_cuda_memoryStats", "_cuda_resetPeakMemoryStats"
@@ -47,13 +49,31 @@ def read(index: int, reader: str = OURS, name: str = _READ) -> dict[str, Any]:
 def reset(index: int, reader: str = OURS, name: str = _RESET) -> None:
     """The reader's peaks start anew from what is held now; the other's stay."""
     other = _before[_OTHER[reader], index]
-    for counter, pools in _TORCHS[_READ](index).items():
-        if isinstance(pools, dict):
-            for pool, values in pools.items():
-                if isinstance(values, dict) and values[_PEAK] > other.get((counter, pool), 0):
-                    other[counter, pool] = values[_PEAK]
+    for place, most in _peaks(_TORCHS[_READ](index)).items():
+        if most > other.get(place, 0):
+            other[place] = most
     _before[reader, index].clear()
     _TORCHS[name](index)
+
+
+@contextlib.contextmanager
+def uncounted(index: int) -> Iterator[None]:
+    """A context after which no reader's peaks have what was allocated and freed in it; what was reserved counts."""
+    before = {reader: _peaks(read(index, reader)) for reader in _OTHER}
+    yield
+    for reader, kept in before.items():
+        after = _peaks(read(index, reader))
+        _before[reader, index] = {place: after[place] if place[0] in _RESERVED else kept[place] for place in after}
+    _TORCHS[_RESET](index)
+
+
+def _peaks(stats: dict[str, Any]) -> defaultdict[tuple[str, str], int]:
+    """The peaks of ``stats``, by counter and pool."""
+    found: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for counter, pools in stats.items():
+        if isinstance(pools, dict):
+            found.update({(counter, pool): v[_PEAK] for pool, v in pools.items() if isinstance(v, dict)})
+    return found
 
 
 @functools.cache

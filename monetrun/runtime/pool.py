@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from monetrun.capture import device_peaks
 from monetrun.capture.allocator_history import settings_from_environment, warm_up_libraries
 from monetrun.core.allocator_settings import ROUND_LARGE
 from monetrun.core.plan import Pool
@@ -26,6 +27,12 @@ def hold(device: torch.device, pool: Pool, libraries: bool, budget_bytes: int) -
     if libraries:
         warm_up_libraries(device)
     torch.cuda.empty_cache()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with device_peaks.uncounted(index):  # a script that logs the most allocated does not see this
+        _reserve(device, pool, budget_bytes)
+
+
+def _reserve(device: torch.device, pool: Pool, budget_bytes: int) -> None:
     settings = settings_from_environment()
     page = settings.large_segment_bytes if settings.expandable else ROUND_LARGE
     held = []

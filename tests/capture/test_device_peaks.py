@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_r
 SCRIPT = """
 import json
 import torch
+from monetrun.capture import device_peaks
 from monetrun.capture.meter import CudaMeter
 
 MIB = 1 << 20
@@ -45,6 +46,12 @@ take(10)
 say()
 said.append(torch.accelerator.max_memory_allocated() // MIB if hasattr(torch.accelerator, "memory_stats") else 10)
 said.append(torch.cuda.memory_stats()["allocated_bytes.large_pool.peak"] // MIB)
+with device_peaks.uncounted(0):
+    take(100)
+say()
+torch.cuda.reset_peak_memory_stats()
+take(15)
+say()
 print(json.dumps(said))
 """
 
@@ -53,4 +60,13 @@ def test_each_sees_the_most_since_its_own_reset():
     variables = {**os.environ, **environment(gib=4), "PYTHONPATH": python_path(ROOT)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[40, 40, 40], [40, 40, 20], [0, 40, 20], [10, 10, 10], 10, 10]
+    assert json.loads(done.stdout) == [
+        [40, 40, 40],
+        [40, 40, 20],
+        [0, 40, 20],
+        [10, 10, 10],
+        10,
+        10,
+        [10, 110, 10],
+        [15, 110, 15],
+    ]
