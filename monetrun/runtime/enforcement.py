@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from monetrun.capture import cpu_allocator
 from monetrun.capture.allocator_history import settings_from_environment
 from monetrun.capture.meter import Meter
 from monetrun.core.budget import format_bytes
@@ -54,6 +55,8 @@ class Enforcement:
 
     def plan_is(self, budget_bytes: int, pool: Pool | None, libraries: bool) -> None:
         """Another plan runs from now on; on CUDA its pool is reserved."""
+        if self.device.type == "cpu" and not self.meter.exact and not self._budget_bytes:
+            self.note(f"the budget is planned for, but not enforced: {cpu_allocator.unavailable_reason()}")
         self._budget_bytes = budget_bytes
         self._plan_pool = self._pool = pool
         self._libraries = libraries

@@ -12,7 +12,7 @@ POOL = Pool(2000 * MIB, 4 * MIB, 900 * MIB)
 
 
 class NoMeter:
-    exact = False
+    exact = True
 
     def peaks(self):
         return Peaks(0)
@@ -128,3 +128,16 @@ def test_a_step_whose_loss_is_of_other_outputs_is_not_held_to_a_share_and_the_ne
         assert of.share_was_estimated is of_plain
     assert len(said) == 1
     assert "other outputs than in the recorded step" in said[0]
+
+
+def test_where_a_cpus_bytes_cannot_be_counted_one_line_says_that_nothing_is_enforced(monkeypatch):
+    class Inexact(NoMeter):
+        exact = False
+
+    monkeypatch.setattr(enforcement.cpu_allocator, "unavailable_reason", lambda: "there is no compiler")
+    monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: None)
+    notes = []
+    of = enforcement.Enforcement(torch.device("cpu"), Inexact(), notes.append)
+    for budget_bytes in (100, 90):
+        of.plan_is(budget_bytes, None, libraries=False)
+    assert notes == ["the budget is planned for, but not enforced: there is no compiler"]
