@@ -102,6 +102,7 @@ def found_within(
     best: tuple[float, Found, Reserved] | None = None
     least: tuple[int, Sequence[Schedule]] | None = None
     kept = 0  # the highest target whose schedules reserve no more than the budget
+    failures = 0  # targets whose schedules reserve more
     failure: NoPlanInTime | None = None
     tried: list[Sequence[Schedule]] = list(starts)
     seconds = options.seconds / 2
@@ -124,7 +125,9 @@ def found_within(
                 lowest_bytes = target
                 continue
             too_much = min(too_much, target, timeline.peak_bytes)
-            target = max(too_much - excess, lowest_bytes)
+            # whole pages are reserved: a little less allocated takes as many of them
+            target = max(too_much - (excess << failures), lowest_bytes)
+            failures += 1
         else:
             if best is None or timeline.seconds < best[0]:
                 best = (timeline.seconds, found, taken)

@@ -1,6 +1,7 @@
 """Plans within a budget of reserved bytes: the solver's target follows what its schedules reserve."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,7 +9,7 @@ from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.options import Options
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
-from monetrun.core.requests import reserved, reserved_under
+from monetrun.core.requests import Reserved, reserved, reserved_under
 from monetrun.core.step import DeviceMemory, Segment
 from monetrun.core.step_changes import with_excess
 from monetrun.planning import device_budget, planner
@@ -81,3 +82,28 @@ def test_a_plain_run_fits_with_room():
     peaks = PlainPeaks(allocated_bytes=90 * MIB, reserved_bytes=95 * MIB, retries=0, steps=3)
     assert peaks.fits(100 * MIB)
     assert not peaks.fits(99 * MIB)
+
+
+def test_targets_go_down_until_fewer_pages_are_reserved(monkeypatch, record):
+    """Schedules that allocate up to 240 MiB reserve 270, and 20 more for each 20 of them; the budget is 287."""
+    tried = []
+
+    def within(target, options, starts):
+        tried.append(target / MIB)
+        return device_budget.Found((target - 2 * MIB,), 0.0, "feasible")
+
+    def taken(record, schedules, *_):
+        (allocated,) = schedules
+        return Reserved(allocated, 0, (-(-allocated // (20 * MIB)) * 20 + 30) * MIB)
+
+    monkeypatch.setattr(device_budget, "plain_step", lambda record: (record, (300 * MIB,)))
+    monkeypatch.setattr(device_budget, "reserved", taken)
+    monkeypatch.setattr(
+        device_budget,
+        "replay",
+        lambda record, schedules: SimpleNamespace(peak_bytes=schedules[0], seconds=-schedules[0]),
+    )
+    monkeypatch.setattr(device_budget.placement, "placed", lambda record, schedules, seconds: schedules)
+    found, reserve = device_budget.found_within(record, 287 * MIB, OPTIONS, within, 100 * MIB)
+    assert 225 * MIB < found.schedules[0] <= 240 * MIB, tried
+    assert reserve.peak_bytes == 270 * MIB
