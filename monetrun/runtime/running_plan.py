@@ -19,7 +19,7 @@ from monetrun.core.graph import Graph
 from monetrun.core.keeping import as_planned
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.simulate import judge
-from monetrun.core.step import LIBRARIES, DeviceMemory, StepRecord
+from monetrun.core.step import LIBRARIES, DeviceMemory, StepRecord, replay
 from monetrun.core.step_changes import with_excess
 from monetrun.planning import kept, planner
 from monetrun.planning.intervals import Interval, counted_steps, intervals
@@ -307,6 +307,8 @@ def _make_ready(running: RunningPlan, step: StepRecord, schedule: Schedule, *, e
     pool = moved_memory.pool_of(step, schedule, running.plan)
     beyond_bytes = moved_memory.allocated_beyond(step, schedule, running.plan, pool)
     running.room.other_shapes(step, schedule, beyond_bytes)
+    allocated_bytes = replay(step, [schedule]).peak_bytes
+    running.steps.planned_too(allocated_bytes, allocated_bytes if pool is None else pool.planned_bytes)
     if pool is not None and not estimated:
         running.enforcement.graph_has(fingerprint, pool)
 

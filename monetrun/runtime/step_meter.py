@@ -48,6 +48,10 @@ class StepMeter:
     def plan_is(self, allocated_bytes: int, bounded_bytes: int) -> None:
         """Steps run under this plan from now on."""
         self._planned = allocated_bytes, bounded_bytes
+        self.planned_too(allocated_bytes, bounded_bytes)
+
+    def planned_too(self, allocated_bytes: int, bounded_bytes: int) -> None:
+        """Some of these steps are planned to take so much: those of other shapes."""
         self.most_planned = max(self.most_planned[0], allocated_bytes), max(self.most_planned[1], bounded_bytes)
 
     def measure_a_settled_step(self, optimizers: int, after_forwards: int = 0) -> None:
