@@ -51,6 +51,12 @@ def blocks(device: torch.device) -> dict[int, int]:
     }
 
 
+def large_blocks(device: torch.device) -> frozenset[tuple[int, int, str]]:
+    """Where blocks of more than 1 MiB lie, on all streams: address, bytes and state."""
+    large = (s for s in _snapshot(device)["segments"] if s["segment_type"] == "large")
+    return frozenset((b["address"], b["size"], b["state"]) for s in large for b in s["blocks"])
+
+
 def _is_of_graphs(segment: Mapping[str, Any]) -> bool:
     """Whether it is of the stream, and of the pool, in which graphs run."""
     return segment["stream"] == _MAIN_STREAM and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from monetrun.capture.allocator_history import large_blocks
 from monetrun.capture.meter import Meter, NoMeter, meter_for
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
@@ -25,10 +27,12 @@ from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.scalars import StepScalars
 from monetrun.runtime.settings import MEASURE, Settings
 
-# In the second step the optimizer's state is there, after which fragments can make what the allocator takes grow once
-# more: a trial ends with the first step from the third on in which that did not grow. It is as short as that, since
-# what a script does between steps happens twice. Where an optimizer steps more rarely, it waits a little for it.
-_STEPS, _MOST_STEPS = 3, 5
+# In the second step the optimizer's state is there. After it the same tensors can come to lie elsewhere from step to
+# step, and the allocator take more in a later one: a trial ends with the first step from the third on that leaves its
+# blocks as an earlier one did. It is not longer, since what a script does between steps happens twice, and after some
+# seconds it ends with its fifth step. Where an optimizer steps more rarely, it waits a little for it.
+_STEPS, _MOST_STEPS_SLOWLY, _MOST_STEPS = 3, 5, 8
+_SLOWLY_SECONDS = 20.0
 _STEPS_WITHOUT_DEVICE = 2
 
 
@@ -47,7 +51,8 @@ class PlainRun:
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._has_optimizer = False
         self._ended = 0  # steps that all optimizers have made
-        self._reserved = 0  # the most reserved bytes at the end of the last of them
+        self._began = 0.0  # when the first of them had ended
+        self._seen: set[Any] = set()  # where blocks lay at the end of each
         self._backwards = 0
         self._undo = contextlib.ExitStack()
         self._reporter = Reporter(settings)
@@ -115,12 +120,15 @@ class PlainRun:
     def _has_seen_enough(self, fewest: int, most: int) -> bool:
         """Whether a trial has seen the steps that it is for: all optimizers have made ``fewest``, one made ``most``."""
         if self.device is None:  # the script trains on the CPU
-            return fewest >= _STEPS_WITHOUT_DEVICE or most >= _MOST_STEPS
+            return fewest >= _STEPS_WITHOUT_DEVICE or most >= _MOST_STEPS_SLOWLY
         if fewest > self._ended:
-            self._ended, before, self._reserved = fewest, self._reserved, self._peaks().reserved_bytes
-            if fewest >= _STEPS and self._reserved == before:
+            self._began = self._began or time.monotonic()
+            self._ended, blocks = fewest, large_blocks(self.device)
+            if fewest >= _STEPS and blocks in self._seen:
                 return True
-        return most >= _MOST_STEPS
+            self._seen.add(blocks)
+        slow = time.monotonic() - self._began > _SLOWLY_SECONDS
+        return most >= (_MOST_STEPS_SLOWLY if slow else _MOST_STEPS)
 
     def _peaks(self) -> PlainPeaks:
         assert self.device is not None
