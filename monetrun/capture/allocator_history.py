@@ -158,7 +158,9 @@ class AllocatorHistory:
         return dict(self._numbers)
 
     def _entries(self, every_stream: bool = False) -> Iterable[dict[str, Any]]:
-        return [e for e in _snapshot(self.device)["trace"] if every_stream or e["stream"] == _MAIN_STREAM]
+        """What was served and freed; other entries (an ``oom``) have no address."""
+        trace = (e for e in _snapshot(self.device)["trace"] if e["action"] in (_ALLOC, _FREE))
+        return [e for e in trace if every_stream or e["stream"] == _MAIN_STREAM]
 
     def _clear(self) -> None:
         torch.cuda.memory._record_memory_history(

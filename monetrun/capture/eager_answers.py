@@ -4,12 +4,16 @@ TorchDynamo takes such questions (``torch.compiler.is_compiling`` and its relati
 that branches on them computes by another program than in eager (an attention with a mask where eager has none, say).
 Torch's own code is answered as before: where it asks, its eager branch cannot be traced. So is other code that asks for
 that reason alone, and computes the same either way.
+
+A call of a logger would break the graph: one that is not logged at the logger's level does nothing, and one that logs
+each message once (transformers' ``warning_once``) does so where it is traced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +25,7 @@ _OWN_WAY_FOR_TRACING = "transformers.utils.output_capturing"
 
 
 class _State(threading.local):
+    tracing = False
     as_eager = False
     asked = False
 
@@ -32,12 +37,12 @@ _state = _State()
 def eager_answers(as_eager: bool = True) -> Iterator[None]:
     """What Dynamo traces meanwhile, in this thread, is answered as in eager; with False as in compiled code."""
     _install()
-    before, _state.as_eager = _state.as_eager, as_eager
-    _state.asked = False
+    before = _state.tracing, _state.as_eager
+    _state.tracing, _state.as_eager, _state.asked = True, as_eager, False
     try:
         yield
     finally:
-        _state.as_eager = before
+        _state.tracing, _state.as_eager = before
 
 
 def was_asked() -> bool:
@@ -49,8 +54,10 @@ def was_asked() -> bool:
 def _install() -> None:
     from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
     from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.misc import LoggingLoggerVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    LoggingLoggerVariable.call_method = _logging(LoggingLoggerVariable.call_method)  # type: ignore[method-assign]
     handlers: dict[Callable[..., Any], Callable[..., Any]] = TorchInGraphFunctionVariable._get_handlers()
     for question in (
         torch.compiler.is_compiling,
@@ -79,6 +86,31 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
         return ConstantVariable.create(False)
 
     return answer
+
+
+def _logging(original: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.variables import ConstantVariable
+
+    def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        level = getattr(logging, name.upper(), None)  # of ``warning`` it is ``WARNING``
+        if not _state.tracing:
+            return original(variable, tx, name, args, kwargs)
+        if isinstance(level, int) and not variable.value.isEnabledFor(level):
+            return ConstantVariable.create(None)
+        given = [*args, *kwargs.values()]
+        if _logs_once(variable.value, name) and all(value.is_python_constant() for value in given):
+            words = {key: value.as_python_constant() for key, value in kwargs.items()}
+            getattr(variable.value, name)(*(value.as_python_constant() for value in args), **words)
+            return ConstantVariable.create(None)
+        return original(variable, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _logs_once(logger: logging.Logger, name: str) -> bool:
+    """Whether calls of this method with the same words do nothing after the first."""
+    function = getattr(getattr(logger, name, None), "__func__", None)
+    return isinstance(function, functools._lru_cache_wrapper)
 
 
 def _module(tx: Any) -> str:

@@ -1,6 +1,8 @@
 """Code that asks whether it is being compiled computes what it computes in eager."""
 
+import functools
 import importlib.util
+import logging
 import types
 
 import pytest
@@ -70,3 +72,30 @@ def test_whether_another_kind_of_device_captures_a_stream_can_be_asked():
         assert traced(torch.xpu.is_current_stream_capturing, x).tolist() == [3.0]
         torch._dynamo.trace_rules.clear_lru_cache()  # as each new process group does
         assert traced(torch.xpu.is_current_stream_capturing, x).tolist() == [3.0]
+
+
+def test_calls_of_a_logger_that_log_nothing_more_do_not_break_a_graph(caplog):
+    """As transformers' ``warning_once``: the same words are logged once in a process."""
+    logger = logging.getLogger("test_eager_answers")
+    logger.setLevel(logging.WARNING)
+
+    class Logger(logging.Logger):
+        warning_once = functools.lru_cache(None)(logging.Logger.warning)
+
+    logger.__class__ = Logger
+
+    def program(x):
+        logger.debug("not logged at this level")
+        logger.warning_once("%s %s", "logged", "once")
+        return x * 3
+
+    x = torch.ones(2)
+    with eager_answers():
+        for _ in range(2):
+            torch._dynamo.reset()
+            assert torch.compile(program, backend="eager", fullgraph=True)(x).tolist() == [3.0, 3.0]
+        own = [record.getMessage() for record in caplog.records if record.name == logger.name]
+        assert own == ["logged once"]
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="Logger"):  # logged in every call
+            torch.compile(lambda x: logger.warning("again") or x, backend="eager", fullgraph=True)(x)
