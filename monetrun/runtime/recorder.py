@@ -77,7 +77,7 @@ class Recorder(WithoutCaptures):
         self._state_bytes = self._all_gradients_bytes = 0
         self._passing_bytes: dict[int, int] = {}  # what an optimizer's step allocates beside its state, by the stretch
         self.parameters: list[torch.Tensor] = []
-        self._gradient_bytes: dict[int, int] = {}  # by the parameter's id
+        self._gradients: dict[int, dict[int, int]] = {}  # by the parameter: bytes of storages, by their number
         self.zeroed = ZeroedGradients()
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
@@ -140,7 +140,7 @@ class Recorder(WithoutCaptures):
     def optimizer_ended(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
         """It has ended; what it leaves allocated is the optimizer's state. ``parameters``: all that are trained."""
         self.parameters = list(parameters)
-        self._gradient_bytes = {id(p): _bytes_of([p.grad]) for p in _outside_buckets(self)}
+        self._gradients = {id(p): _storages([p.grad]) for p in _outside_buckets(self)}
         self._all_gradients_bytes = self.gradients_bytes()
         if self.stretches:
             self._passing_bytes[len(self.stretches)] = self.meter.passing_bytes() or 0
@@ -198,7 +198,7 @@ class Recorder(WithoutCaptures):
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
         first, end = (self.stretches[0].end_bytes, self.stretches[-1].end_bytes) if self.stretches else (0, 0)
-        gradients = self.zeroed.freed(self.stretches, self._gradient_bytes)
+        gradients = self.zeroed.freed(self.stretches, self._gradients)
         events = _events(self, costs, gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
         # less is there at the end than at the start, beside the outputs, where inputs were freed
@@ -325,9 +325,14 @@ def estimated(joint: JointGraph) -> Costs:
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
+    """Bytes of the storages of these tensors, by the number of each."""
     storages: dict[int, int] = {}
     for tensor in tensors:
         if tensor is not None and tensor.layout == torch.strided:
             storage = sharding.local(tensor).untyped_storage()
             storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    return storages

@@ -26,16 +26,19 @@ class ZeroedGradients:
         self._known.update(id(p) for p in absent)
         self._found.append((stretch if set_to_none else None, absent))
 
-    def freed(self, stretches: Sequence[Stretch], nbytes_of: Mapping[int, int]) -> dict[int, int]:
+    def freed(self, stretches: Sequence[Stretch], storages_of: Mapping[int, Mapping[int, int]]) -> dict[int, int]:
         """Bytes of the last step's gradients, by the stretch after which they are freed.
 
-        ``nbytes_of``: of the gradient of each parameter, by its id.
+        ``storages_of``: the gradient of each parameter, by its id: bytes of its storage, by the storage's own number.
+        Those of FSDP2's parameters are parts of one.
         """
         last_backward = max((i for i, s in enumerate(stretches) if s.kind == BACKWARD), default=0)
         found: dict[int, int] = {}
+        counted: set[int] = set()
         for stretch, parameters in self._found:
-            nbytes = sum(nbytes_of.get(id(p), 0) for p in parameters)
-            if nbytes and stretch != 0:
+            freed = {k: n for p in parameters for k, n in storages_of.get(id(p), {}).items() if k not in counted}
+            counted.update(freed)
+            if freed and stretch != 0:
                 after = last_backward if stretch is None else stretch
-                found[after] = found.get(after, 0) + nbytes
+                found[after] = found.get(after, 0) + sum(freed.values())
         return found
