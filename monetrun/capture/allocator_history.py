@@ -193,9 +193,13 @@ def use_library_workspaces(targets: Iterable[str]) -> bool:
 
 
 def warm_up_libraries(device: torch.device) -> None:
-    """Have cuBLAS take the workspaces that it keeps for the present thread and for autograd's, before anything else."""
+    """Have cuBLAS take the workspaces that it keeps for the present thread and for autograd's, before anything else.
+
+    It keeps them for each stream: those of the default one are taken, also where a model is called on another.
+    """
     grad = inspect.unwrap(torch.autograd.grad)  # the script's calls of it are counted
-    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+    on_default = torch.cuda.stream(torch.cuda.default_stream(device))
+    with on_default, torch.enable_grad(), torch.autocast("cuda", enabled=False):
         small = torch.zeros(16, 16, device=device, requires_grad=True)
         grad((small @ small).sum(), small)
 

@@ -28,7 +28,8 @@ def hold(device: torch.device, pool: Pool, libraries: bool, budget_bytes: int) -
         warm_up_libraries(device)
     torch.cuda.empty_cache()
     index = torch.cuda.current_device() if device.index is None else device.index
-    with device_peaks.uncounted(index):  # a script that logs the most allocated does not see this
+    default = torch.cuda.stream(torch.cuda.default_stream(device))
+    with default, device_peaks.uncounted(index):  # a script that logs the most allocated does not see this
         _reserve(device, pool, budget_bytes)
 
 
