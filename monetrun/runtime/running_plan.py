@@ -146,7 +146,7 @@ class RunningPlan:
                 lambda budgets: planner.plan_step(record, budget_bytes, self.settings.algorithm, options)
             )
         except MonetrunError as failure:
-            warn(f"planned steps reserve more than was planned; training goes on, no other plan is known: {failure.hint}")
+            warn(f"planned steps reserve more than was planned, and go on: no other plan is known; {failure.hint}")
             return False
         warn(_CORRECTED + rounding_note(plan, record))
         self.record = record
