@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from monetrun.capture import device_peaks
 from monetrun.core.allocator_settings import AllocatorSettings, parse_settings, settings_text
 from monetrun.core.plain_heap import calls_blas
 from monetrun.core.step import Segment
@@ -63,7 +64,7 @@ def _is_of_graphs(segment: Mapping[str, Any]) -> bool:
 
 
 def _snapshot(device: torch.device) -> dict[str, Any]:
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device_peaks.index_of(device)
     snapshot = torch.cuda.memory._snapshot(device)
     ours = [s for s in snapshot["segments"] if s["device"] == index]
     return {"segments": ours, "trace": snapshot["device_traces"][index]}

@@ -30,6 +30,11 @@ _TORCHS: dict[str, Callable[[int], Any]] = {
 _before: defaultdict[tuple[str, int], dict[tuple[str, str], int]] = defaultdict(dict)
 
 
+def index_of(device: torch.device) -> int:
+    """The number of a CUDA device; one without a number is the present one."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def read(index: int, reader: str = OURS, name: str = _READ) -> dict[str, Any]:
     """All counters of a device by name, as ``torch.cuda.memory_stats_as_nested_dict``; peaks since the reader's reset.
 
@@ -63,17 +68,16 @@ def uncounted(index: int) -> Iterator[None]:
     yield
     for reader, kept in before.items():
         after = _peaks(read(index, reader))
-        _before[reader, index] = {place: after[place] if place[0] in _RESERVED else kept[place] for place in after}
+        _before[reader, index] = {
+            place: after[place] if place[0] in _RESERVED else kept.get(place, 0) for place in after
+        }
     _TORCHS[_RESET](index)
 
 
-def _peaks(stats: dict[str, Any]) -> defaultdict[tuple[str, str], int]:
+def _peaks(stats: dict[str, Any]) -> dict[tuple[str, str], int]:
     """The peaks of ``stats``, by counter and pool."""
-    found: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for counter, pools in stats.items():
-        if isinstance(pools, dict):
-            found.update({(counter, pool): v[_PEAK] for pool, v in pools.items() if isinstance(v, dict)})
-    return found
+    by_pool = ((counter, pools) for counter, pools in stats.items() if isinstance(pools, dict))
+    return {(c, pool): v[_PEAK] for c, pools in by_pool for pool, v in pools.items() if isinstance(v, dict)}
 
 
 @functools.cache

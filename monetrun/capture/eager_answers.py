@@ -92,9 +92,9 @@ def _logging(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables import ConstantVariable
 
     def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        level = getattr(logging, name.upper(), None)  # of ``warning`` it is ``WARNING``
         if not _state.tracing:
             return original(variable, tx, name, args, kwargs)
+        level = getattr(logging, name.upper(), None)  # of ``warning`` it is ``WARNING``
         if isinstance(level, int) and not variable.value.isEnabledFor(level):
             return ConstantVariable.create(None)
         given = [*args, *kwargs.values()]

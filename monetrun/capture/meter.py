@@ -109,7 +109,7 @@ class CudaMeter(NotWatching):
         return device_peaks.read(self._index())
 
     def _index(self) -> int:
-        return torch.cuda.current_device() if self.device.index is None else self.device.index
+        return device_peaks.index_of(self.device)
 
     def synchronize(self) -> None:
         """Wait for the current stream."""

@@ -15,12 +15,11 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD
 from monetrun.core.plan import Schedule
 from monetrun.core.replayed_blocks import load_base
-from monetrun.core.requests import StepReplay
+from monetrun.core.requests import LEAST_STEPS, StepReplay
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, StepRecord
 
 _HELD = "held between steps"
 _ADDRESS_SPACE = 1 << 42
-_STEPS = 3
 
 
 def snapshot(record: StepRecord, schedules: Sequence[Schedule]) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def snapshot(record: StepRecord, schedules: Sequence[Schedule]) -> dict[str, Any
     for (address, nbytes), name in zip(loaded.items(), names or [_HELD] * len(loaded), strict=True):
         traced.held[address] = (nbytes, name)
     replayed.batch.find(loaded)
-    for number in range(_STEPS):
+    for number in range(LEAST_STEPS):
         traced.begin()
         replayed.step(first=number == 0)
     return {

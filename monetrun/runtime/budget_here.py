@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from monetrun.capture import device_peaks
 from monetrun.capture.meter import Meter
 from monetrun.core.budget import AUTO, CUDA_RESERVE_BYTES, SHARE_OF_FREE, parse, resolve
 from monetrun.machine.device import MemoryInfo, query
@@ -38,5 +39,5 @@ def _own_memory(device: torch.device) -> MemoryInfo:
     """The memory of this process's device."""
     if device.type != "cuda":
         return query("cpu")[0]
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device_peaks.index_of(device)
     return query("cuda", index + 1)[index]

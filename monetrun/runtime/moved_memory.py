@@ -75,11 +75,11 @@ def pool_of(step: StepRecord, schedule: Schedule, plan: Plan) -> Pool | None:
     return replace(plan.pool, small_bytes=taken.small_bytes, large_bytes=taken.large_bytes)
 
 
-def allocated_beyond(step: StepRecord, schedule: Schedule, plan: Plan, pool: Pool | None) -> int:
-    """What ``step``, with this pool, may have allocated beyond ``allocated_limit``; negative where less."""
+def allocated_beyond(allocated_bytes: int, plan: Plan, pool: Pool | None) -> int:
+    """What a step that allocates so much in this pool may have beyond ``allocated_limit``; negative where less."""
     if pool is None:
         return 0
-    unused = max(0, pool.planned_bytes - replay(step, [schedule]).peak_bytes)
+    unused = max(0, pool.planned_bytes - allocated_bytes)
     return plan.budget_bytes - unused - allocated_limit(plan)
 
 

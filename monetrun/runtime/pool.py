@@ -27,9 +27,9 @@ def hold(device: torch.device, pool: Pool, libraries: bool, budget_bytes: int) -
     if libraries:
         warm_up_libraries(device)
     torch.cuda.empty_cache()
-    index = torch.cuda.current_device() if device.index is None else device.index
     default = torch.cuda.stream(torch.cuda.default_stream(device))
-    with default, device_peaks.uncounted(index):  # a script that logs the most allocated does not see this
+    # a script that logs the most allocated does not see this
+    with default, device_peaks.uncounted(device_peaks.index_of(device)):
         _reserve(device, pool, budget_bytes)
 
 

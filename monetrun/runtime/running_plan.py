@@ -305,9 +305,9 @@ def _make_ready(running: RunningPlan, step: StepRecord, schedule: Schedule, *, e
     if estimated:
         running._estimated.add(fingerprint)
     pool = moved_memory.pool_of(step, schedule, running.plan)
-    beyond_bytes = moved_memory.allocated_beyond(step, schedule, running.plan, pool)
-    running.room.other_shapes(step, schedule, beyond_bytes)
     allocated_bytes = replay(step, [schedule]).peak_bytes
+    beyond_bytes = moved_memory.allocated_beyond(allocated_bytes, running.plan, pool)
+    running.room.other_shapes(step, schedule, beyond_bytes)
     running.steps.planned_too(allocated_bytes, allocated_bytes if pool is None else pool.planned_bytes)
     if pool is not None and not estimated:
         running.enforcement.graph_has(fingerprint, pool)

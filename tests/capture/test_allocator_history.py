@@ -1,16 +1,8 @@
 """What the history of CUDA's caching allocator tells of the requests of a step, on a stand-in GPU."""
 
-import json
-import os
-import subprocess
-import sys
+from support.on_stand_in import needs_stand_in, printed_by
 
-import pytest
-
-from support.paths import ROOT, python_path
-from support.standin_gpu import environment, unavailable_reason
-
-pytestmark = pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_reason() or "the stand-in GPU is there")
+pytestmark = needs_stand_in
 
 SCRIPT = """
 import json
@@ -30,7 +22,4 @@ print(json.dumps(history.piece()))
 
 
 def test_a_request_that_fails_is_none():
-    variables = {**os.environ, **environment(gib=4), "PYTHONPATH": python_path(ROOT)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [3 << 20, -1]
+    assert printed_by(SCRIPT) == [3 << 20, -1]

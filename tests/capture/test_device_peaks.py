@@ -1,16 +1,8 @@
 """The script's peaks and ours of the same allocator: neither sees what the other resets."""
 
-import json
-import os
-import subprocess
-import sys
+from support.on_stand_in import needs_stand_in, printed_by
 
-import pytest
-
-from support.paths import ROOT, python_path
-from support.standin_gpu import environment, unavailable_reason
-
-pytestmark = pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_reason() or "the stand-in GPU is there")
+pytestmark = needs_stand_in
 
 SCRIPT = """
 import json
@@ -57,10 +49,7 @@ print(json.dumps(said))
 
 
 def test_each_sees_the_most_since_its_own_reset():
-    variables = {**os.environ, **environment(gib=4), "PYTHONPATH": python_path(ROOT)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [
+    assert printed_by(SCRIPT) == [
         [40, 40, 40],
         [40, 40, 20],
         [0, 40, 20],

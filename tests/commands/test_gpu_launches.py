@@ -9,10 +9,11 @@ import sys
 import pytest
 
 from support import launcher
+from support.on_stand_in import needs_stand_in
 from support.paths import ROOT, SCRIPTS, python_path
-from support.standin_gpu import environment, unavailable_reason
+from support.standin_gpu import environment
 
-pytestmark = pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_reason() or "the stand-in GPU is there")
+pytestmark = needs_stand_in
 
 SCRIPT = str(SCRIPTS / "device_net.py")
 SHARDED = str(SCRIPTS / "sharded.py")

@@ -9,8 +9,9 @@ import pytest
 
 from monetrun.core.allocator_settings import AllocatorSettings, parse_settings
 from monetrun.core.caching_allocator import AllocatorOutOfMemory, CachingAllocator
+from support.on_stand_in import needs_stand_in
 from support.paths import ROOT, python_path
-from support.standin_gpu import environment, unavailable_reason
+from support.standin_gpu import environment
 
 MIB = 1 << 20
 EXPANDABLE = AllocatorSettings(expandable=True)
@@ -87,7 +88,7 @@ def test_requests_are_rounded_to_512_bytes_or_to_parts_of_a_power_of_two():
     assert [divided.rounded(n) for n in (1200, 5 * MIB, 5 * MIB + 1, 8 * MIB)] == [1536, 5 * MIB, 6 * MIB, 8 * MIB]
 
 
-@pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_reason() or "the stand-in GPU is there")
+@needs_stand_in
 @pytest.mark.parametrize(
     "settings",
     [

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
+from support.on_stand_in import needs_stand_in
 from support.paths import RECIPES, ROOT, python_path
-from support.standin_gpu import environment, unavailable_reason
+from support.standin_gpu import environment
 
-pytestmark = pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_reason() or "the stand-in GPU is there")
+pytestmark = needs_stand_in
 
 SMALL = """
 import gpu_training

@@ -1,16 +1,8 @@
 """The pool of a planned step, held on a stand-in GPU before the step."""
 
-import json
-import os
-import subprocess
-import sys
+from support.on_stand_in import needs_stand_in, printed_by
 
-import pytest
-
-from support.paths import ROOT, python_path
-from support.standin_gpu import environment, unavailable_reason
-
-pytestmark = pytest.mark.skipif(unavailable_reason() != "", reason=unavailable_reason() or "the stand-in GPU is there")
+pytestmark = needs_stand_in
 
 MIB = 1 << 20
 SCRIPT = """
@@ -32,8 +24,5 @@ print(json.dumps(sorted(found.items())))
 
 def test_a_model_that_is_called_on_another_stream_has_its_pool_on_the_default_one():
     """There its graphs' memory is planned; cuBLAS would keep workspaces for the other stream, too."""
-    variables = {**os.environ, **environment(gib=4), "PYTHONPATH": python_path(ROOT)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    ((stream, reserved),) = json.loads(done.stdout)
+    ((stream, reserved),) = printed_by(SCRIPT)
     assert (stream, reserved) == (0, 164 * MIB)
