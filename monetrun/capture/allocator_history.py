@@ -199,8 +199,8 @@ def warm_up_libraries(device: torch.device) -> None:
     It keeps them for each stream: those of the default one are taken, also where a model is called on another.
     """
     grad = inspect.unwrap(torch.autograd.grad)  # the script's calls of it are counted
-    on_default = torch.cuda.stream(torch.cuda.default_stream(device))
-    with on_default, torch.enable_grad(), torch.autocast("cuda", enabled=False):
+    default = torch.cuda.default_stream(device) if device.type == "cuda" else None
+    with torch.cuda.stream(default), torch.enable_grad(), torch.autocast("cuda", enabled=False):
         small = torch.zeros(16, 16, device=device, requires_grad=True)
         grad((small @ small).sum(), small)
 
