@@ -122,6 +122,7 @@ class Outcome:
         measured_reserved_bytes: the most that any rank's CUDA allocator reserved; None on a CPU.
         retries: how often an allocator gave cached memory back in settled steps; None on a CPU.
         excess_bytes: what planned steps reserved beyond what is derived from their schedules.
+        enforced: every step was held to the budget.
         unplanned: why there is no plan, where no warning has said it.
         collectives: what those of sharded modules took, where that was measured.
         measured_overhead: seconds of recomputation, and of slower implementations what they take longer, over all other
@@ -150,6 +151,7 @@ class Outcome:
     most_planned: tuple[int, int] = (0, 0)
     ranks: tuple[RankFigures, ...] = ()
     collectives: CollectiveSeconds = ()
+    enforced: bool = True
     unplanned: str = ""
 
     def planned(self, plan: Plan) -> tuple[int, int]:
@@ -179,6 +181,7 @@ def read_outcome(folder: Path) -> Outcome:
         excess_bytes=max((int(r.get("excess_bytes", 0)) for r in reports), default=0),
         collectives=codec.from_plain(CollectiveSeconds, max((r.get("collectives", []) for r in reports), default=[])),
         measured_overhead=max(overheads) if overheads else None,
+        enforced=all(r.get("exact") and not r.get("unbounded_steps") for r in reports),
         steps=max((int(r.get("steps", 0)) for r in reports), default=0),
         warnings=tuple(warnings),
         measured_step=_measured_step(reports),
@@ -225,7 +228,7 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     return [
         f"[bold]monetrun[/bold]  {_steps(outcome.steps)}",
         f"  plain peak     {format_bytes(plan.plain_peak_bytes)}",
-        f"  budget         {format_bytes(plan.budget_bytes)}{_budget_share(plan.budget_bytes, plan.plain_peak_bytes)}",
+        f"  budget         {format_bytes(plan.budget_bytes)}{_budget_notes(outcome, plan, plan.plain_peak_bytes)}",
         f"  planned peak   {format_bytes(planned)} ({share(planned, plan.plain_peak_bytes)})",
         f"  measured peak  {peak}",
         f"  overhead       {plan.overhead:+.1%} planned; extra work "
@@ -234,9 +237,10 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     ]
 
 
-def _budget_share(budget_bytes: int, plain: int) -> str:
-    """The budget's share of the plain peak; nothing where it is more than that, such as all of the device."""
-    return f" ({share(budget_bytes, plain)})" if budget_bytes <= plain else ""
+def _budget_notes(outcome: Outcome, plan: Plan, plain: int) -> str:
+    """The budget's share of the plain peak, where it is no more (such as all of the device); whether it was enforced."""
+    of_plain = f" ({share(plan.budget_bytes, plain)})" if plan.budget_bytes <= plain else ""
+    return of_plain + ("" if outcome.enforced else ", not enforced in every step")
 
 
 def _out_of_memory_lines(outcome: Outcome, plan: Plan) -> list[str]:
@@ -280,7 +284,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
     return [
         f"[bold]monetrun[/bold]  {_steps(outcome.steps)}",
         row("plain peak", plain, plan.plain_peak_bytes) + (", estimated" if pool.plain_is_estimated else ""),
-        f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved{_budget_share(plan.budget_bytes, plain)}",
+        f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved{_budget_notes(outcome, plan, plain)}",
         row("planned peak", planned_reserved, planned_allocated),
         row("measured peak", outcome.measured_reserved_bytes, outcome.measured_peak_bytes) + retries,
         f"  {'overhead':<15}{plan.overhead:+.1%} planned; extra work "
@@ -295,6 +299,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "plain_peak_bytes": plan and plan.plain_peak_bytes,
         "budget_bytes": plan and plan.budget_bytes,
+        "budget_enforced": plan and outcome.enforced,
         "planned_peak_bytes": plan and outcome.planned(plan)[0],
         "measured_peak_bytes": outcome.measured_peak_bytes,
         "plain_reserved_bytes": plan and plan.pool and plan.pool.plain_bytes,

@@ -390,6 +390,7 @@ def _findings(engine: Engine) -> dict[str, Any]:
         "call_seconds": engine.meters.timing.call_seconds(),
         "steps": steps.training_steps,
         "exact": engine.meter.exact,
+        "unbounded_steps": running is not None and running.enforcement.share_was_estimated,
         "plan": None if engine.plan is None else codec.to_plain(engine.plan),
         "intervals": [] if running is None else codec.to_plain(intervals_of(running)),
     }

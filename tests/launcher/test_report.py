@@ -24,7 +24,8 @@ def interval(measured_bytes):
 
 
 def write_report(folder, rank, *intervals, plan=PLAN, **more):
-    found = {"rank": rank, "plan": plan and codec.to_plain(plan), "intervals": codec.to_plain(intervals), **more}
+    found = {"rank": rank, "plan": plan and codec.to_plain(plan), "intervals": codec.to_plain(intervals)}
+    found |= {"exact": True, **more}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
@@ -68,6 +69,20 @@ def test_a_budgets_share_is_left_out_where_it_is_more_than_the_plain_peak(pool, 
     (line,) = [line for line in outcome_lines(read_outcome(tmp_path), 0) if line.startswith("  budget ")]
     assert ("x)" in line) == bool(said)
     assert line.endswith(said)
+
+
+@pytest.mark.parametrize("pool", [None, Pool(9 << 20, 1 << 20, 3 << 20)])
+@pytest.mark.parametrize(
+    ("report", "enforced"), [({}, True), ({"unbounded_steps": True}, False), ({"exact": False}, False)]
+)
+def test_a_budget_that_was_not_enforced_in_every_step_of_a_rank_is_said_so(pool, report, enforced, tmp_path):
+    plan = replace(PLAN, budget_bytes=6 << 20, plain_peak_bytes=9 << 20, pool=pool)
+    write_report(tmp_path, 0, plan=plan)
+    write_report(tmp_path, 1, plan=plan, **report)
+    outcome = read_outcome(tmp_path)
+    (line,) = [line for line in outcome_lines(outcome, 0) if line.startswith("  budget ")]
+    assert line.endswith(", not enforced in every step") == (not enforced)
+    assert outcome_json(outcome)["budget_enforced"] == enforced
 
 
 @pytest.mark.parametrize("pool", [None, Pool(9 << 20, 1 << 20, 3 << 20)])
