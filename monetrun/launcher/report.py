@@ -238,7 +238,7 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
 
 
 def _budget_notes(outcome: Outcome, plan: Plan, plain: int) -> str:
-    """The budget's share of the plain peak, where it is no more (such as all of the device); whether it was enforced."""
+    """The budget's share of the plain peak, where it is no more than that; whether it was enforced."""
     of_plain = f" ({share(plan.budget_bytes, plain)})" if plan.budget_bytes <= plain else ""
     return of_plain + ("" if outcome.enforced else ", not enforced in every step")
 
