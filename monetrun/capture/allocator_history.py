@@ -32,13 +32,16 @@ def settings_from_environment() -> AllocatorSettings:
 def segments(device: torch.device) -> tuple[Segment, ...]:
     """All blocks on the default stream, by address."""
     result = []
+    ends: dict[bool, int] = {}  # of the last expandable segment's memory, small or large
     for segment in sorted(_snapshot(device)["segments"], key=lambda s: int(s["address"])):
-        if not _is_of_graphs(segment):
-            continue
-        small = segment["segment_type"] == "small"
         sizes = [b["size"] if b["state"] == "active_allocated" else -b["size"] for b in segment["blocks"]]
-        result.append(Segment(small, tuple(sizes)))
-    return tuple(s for s in result if any(n > 0 for n in s.blocks))
+        if not _is_of_graphs(segment) or all(n < 0 for n in sizes):
+            continue
+        small, start = segment["segment_type"] == "small", int(segment["address"])
+        gap = start - ends.get(small, start) if segment.get("is_expandable") else 0
+        ends[small] = start + segment["total_size"]
+        result.append(Segment(small, tuple(sizes), gap))
+    return tuple(result)
 
 
 def blocks(device: torch.device) -> dict[int, int]:

@@ -119,6 +119,9 @@ class Heap:
                 follower = follower.next  # type: ignore[assignment]
             if room >= size:
                 return block
+        return self._new_expandable(pool, stream)
+
+    def _new_expandable(self, pool: Pool, stream: int) -> Block:
         page = SMALL_SEGMENT if pool.small else self.settings.large_segment_bytes
         space = -(-(self.device_bytes + self.device_bytes // 8) // page) * page
         block = self._new_segment(pool, stream, space, page)
@@ -231,3 +234,23 @@ class Heap:
         """Take a free block out of its pool."""
         free = block.segment.pool.free
         del free[bisect_left(free, (block.stream, block.nbytes, block.start))]
+
+
+def expanded_at_end(heap: Heap, pool: Pool, stream: int, size: int, gap_bytes: int) -> Block:
+    """A free block of at least ``size`` bytes after all others, and after so much unmapped address space."""
+    starts = [start for of_stream, start in pool.unmapped if of_stream == stream]
+    end = heap.blocks[starts[-1]] if starts else heap._new_expandable(pool, stream)
+    if 0 < gap_bytes < end.nbytes - size:
+        after = Block(end.segment, stream, end.start + gap_bytes, end.nbytes - gap_bytes, mapped=False)
+        end.nbytes = gap_bytes
+        heap._link_after(end, after)
+        insort(pool.unmapped, (stream, after.start))
+        end = after
+    start = end.start
+    block = heap._map(end, size)
+    if block.start < start:  # what was free before it has become a part of it
+        heap.forget_free(block)
+        heap.split(block, start - block.start)
+        heap.keep_free(block)
+        block = heap.blocks[start]
+    return block

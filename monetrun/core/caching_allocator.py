@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from monetrun.core.allocator_heap import Block, Heap, Pool
+from monetrun.core.allocator_heap import Block, Heap, Pool, expanded_at_end
 from monetrun.core.allocator_settings import LEAST_BLOCK, MOST_SMALL, ROUND_LARGE, UNLIMITED, AllocatorSettings
 from monetrun.core.errors import MonetrunError
 
@@ -64,8 +64,10 @@ class CachingAllocator:
         """The most reserved so far for larger requests."""
         return self._heap.pools[False].peak_reserved_bytes
 
-    def load(self, small: bool, blocks: Sequence[int], stream: int = 0) -> list[int]:
-        """Add a segment with these blocks, in order: bytes that are in use, or, negative, free.
+    def load(self, small: bool, blocks: Sequence[int], stream: int = 0, gap_bytes: int = 0) -> list[int]:
+        """Add a segment after the others, which has these blocks: bytes in use, or, negative, free.
+
+        ``gap_bytes``: of an expandable one, the address space before it.
 
         Returns:
             The addresses of those in use.
@@ -73,13 +75,12 @@ class CachingAllocator:
         pool = self._heap.pools[small]
         total = sum(map(abs, blocks))
         if self.settings.expandable:
-            block = self._heap.expand(pool, stream, total)
+            block = expanded_at_end(self._heap, pool, stream, total, gap_bytes)
         else:
             segment_bytes = self.settings.segment_bytes(total if not small else 1)
             segment_bytes = max(segment_bytes, -(-total // ROUND_LARGE) * ROUND_LARGE)
             block = self._heap.add_segment(pool, stream, segment_bytes)
-        used: list[int] = []
-        unused: list[int] = []
+        used, unused = list[int](), list[int]()
         for nbytes in blocks:
             self._heap.forget_free(block)
             if block.nbytes > abs(nbytes):

@@ -15,7 +15,7 @@ from monetrun.core.graph import BACKWARD, FORWARD, Operator
 from monetrun.core.plain_step import plain_step
 from monetrun.core.replayed_blocks import load_base
 from monetrun.core.requests import StepReplay, settled, until_settled
-from monetrun.core.step import DeviceMemory, Segment, StepRecord
+from monetrun.core.step import DeviceMemory, StepRecord
 
 # words in the names of operators that call cuBLAS
 _BLAS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "dot", "vdot", "mv", "addmv", "attention"}
@@ -85,7 +85,7 @@ class _PlainSteps(StepReplay):
             while left and each in blocks:
                 blocks.remove(each)
                 left -= 1
-            base += [Segment(segment.small, tuple(blocks))] if blocks else []
+            base += [replace(segment, blocks=tuple(blocks))] if blocks else []
         return replace(memory, base=tuple(base))
 
     def results_allocated(self, operator: Operator) -> None:

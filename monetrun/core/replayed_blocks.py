@@ -21,7 +21,7 @@ class Block:
 
 def load_base(memory: DeviceMemory, allocator: CachingAllocator) -> dict[int, int]:
     """Load what lies there before the first step; gives the bytes of each block, by its address."""
-    addresses = [address for s in memory.base for address in allocator.load(s.small, s.blocks)]
+    addresses = [address for s in memory.base for address in allocator.load(s.small, s.blocks, gap_bytes=s.gap_bytes)]
     sizes = [nbytes for s in memory.base for nbytes in s.blocks if nbytes > 0]
     return dict(zip(addresses, sizes, strict=True))
 

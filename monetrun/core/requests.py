@@ -72,11 +72,14 @@ def reserved(record: StepRecord, schedules: Sequence[Schedule]) -> Reserved:
     if record.memory is None:
         raise ValueError("the record does not have the device's memory")
     needed = reserved_under(record, schedules, record.memory.settings, record.memory.begun_under)
-    small_bytes = needed.small_bytes + SMALL_SEGMENT
-    spare_bytes = spare_beside_holds(record.memory.settings) if any(s.holds for s in schedules) else 0
-    return replace(
-        needed, small_bytes=small_bytes, large_bytes=needed.large_bytes + record.memory.excess_bytes + spare_bytes
-    )
+    return with_spare(needed, record.memory, schedules)
+
+
+def with_spare(needed: Reserved, memory: DeviceMemory, schedules: Sequence[Schedule]) -> Reserved:
+    """``needed`` for steps under ``schedules``, and what is reserved beside."""
+    spare_bytes = spare_beside_holds(memory.settings) if any(s.holds for s in schedules) else 0
+    large_bytes = needed.large_bytes + memory.excess_bytes + spare_bytes
+    return replace(needed, small_bytes=needed.small_bytes + SMALL_SEGMENT, large_bytes=large_bytes)
 
 
 def spare_beside_holds(settings: AllocatorSettings) -> int:

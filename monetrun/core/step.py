@@ -41,10 +41,13 @@ class Segment:
     Attributes:
         small: they belong to the pool for requests of up to 1 MiB.
         blocks: bytes of each, in order: in use, or, negative, free.
+        gap_bytes: address space without memory between the segment before it and this one, where both are parts of one
+            expandable segment.
     """
 
     small: bool
     blocks: tuple[int, ...]
+    gap_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class DeviceMemory:
         check_bytes(
             device=self.device_bytes,
             base=sum(abs(n) for segment in self.base for n in segment.blocks),
+            **{f"gap_{i}": segment.gap_bytes for i, segment in enumerate(self.base)},
             library=self.library_bytes,
             plain_allocated=self.plain_allocated_bytes,
             plain_reserved=self.plain_reserved_bytes,

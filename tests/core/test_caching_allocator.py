@@ -114,3 +114,16 @@ def test_agrees_to_the_byte_with_torchs_own_allocator(settings):
     assert found["differences"] == []
     assert found["requests"] == 40 * 150
     assert found["retries"] > 0
+
+
+def test_what_is_free_at_a_segments_end_is_not_a_part_of_the_next_one():
+    """Each is loaded with its own pages; what is requested next fills the gap between them first."""
+    allocator = CachingAllocator(AllocatorSettings(expandable=True), 1 << 34)
+    page = AllocatorSettings(expandable=True).large_segment_bytes
+    (first,) = allocator.load(False, (page, -page))
+    (second,) = allocator.load(False, (2 * page,), gap_bytes=3 * page)
+    assert second - first == 5 * page
+    assert allocator.reserved_bytes == 4 * page
+    assert allocator.allocate(4 * page) == first + page
+    assert allocator.reserved_bytes == 7 * page
+    assert allocator.allocate(page) == second + 2 * page
