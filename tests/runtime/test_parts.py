@@ -5,42 +5,14 @@ import traceback
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from monetrun.capture import execute
-from monetrun.core import codec
-from monetrun.core.errors import CaptureFailed, ScheduleError
-from monetrun.planning.coverage import coverage, planned_share
-from monetrun.runtime import settling
-from monetrun.runtime.planned_calls import PlannedCall
+from monetrun.core.errors import ScheduleError
+from monetrun.planning.coverage import planned_share
 from monetrun.runtime.traceback_file import of_the_script
-from support.sessions import opened_session
-
-WIDTH = 32
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
-
-
-class Net(nn.Module):
-    def __init__(self, *blocks):
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(WIDTH, 5)
-
-    def forward(self, x):
-        return self.head(self.through(x))
-
-    def through(self, x):
-        raise NotImplementedError
+from support.models_in_parts import WIDTH, Block, Net, session, trained
 
 
 class TorchsOwnInALoop(Net):
@@ -53,15 +25,6 @@ class TorchsOwnInALoop(Net):
             x = block(x)
             torch._dynamo.graph_break()
         return x.flatten(0, 1)
-
-
-class ShapesFromData(Net):
-    def __init__(self):
-        super().__init__(Block(), Block())
-
-    def through(self, x):
-        x = self.blocks[0](x)
-        return self.blocks[1](x) + x.detach()[x > 0].mean()
 
 
 class SequentialWithoutMomentum(Net):
@@ -188,45 +151,6 @@ class Experts(nn.Module):
             if rows.numel():
                 out.index_add_(0, rows, expert(x[rows]))
         return self.head(out)
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(256, WIDTH, generator=generator), torch.randint(0, 5, (256,), generator=generator)
-
-
-def trained(kind, steps=4):
-    """Losses, state, and the generator's state after training; no tensor of the model stays."""
-    torch.manual_seed(0)
-    model = kind()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    state = {k: v.tolist() for k, v in model.state_dict().items()}
-    return losses, state, torch.get_rng_state().tolist(), getattr(model, "seen", None)
-
-
-def minimized(model, rate, loss_of, batches):
-    """The losses of the batches, one after the other, each followed by an optimizer's step."""
-    optimizer = torch.optim.SGD(model.parameters(), rate)
-    found = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_of(batch)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
-def session(**options):
-    return opened_session(**{"budget": "0.95x", "solver_seconds": 0.5, "implementations": "exact", **options})
 
 
 @pytest.mark.slow
@@ -420,149 +344,3 @@ def test_hooks_that_cannot_be_captured_run_around_forwards_that_are(kind, captur
         assert opened.reporter.warned == set()
     assert captured in {graph.name for graph in record.graphs}
     assert [b.name for b in record.breaks] == [kind.__name__] * (kind is ReadInParts)
-
-
-def test_the_record_keeps_the_choice_and_the_next_process_does_not_try_again(tmp_path, capsys, monkeypatch):
-    plain = trained(ShapesFromData)
-    with session() as opened:
-        assert trained(ShapesFromData) == plain
-        record, plan, peak_bytes = opened.engine.running.record, opened.engine.plan, opened.engine.peak_bytes
-        assert opened.reporter.warned == set()
-    assert plan.planned_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
-    assert abs(peak_bytes / plan.planned_peak_bytes - 1) <= 0.005
-    assert 0.3 < planned_share(record) < 1.0
-    (broken,) = record.breaks
-    assert (broken.name, broken.in_python) == ("ShapesFromData", True)
-    assert "x.detach()[x > 0]" in broken.where
-    share = f"{planned_share(record):.0%} of the step's peak is planned"
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if broken.where in line]
-    assert share in said
-    assert broken.where in coverage(record)
-    assert share in coverage(record)
-
-    tried = []
-    monkeypatch.setattr(PlannedCall, "_cannot_be_captured", lambda self, found, error: tried.append(error))
-    for name, value in (("plan", plan), ("record", record)):
-        (tmp_path / name).write_text(codec.dumps(value))
-    with session(plan_file=str(tmp_path / "plan"), record_file=str(tmp_path / "record")) as opened:
-        assert trained(ShapesFromData) == plain
-        assert opened.planned[0].captured == 2  # the first block's input needs no gradient
-    assert tried == []
-    assert capsys.readouterr().err == ""  # the launcher prints it with the plan
-
-
-class Bare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH, 5))
-
-    def forward(self, x):
-        return (x @ self.weight) * float(x.sum())
-
-
-def test_a_model_without_parts_runs_as_it_is_with_the_line_and_what_becomes_of_the_budget(capsys):
-    plain = trained(Bare)
-    with session():
-        assert trained(Bare) == plain
-    said = capsys.readouterr().err
-    assert said.count("Bare runs without a plan, nothing of its forward was captured") == 1
-    assert "float(x.sum())" in said
-    assert "its budget is not enforced" in said
-    with session(strict=True), pytest.raises(CaptureFailed, match="nothing of its forward"):
-        trained(Bare)
-
-
-@pytest.mark.slow
-def test_a_part_whose_shapes_never_settle_runs_in_python(monkeypatch):
-    monkeypatch.setattr(settling, "UNSETTLED_CALLS", 2)
-
-    class Growing(ShapesFromData):
-        def through(self, x):
-            x = self.blocks[0](x)
-            return x.detach() + self.blocks[1](x[x[:, 0] > 0]).mean()
-
-    plain = trained(Growing, steps=6)
-    with session(budget="1GiB") as opened:
-        assert trained(Growing, steps=6) == plain
-        settled, growing = (part for part in opened.planned[0].parts if part.name == "Block")
-    assert settled.broken is None
-    assert growing.broken.reason == "a new shape in each call"
-
-
-@pytest.mark.slow
-def test_a_part_stays_planned_where_new_shapes_come_with_the_models_inputs(monkeypatch):
-    monkeypatch.setattr(settling, "UNSETTLED_CALLS", 3)
-
-    def steps():
-        torch.manual_seed(0)
-        model = ShapesFromData()
-        batches = (torch.randn(length, WIDTH) for length in (8, 8, 7, 6, 5, 8, 4, 7, 9))
-        return minimized(model, 0.1, lambda x: model(x).square().mean(), batches)
-
-    plain = steps()
-    with session(budget="1GiB") as opened:
-        assert steps() == plain
-        assert not any(part.broken for part in opened.planned[0].parts)
-
-
-class Deeper(nn.Module):
-    """More layers in each step than in the one before, as layers are dropped at random."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.head = nn.Linear(WIDTH, 5)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        x = self.first(x)
-        if x.sum().item() < 1e9:
-            for block in self.blocks[: self.calls]:
-                x = block(x)
-        return self.head(x)
-
-
-def test_a_share_is_not_enforced_where_python_calls_a_part_more_often_than_in_the_recorded_step(capsys):
-    plain = trained(Deeper, steps=6)
-    with session(budget="0.8x") as opened:
-        assert trained(Deeper, steps=6) == plain
-        assert opened.engine.running.enforcement.share_was_estimated
-    assert capsys.readouterr().err.count("planned for, but not enforced") == 1
-
-
-class TinyDetector(nn.Module):
-    """torchvision's Faster R-CNN: proposals, and so shapes, follow from the data."""
-
-    def __init__(self):
-        super().__init__()
-        detection = pytest.importorskip("torchvision").models.detection
-        self.net = detection.fasterrcnn_mobilenet_v3_large_320_fpn(
-            weights=None, weights_backbone=None, num_classes=3, min_size=96, max_size=96
-        )
-
-    def forward(self, x):
-        images = list(x[:, : 3 * 32].reshape(-1, 3, 32, 32)[:2].sigmoid())
-        boxes = torch.tensor([[2.0, 2.0, 20.0, 20.0], [5.0, 8.0, 28.0, 30.0]])
-        targets = [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in images]
-        return sum(self.net(images, targets).values())
-
-
-@pytest.mark.slow
-def test_a_two_stage_detector_is_planned_in_its_backbone_and_heads():
-    def steps(count=3):
-        torch.manual_seed(0)
-        model = TinyDetector()
-        generators = (torch.Generator().manual_seed(step) for step in range(count))
-        batches = (torch.randn(64, 3 * 32, generator=generator) for generator in generators)
-        return minimized(model, 1e-3, model, batches)
-
-    plain = steps()
-    with session(budget="1GiB") as opened:
-        assert steps() == plain
-        engine = opened.engine
-    record = engine.running.record
-    assert {"BackboneWithFPN", "RPNHead", "TwoMLPHead"} <= {graph.name for graph in record.graphs}
-    assert {"RegionProposalNetwork", "RoIHeads"} <= {broken.name for broken in record.breaks}
-    assert engine.peak_bytes <= engine.plan.budget_bytes
