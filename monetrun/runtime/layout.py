@@ -138,6 +138,17 @@ class Layout:
         return int(counters["allocation"]["large_pool"]["allocated"])
 
 
-def _large(memory: DeviceMemory) -> list[tuple[int, ...]]:
-    """The blocks in the large segments of what lies there before a step."""
-    return [segment.blocks for segment in memory.base if not segment.small]
+def _large(memory: DeviceMemory) -> list[tuple[int, int]]:
+    """The large blocks in use before a step: where each begins, from the first segment on, and its bytes.
+
+    Where pages at a segment's end are held for the step, as before training, that is the same.
+    """
+    found, place = [], 0
+    for segment in memory.base:
+        if not segment.small:
+            place += segment.gap_bytes
+            for nbytes in segment.blocks:
+                if nbytes > 0:
+                    found.append((place, nbytes))
+                place += abs(nbytes)
+    return found

@@ -9,6 +9,7 @@ import torch
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.errors import MemoryShort
 from monetrun.core.options import Options
+from monetrun.core.requests import Reserved
 from monetrun.core.step import DeviceMemory, Segment
 from monetrun.planning import planner
 from monetrun.runtime import layout, pieces
@@ -127,6 +128,22 @@ def test_steps_that_no_allocator_serves_are_not_looked_at(looked):
     looked.check(LARGE, PLAN, None, "a")
     looked.check(RECORD, replace(PLAN, graphs=()), None, "a")
     assert looked.looks == 0
+
+
+def test_a_first_step_in_front_of_which_the_trials_blocks_lie_is_not_run_on_them(monkeypatch):
+    """Pages that are held for it meanwhile fill part of a gap."""
+    before = replace(MEMORY, base=(Segment(False, (30, -10)), Segment(True, (2,)), Segment(False, (20,), gap_bytes=60)))
+    held = replace(MEMORY, base=(Segment(False, (30, -50)), Segment(True, (2,)), Segment(False, (20,), gap_bytes=20)))
+    moved = replace(MEMORY, base=(Segment(False, (30, -50)), Segment(False, (20,), gap_bytes=40)))
+    runs = []
+    monkeypatch.setattr(layout, "settled", lambda *_, begun: runs.append(begun) or Reserved(0, 0, 7))
+    monkeypatch.setattr(layout.allocator_history, "blocks", lambda device: {})
+    record = replace(LARGE, memory=before)
+    for now, expected in ((held, 0), (moved, 1)):
+        monkeypatch.setattr(layout, "memory_now", lambda *_, now=now: now)
+        Layout(torch.device("cuda"))._reserved(record, [g.schedule for g in PLAN.graphs], ())
+        assert len(runs) == expected
+    assert runs == [False]
 
 
 def test_where_no_other_plan_is_known_the_present_one_runs():
