@@ -14,7 +14,8 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD, FORWARD, Operator
 from monetrun.core.plain_step import plain_step
 from monetrun.core.replayed_blocks import load_base
-from monetrun.core.requests import StepReplay, settled, until_settled
+from monetrun.core.requests import StepReplay
+from monetrun.core.reserved import settled, until_settled
 from monetrun.core.step import DeviceMemory, StepRecord
 
 # words in the names of operators that call cuBLAS

@@ -10,7 +10,7 @@ from monetrun.core.keeping import with_events
 from monetrun.core.last_outputs import dropping_outputs_early
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plain_step import plain_step
-from monetrun.core.requests import reserved_under
+from monetrun.core.reserved import reserved_under
 from monetrun.core.sharding import seconds_known, with_seconds
 from monetrun.core.step import HELD_SINCE, Segment, StepRecord
 

@@ -15,7 +15,7 @@ from monetrun.core.options import Options
 from monetrun.core.plain_heap import PlainHeap
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
-from monetrun.core.requests import Reserved, reserved
+from monetrun.core.reserved import Reserved, reserved
 from monetrun.core.step import StepRecord, replay
 from monetrun.planning import placement
 

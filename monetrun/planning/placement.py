@@ -25,7 +25,7 @@ from monetrun.core.graph import FORWARD
 from monetrun.core.large_pool import LargePool
 from monetrun.core.plan import Hold, Schedule
 from monetrun.core.replayed_blocks import load_base
-from monetrun.core.requests import Reserved, reserved, spare_beside_holds
+from monetrun.core.reserved import Reserved, reserved, spare_beside_holds
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, DeviceMemory, StepRecord, events_under, replay
 from monetrun.planning.large_requests import Event, Free, Place, Request, StepBegins, large_requests, otherwise

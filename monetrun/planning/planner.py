@@ -12,7 +12,7 @@ from monetrun.core.graph import EXACT, FORWARD, KINDS, Graph
 from monetrun.core.keeping import choice_of
 from monetrun.core.options import Options
 from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, each_once
-from monetrun.core.requests import Reserved, reserved
+from monetrun.core.reserved import Reserved, reserved
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, StepRecord, replay
 from monetrun.planning import device_budget, placement, shared_graphs

@@ -15,7 +15,8 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD
 from monetrun.core.plan import Schedule
 from monetrun.core.replayed_blocks import load_base
-from monetrun.core.requests import LEAST_STEPS, StepReplay
+from monetrun.core.requests import StepReplay
+from monetrun.core.reserved import LEAST_STEPS
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, DeviceMemory, Event, Segment, StepRecord
 
 _HELD = "held between steps"

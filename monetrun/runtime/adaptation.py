@@ -15,7 +15,7 @@ from monetrun.core.errors import PlanMismatch
 from monetrun.core.graph import BACKWARD, EXACT, FORWARD, KINDS, Costs, Graph, counterpart
 from monetrun.core.options import Options
 from monetrun.core.plan import GraphPlan, Plan, Schedule
-from monetrun.core.requests import reserved
+from monetrun.core.reserved import reserved
 from monetrun.core.step import LAST_GRADIENTS, OUTSIDE, DeviceMemory, Event, StepRecord, replay
 from monetrun.planning import kept, planner
 from monetrun.solve import greedy

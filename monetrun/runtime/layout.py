@@ -18,7 +18,8 @@ from monetrun.core.errors import MemoryShort
 from monetrun.core.last_gradients import last_gradients_bytes
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.replayed_blocks import blocks_at, load_base
-from monetrun.core.requests import StepReplay, settled, with_spare
+from monetrun.core.requests import StepReplay
+from monetrun.core.reserved import settled, with_spare
 from monetrun.core.step import DeviceMemory, StepRecord
 from monetrun.runtime.moved_memory import memory_now
 from monetrun.runtime.room import Room

@@ -15,7 +15,7 @@ from monetrun.core.options import Options
 from monetrun.core.plain_heap import PlainHeap
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan, Pool, Schedule
-from monetrun.core.requests import reserved
+from monetrun.core.reserved import reserved
 from monetrun.core.step import HELD_SINCE, DeviceMemory, StepRecord, replay
 from monetrun.core.step_changes import with_more_held
 from monetrun.planning import planner

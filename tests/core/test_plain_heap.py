@@ -6,7 +6,7 @@ import pytest
 
 from monetrun.core.plain_heap import PlainHeap
 from monetrun.core.plain_step import plain_step
-from monetrun.core.requests import reserved_under
+from monetrun.core.reserved import reserved_under
 from monetrun.core.step import Segment, replay
 from support.step_records import MIB, chain_record, on_a_device
 

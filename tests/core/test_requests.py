@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from monetrun.core import requests
+from monetrun.core import reserved as module
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD, Requests
@@ -12,7 +12,8 @@ from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
 from monetrun.core.replayed_blocks import load_base
-from monetrun.core.requests import LEAST_STEPS, StepReplay, _Call, reserved, reserved_under
+from monetrun.core.requests import StepReplay, _Call
+from monetrun.core.reserved import LEAST_STEPS, reserved, reserved_under
 from monetrun.core.step import BETWEEN_STEPS, LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, Event, Segment, replay
 from monetrun.core.step_changes import with_excess, with_plain_peaks
 from support.step_records import EXPANDABLE, MIB, chain_record, on_a_device, output_of
@@ -81,8 +82,8 @@ def test_steps_are_replayed_until_they_leave_the_large_pool_as_an_earlier_one_di
     found = reserved(record, plain(record))
     assert found.steps == 7
     for steps, large_bytes in ((3, found.large_bytes - 20 * MIB), (40, found.large_bytes)):
-        monkeypatch.setattr(requests, "LEAST_STEPS", steps)
-        monkeypatch.setattr(requests, "MOST_STEPS", steps)
+        monkeypatch.setattr(module, "LEAST_STEPS", steps)
+        monkeypatch.setattr(module, "MOST_STEPS", steps)
         assert reserved(record, plain(record)).large_bytes == large_bytes
 
 
@@ -372,3 +373,17 @@ def test_an_output_is_dropped_at_its_place_among_the_scripts_requests(record):
 def test_requests_that_cannot_be_are_refused(sizes, results):
     with pytest.raises(ValueError, match="request"):
         Requests(sizes, results).check()
+
+
+def test_a_pool_that_does_not_fit_a_gap_lies_behind_it(record):
+    """Requests that are served one by one fill the gap; once a pool is held, they are served from that."""
+    base = (*record.memory.base, Segment(False, (30 * MIB,), gap_bytes=100 * MIB))
+    record = replace(record, memory=replace(record.memory, base=base))
+    one_by_one = reserved_under(record, plain(record), EXPANDABLE)
+    found = reserved(record, plain(record))
+    assert found.large_bytes >= one_by_one.large_bytes
+    assert reserved_under(record, plain(record), EXPANDABLE, held_bytes=found.large_bytes).large_bytes == (
+        found.large_bytes
+    )
+    held = reserved_under(record, plain(record), EXPANDABLE, held_bytes=one_by_one.large_bytes + 40 * MIB)
+    assert held.large_bytes >= one_by_one.large_bytes + 40 * MIB

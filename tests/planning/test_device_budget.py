@@ -9,7 +9,7 @@ from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.options import Options
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import plain_schedule
-from monetrun.core.requests import Reserved, reserved, reserved_under
+from monetrun.core.reserved import Reserved, reserved, reserved_under
 from monetrun.core.step import DeviceMemory, Segment
 from monetrun.core.step_changes import with_excess
 from monetrun.planning import device_budget, planner

@@ -10,7 +10,8 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.options import Options
 from monetrun.core.plan import GraphPlan, Hold, Schedule, plain_schedule
 from monetrun.core.replayed_blocks import load_base
-from monetrun.core.requests import StepReplay, reserved, spare_beside_holds
+from monetrun.core.requests import StepReplay
+from monetrun.core.reserved import reserved, spare_beside_holds
 from monetrun.core.simulate import simulate
 from monetrun.core.step import DeviceMemory, Segment, replay
 from monetrun.planning import placement, planner

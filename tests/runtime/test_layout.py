@@ -9,7 +9,7 @@ import torch
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.errors import MemoryShort
 from monetrun.core.options import Options
-from monetrun.core.requests import Reserved
+from monetrun.core.reserved import Reserved
 from monetrun.core.step import DeviceMemory, Segment
 from monetrun.planning import planner
 from monetrun.runtime import layout, pieces
