@@ -59,18 +59,14 @@ def reserved(record: StepRecord, schedules: Sequence[Schedule]) -> Reserved:
     """
     if record.memory is None:
         raise ValueError("the record does not have the device's memory")
-    memory = record.memory
-
-    def found(held_bytes: int = 0) -> Reserved:
-        taken = reserved_under(record, schedules, memory.settings, memory.begun_under, held_bytes)
-        return with_spare(taken, memory, schedules)
-
-    needed = found()
+    memory, how = record.memory, (record.memory.settings, record.memory.begun_under)
+    needed = with_spare(reserved_under(record, schedules, *how), memory, schedules)
     if any(segment.gap_bytes for segment in memory.base if not segment.small):
         for _ in range(_MOST_HELD):  # the pool may lie elsewhere than requests that are served one by one
-            held, needed = needed, found(needed.large_bytes)
-            if needed.large_bytes <= held.large_bytes:
-                return replace(needed, large_bytes=held.large_bytes)
+            taken = reserved_under(record, schedules, *how, held_bytes=needed.large_bytes)
+            if taken.large_bytes <= needed.large_bytes:
+                break
+            needed = with_spare(taken, memory, schedules)
     return needed
 
 

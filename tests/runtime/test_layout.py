@@ -136,13 +136,13 @@ def test_a_first_step_in_front_of_which_the_trials_blocks_lie_is_not_run_on_them
     held = replace(MEMORY, base=(Segment(False, (30, -50)), Segment(True, (2,)), Segment(False, (20,), gap_bytes=20)))
     moved = replace(MEMORY, base=(Segment(False, (30, -50)), Segment(False, (20,), gap_bytes=40)))
     runs = []
-    monkeypatch.setattr(layout, "settled", lambda *_, begun: runs.append(begun) or Reserved(0, 0, 7))
+    monkeypatch.setattr(layout, "settled", lambda *_, begun: runs.append(begun) or Reserved(0, 0, 7 * MIB))
     monkeypatch.setattr(layout.allocator_history, "blocks", lambda device: {})
-    record = replace(LARGE, memory=before)
+    record = replace(LARGE, memory=replace(before, excess_bytes=60 * MIB))
     for now, expected in ((held, 0), (moved, 1)):
         monkeypatch.setattr(layout, "memory_now", lambda *_, now=now: now)
-        Layout(torch.device("cuda"))._reserved(record, [g.schedule for g in PLAN.graphs], ())
-        assert len(runs) == expected
+        found = Layout(torch.device("cuda"))._reserved(record, [g.schedule for g in PLAN.graphs], ())
+        assert (len(runs), found) == (expected, 9 * MIB * expected)  # what was seen beyond plans does not count
     assert runs == [False]
 
 
