@@ -32,13 +32,15 @@ def settings_from_environment() -> AllocatorSettings:
 def segments(device: torch.device) -> tuple[Segment, ...]:
     """All blocks on the default stream, by address."""
     result = []
-    ends: dict[bool, int] = {}  # of the last expandable segment's memory, small or large
+    ends: dict[bool, int] = {}  # of what lies before, in expandable segments, small or large
     for segment in sorted(_snapshot(device)["segments"], key=lambda s: int(s["address"])):
         sizes = [b["size"] if b["state"] == "active_allocated" else -b["size"] for b in segment["blocks"]]
-        if not _is_of_graphs(segment) or all(n < 0 for n in sizes):
+        if not _is_of_graphs(segment):
             continue
         small, start = segment["segment_type"] == "small", int(segment["address"])
-        gap = start - ends.get(small, start) if segment.get("is_expandable") else 0
+        gap = start - ends.setdefault(small, start) if segment.get("is_expandable") else 0
+        if all(n < 0 for n in sizes):
+            continue
         ends[small] = start + segment["total_size"]
         result.append(Segment(small, tuple(sizes), gap))
     return tuple(result)

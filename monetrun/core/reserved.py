@@ -60,17 +60,17 @@ def reserved(record: StepRecord, schedules: Sequence[Schedule]) -> Reserved:
     if record.memory is None:
         raise ValueError("the record does not have the device's memory")
     memory, how = record.memory, (record.memory.settings, record.memory.begun_under)
-    needed = with_spare(reserved_under(record, schedules, *how), memory, schedules)
+    needed = _with_spare(reserved_under(record, schedules, *how), memory, schedules)
     if any(segment.gap_bytes for segment in memory.base if not segment.small):
         for _ in range(_MOST_HELD):  # the pool may lie elsewhere than requests that are served one by one
             taken = reserved_under(record, schedules, *how, held_bytes=needed.large_bytes)
             if taken.large_bytes <= needed.large_bytes:
                 break
-            needed = with_spare(taken, memory, schedules)
+            needed = _with_spare(taken, memory, schedules)
     return needed
 
 
-def with_spare(needed: Reserved, memory: DeviceMemory, schedules: Sequence[Schedule]) -> Reserved:
+def _with_spare(needed: Reserved, memory: DeviceMemory, schedules: Sequence[Schedule]) -> Reserved:
     """``needed`` for steps under ``schedules``, and what is reserved beside."""
     spare_bytes = spare_beside_holds(memory.settings) if any(s.holds for s in schedules) else 0
     large_bytes = needed.large_bytes + memory.excess_bytes + spare_bytes
@@ -127,10 +127,12 @@ def settled(replay: StepReplay, memory: DeviceMemory, *, begun: bool = False, he
     allocator = replay.allocator
     allocator.empty_cache()
     allocator.reset_peaks()
-    missing = held_bytes - memory.other_streams_bytes - allocator.large_bytes
-    if missing > 0:
-        allocator.free(allocator.allocate(missing))
-        allocator.reset_peaks()
+    held = []
+    while (missing := held_bytes - memory.other_streams_bytes - allocator.large_bytes) > 0:
+        held.append(allocator.allocate(missing))  # part of it may lie in what is free already
+    for address in held:
+        allocator.free(address)
+    allocator.reset_peaks()
     steps = until_settled(replay, begun=begun)
     large_bytes = allocator.large_bytes + memory.other_streams_bytes
     return Reserved(allocator.peak_allocated_bytes, allocator.small_bytes, large_bytes, steps)

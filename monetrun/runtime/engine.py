@@ -29,14 +29,13 @@ from monetrun.ops import kernels
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.known import known_schedules
 from monetrun.planning.summary import summary_lines
-from monetrun.runtime import agreement, collective_times, pieces
+from monetrun.runtime import agreement, collective_times
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.autocast import BackwardAutocast
 from monetrun.runtime.backend import Backend, PlannedCallMeters
 from monetrun.runtime.budget_here import budget_here
 from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.first_steps import FirstSteps
-from monetrun.runtime.layout import Scattered
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
@@ -201,13 +200,10 @@ class Engine(_Recording, WithRoom):
         self.running.replan_without(failed)
         self.generation += 1
 
-    def make_room(self, shortage: Shortage | Scattered) -> None:
+    def make_room(self, shortage: Shortage) -> None:
         """Plan again, in this rank alone, where more is held than planned: see ``RunningPlan.make_room``."""
         assert self.running is not None
-        if isinstance(shortage, Scattered):
-            pieces.plan_again(self.running, shortage)
-        else:
-            self.running.make_room(shortage)
+        self.running.make_room(shortage)
         self.generation += 1
 
     def backend(self, name: str) -> Backend:

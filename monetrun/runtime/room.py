@@ -106,20 +106,6 @@ class Room:
         """A model is called in training."""
         self._first = True
 
-    def step_begins(self) -> bool:
-        """A graph's forward begins: whether it is the first one of a step."""
-        return self._first and not any(self._calls.values())
-
-    def call_is_repeated(self, fingerprint: str) -> None:
-        """A graph's forward that has begun does not run: the call comes again."""
-        self._calls[fingerprint] -= 1
-
-    def last_outputs(self) -> set[int]:
-        """Addresses of the last step's outputs that the script holds."""
-        weak = (o.storage.cdata for o in self._last_outputs if not o.storage.expired())
-        storages = [torch.UntypedStorage._new_with_weak_ptr(c) for c in weak]
-        return {s.data_ptr() for s in storages if s is not None}
-
     def optimizer_ended(self) -> None:
         """An optimizer's step has ended."""
         self._optimizer_steps += 1
@@ -156,7 +142,7 @@ class Room:
         found = self._found(fingerprint, need)
         if found.held_bytes + need.planned_bytes <= self.limit_of(fingerprint):
             return None
-        self.call_is_repeated(fingerprint)
+        self._calls[fingerprint] -= 1  # the call is repeated
         self._repeated += 1
         return found
 

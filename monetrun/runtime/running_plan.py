@@ -27,7 +27,6 @@ from monetrun.planning.summary import planned_bytes, rounding_note
 from monetrun.runtime import adaptation, agreement, moved_memory
 from monetrun.runtime.collective_times import CollectiveTimes
 from monetrun.runtime.enforcement import Enforcement
-from monetrun.runtime.layout import Layout
 from monetrun.runtime.other_shapes import NewGraph, OtherShapes
 from monetrun.runtime.output_uses import OutputUses
 from monetrun.runtime.room import Room, Shortage
@@ -83,7 +82,6 @@ class RunningPlan:
         self.note = note
         self._budget = "" if settings.plan_given else settings.budget
         self.room = Room(steps.meter)
-        self.layout = Layout(device)
         self.enforcement = Enforcement(device, steps.meter, note, of_plain=moved_memory.is_share(self._budget))
         self._frugal: tuple[Schedule, ...] | None = None  # the most frugal schedules of the record's graphs
         self._other_shapes = OtherShapes(settings, device, steps, known, note, self.enforcement.measuring)
@@ -104,7 +102,6 @@ class RunningPlan:
         self.schedules: dict[str, Schedule] = {g.fingerprint: g.schedule for g in plan.graphs}
         self.enforcement.plan_is(plan.budget_bytes, plan.pool, bool(plan.ledger.get(LIBRARIES)))
         self.room.plan_is(self.record, self.schedules, moved_memory.allocated_limit(plan))
-        self.layout.plan_is()
         self.steps.plan_is(plan.planned_peak_bytes, planned_bytes(plan))
         self.steps.measure_a_settled_step(*counted_steps(self.record))
 
@@ -177,7 +174,7 @@ class RunningPlan:
             self._plain_reserved.step_is(plain)
             estimated = not adaptation.is_known(joint, self.record)
             why = f"inputs of {adaptation.input_shapes(joint)}"
-            _follow_plain_peak(self, fingerprint, moved_memory.plain_peak(plain), why, estimated=estimated)
+            self._follow_plain_peak(fingerprint, moved_memory.plain_peak(plain), why, estimated=estimated)
             new = replace(new, plan=self.plan)  # its budget may have grown
             step, self.schedules[fingerprint] = self._other_shapes.schedule(new, step, estimated=estimated)
             _make_ready(self, step, self.schedules[fingerprint], estimated=estimated)
@@ -189,7 +186,6 @@ class RunningPlan:
     def step_ended(self) -> None:
         """An optimizer's step has ended."""
         self.room.optimizer_ended()
-        self.layout.step_ended()
         self.enforcement.lift()
 
     def check_room(self, fingerprint: str) -> None:
@@ -199,16 +195,14 @@ class RunningPlan:
             MemoryShort: more is held than its step has room for.
         """
         self.enforcement.enforce(suspended=fingerprint in self._estimated or self.room.takes_another_way(fingerprint))
-        holds, moved = self.enforcement.holds, self.room.step_begins() and self.layout.may_have_moved()
+        holds = self.enforcement.holds
         shortage = self.room.shortage(fingerprint) if holds else self.room.held_before(fingerprint)
         if shortage is None:
             self.enforcement.use_pool_of(fingerprint)
-            if moved and holds and self.record is not None and _number(fingerprint, self.record) >= 0:
-                self.layout.check(self.record, self.plan, self.room, fingerprint)
             return
         plain = moved_memory.plain_peak_beside(shortage, 0 if holds else self.steps.peak_bytes)
         why = f"{format_bytes(shortage.excess_bytes)} more are held before a forward"
-        _follow_plain_peak(self, fingerprint, plain, why, estimated=not holds)
+        self._follow_plain_peak(fingerprint, plain, why, estimated=not holds)
         if holds and shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_of(fingerprint):
             raise MemoryShort("too much is held for this schedule", "monetrun plans again", shortage=shortage)
 
@@ -235,6 +229,19 @@ class RunningPlan:
         again = f"planned again within {format_bytes(self.plan.budget_bytes)}, overhead {self.plan.overhead:+.1%}"
         again += rounding_note(self.plan, self.record)
         self.note(f"{format_bytes(shortage.excess_bytes)} more are held before the forward than planned: {again}")
+
+    def _follow_plain_peak(self, fingerprint: str, plain_bytes: int, why: str, *, estimated: bool = False) -> None:
+        """A budget that is a share of the plain peak grows with it. ``plain_bytes``: allocated, at these shapes."""
+        grown = moved_memory.plan_at_plain_peak(self.plan, self._budget, plain_bytes, fingerprint, self._plain_reserved)
+        if grown is None:
+            return
+        before, now = moved_memory.plain_bytes(self.plan), moved_memory.plain_bytes(grown)
+        if now > before + before // 100:  # no line for each byte; the report has the last
+            budget = f"{self._budget} of it are {format_bytes(grown.budget_bytes)}"
+            self.note(f"{why}: the plain run takes {'about ' * estimated}{format_bytes(now)}, so that {budget}")
+        self.plan = grown
+        self.room.limit_bytes = moved_memory.allocated_limit(grown)
+        self.enforcement.budget_is(grown.budget_bytes)
 
 
 class WithRoom:
@@ -274,24 +281,6 @@ class WithRoom:
         """It has given these: see ``Room.outputs_given``."""
         assert self.running is not None
         self.running.room.outputs_given(outputs)
-
-
-def _follow_plain_peak(
-    running: RunningPlan, fingerprint: str, plain_bytes: int, why: str, *, estimated: bool = False
-) -> None:
-    """A budget that is a share of the plain peak grows with it. ``plain_bytes``: allocated, at these shapes."""
-    grown = moved_memory.plan_at_plain_peak(
-        running.plan, running._budget, plain_bytes, fingerprint, running._plain_reserved
-    )
-    if grown is None:
-        return
-    before, now = moved_memory.plain_bytes(running.plan), moved_memory.plain_bytes(grown)
-    if now > before + before // 100:  # no line for each byte; the report has the last
-        budget = f"{running._budget} of it are {format_bytes(grown.budget_bytes)}"
-        running.note(f"{why}: the plain run takes {'about ' * estimated}{format_bytes(now)}, so that {budget}")
-    running.plan = grown
-    running.room.limit_bytes = moved_memory.allocated_limit(grown)
-    running.enforcement.budget_is(grown.budget_bytes)
 
 
 def intervals_of(running: RunningPlan) -> tuple[Interval, ...]:

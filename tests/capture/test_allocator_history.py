@@ -1,4 +1,4 @@
-"""What the history of CUDA's caching allocator tells of the requests of a step, on a stand-in GPU."""
+"""What the history and the snapshots of CUDA's caching allocator tell, on a stand-in GPU."""
 
 from support.on_stand_in import needs_stand_in, printed_by
 
@@ -23,3 +23,41 @@ print(json.dumps(history.piece()))
 
 def test_a_request_that_fails_is_none():
     assert printed_by(SCRIPT) == [3 << 20, -1]
+
+
+GAPS = """
+import json
+import torch
+from monetrun.capture import allocator_history
+from monetrun.core.caching_allocator import CachingAllocator
+
+MIB = 1 << 20
+device = torch.device("cuda")
+
+
+def take(mib):
+    return torch.empty(mib * MIB, dtype=torch.uint8, device=device)
+
+
+kept = [take(mib) for mib in (31, 75, 33, 90, 20)]
+kept[1] = kept[3] = None
+torch.cuda.empty_cache()  # two gaps, with parts of pages on both sides
+model = CachingAllocator(allocator_history.settings_from_environment(), 4 << 30)
+segments = allocator_history.segments(device)
+for segment in segments:
+    model.load(segment.small, segment.blocks, gap_bytes=segment.gap_bytes)
+found = [[model.reserved_bytes, torch.cuda.memory_reserved()]]
+for mib in (70, 30, 85, 12, 200):
+    kept.append(take(mib))
+    model.allocate(mib * MIB)
+    found.append([model.reserved_bytes, torch.cuda.memory_reserved()])
+print(json.dumps([[s.gap_bytes // MIB for s in segments], found]))
+"""
+
+
+def test_gaps_between_segments_are_filled_as_torchs_allocator_fills_them(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    gaps, reserved = printed_by(GAPS)
+    assert gaps[0] == 0
+    assert [gap > 0 for gap in gaps[1:]] == [True, True]
+    assert [modelled for modelled, _ in reserved] == [real for _, real in reserved]
