@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from monetrun.core.allocator_settings import SMALL_SEGMENT, AllocatorSettings
+from monetrun.core.allocator_settings import MOST_SMALL, SMALL_SEGMENT, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator, large_blocks
 from monetrun.core.last_outputs import last_outputs_bytes
 from monetrun.core.plan import Schedule
@@ -129,7 +129,8 @@ def settled(replay: StepReplay, memory: DeviceMemory, *, begun: bool = False, he
     allocator.reset_peaks()
     held = []
     while (missing := held_bytes - memory.other_streams_bytes - allocator.large_bytes) > 0:
-        held.append(allocator.allocate(missing))  # part of it may lie in what is free already
+        # part of it may lie in what is free already; what is smaller is no large request
+        held.append(allocator.allocate(max(missing, MOST_SMALL + 1)))
     for address in held:
         allocator.free(address)
     allocator.reset_peaks()

@@ -389,3 +389,5 @@ def test_a_pool_that_does_not_fit_a_gap_lies_behind_it(record):
     assert held.large_bytes >= one_by_one.large_bytes + 40 * MIB
     seen = reserved(with_excess(record, 60 * MIB), plain(record))  # is a part of the pool, and counts once
     assert seen.large_bytes == found.large_bytes + 60 * MIB
+    a_little_more = reserved_under(record, plain(record), EXPANDABLE, held_bytes=one_by_one.large_bytes + 1)
+    assert a_little_more.large_bytes > one_by_one.large_bytes
