@@ -34,11 +34,11 @@ def segments(device: torch.device) -> tuple[Segment, ...]:
     result = []
     ends: dict[bool, int] = {}  # of what lies before, in expandable segments, small or large
     for segment in sorted(_snapshot(device)["segments"], key=lambda s: int(s["address"])):
-        sizes = [b["size"] if b["state"] == "active_allocated" else -b["size"] for b in segment["blocks"]]
         if not _is_of_graphs(segment):
             continue
         small, start = segment["segment_type"] == "small", int(segment["address"])
         gap = start - ends.setdefault(small, start) if segment.get("is_expandable") else 0
+        sizes = [b["size"] if b["state"] == "active_allocated" else -b["size"] for b in segment["blocks"]]
         if all(n < 0 for n in sizes):
             continue
         ends[small] = start + segment["total_size"]
