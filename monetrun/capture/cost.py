@@ -202,7 +202,9 @@ def _is_bitwise_identical(call: Call, default: Call, spread_indices: bool) -> bo
 
     try:
         expected, given = result(default), result(call)  # which may write over an operand
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not device_errors.is_out_of_memory(error):
+            raise
         return False
     pairs = zip(tree_leaves(given), tree_leaves(expected if call.only is None else expected[call.only]), strict=True)
     return all(torch.equal(one, other) for one, other in pairs if isinstance(other, torch.Tensor))

@@ -27,14 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from monetrun.capture.kernel_strides import as_kernels_give_them
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.program import Run
+from monetrun.capture.refusal import is_refusal
 from monetrun.capture.storages import results_of
-from monetrun.core.errors import CaptureFailed, MonetrunError
+from monetrun.core.errors import CaptureFailed
 
 aten = torch.ops.aten
 _log = logging.getLogger("monetrun")
 
-# Of slices and their derivatives: which argument is where the slice begins.
-_START: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}
+_START: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}  # which argument is the slice's begin
 _SAVED = "_monetrun_saved"  # attribute of the tensor that a forward saves: a ``_Saved``
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Of all graphs of fixed sizes that are kept for one open graph: about 1.5 GB; what was not used for longest goes first.
@@ -168,7 +168,7 @@ class OpenSizes:
         try:
             fixed = self.fixed(numbers)
         except Exception as error:
-            if isinstance(error, (MonetrunError, torch.OutOfMemoryError)) and not isinstance(error, CaptureFailed):
+            if is_refusal(error):
                 raise
             _log.debug("sizes %s are not left open", numbers, exc_info=error)
             raise BackendCompilerFailed(self.forward, error, None) from error

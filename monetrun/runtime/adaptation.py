@@ -2,74 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from monetrun.capture.joint import JointGraph
-from monetrun.core import last_gradients
-from monetrun.core.call_footprint import call_footprint
 from monetrun.core.errors import PlanMismatch
-from monetrun.core.graph import BACKWARD, EXACT, FORWARD, KINDS, Costs, Graph, counterpart
+from monetrun.core.graph import EXACT, KINDS, Graph, counterpart
 from monetrun.core.options import Options
 from monetrun.core.plan import GraphPlan, Plan, Schedule
 from monetrun.core.reserved import reserved
-from monetrun.core.step import LAST_GRADIENTS, OUTSIDE, DeviceMemory, Event, StepRecord, replay
+from monetrun.core.step import StepRecord, replay
 from monetrun.planning import kept, planner
 from monetrun.solve import greedy
 
-# What a loss allocates between forward and backward, as a multiple of the model's outputs, where no step was recorded:
-# log-probabilities, their gradient, and the logits' gradient.
-_LOSS_COPIES = 3
 # Inputs whose shapes a message names.
 _SHAPES_NAMED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """What the script allocates and frees between a graph's forward and its backward, in bytes.
-
-    Attributes:
-        held_bytes: allocated then, and still there when the backward begins.
-        peak_bytes: allocated at most.
-        gradients_bytes: of the last step's gradients, which it frees then.
-    """
-
-    held_bytes: int
-    peak_bytes: int
-    gradients_bytes: int = 0
-
-
-def step_of(
-    graph: Graph, costs: Costs, held_bytes: int, outside: Outside, exact: bool, memory: DeviceMemory | None = None
-) -> StepRecord:
-    """A training step of one graph.
-
-    Args:
-        graph: without implementations that must not run.
-        costs: of it.
-        held_bytes: allocated when its forward begins.
-        outside: what the script allocates and frees between its forward and its backward.
-        exact: whether bytes are counted by the allocator.
-        memory: of the device, where its allocator reserves more than it gives out.
-    """
-    events, base_bytes = events_of(outside), held_bytes - outside.gradients_bytes
-    return StepRecord((graph,), (costs,), events, base_bytes, {}, costs.device, torch.__version__, exact, memory)
-
-
-def events_of(outside: Outside) -> tuple[Event, ...]:
-    """The events of a step of one graph, between whose forward and backward the script allocates and frees this."""
-    gradients = outside.gradients_bytes
-    return (
-        *([last_gradients.are_there(gradients)] if gradients else []),
-        Event(FORWARD, 0),
-        Event(OUTSIDE, -1, outside.held_bytes, outside.peak_bytes),
-        *([last_gradients.are_freed(gradients)] if gradients else []),
-        Event(BACKWARD, 0),
-        Event(OUTSIDE, -1, -outside.held_bytes, 0),
-    )
 
 
 def taken_bytes(step: StepRecord, schedule: Schedule) -> int:
@@ -191,51 +140,3 @@ def is_known(joint: JointGraph, record: StepRecord | None) -> bool:
 def is_recorded(joint: JointGraph, record: StepRecord) -> bool:
     """Whether ``record`` has this graph, at these shapes or at others."""
     return any(g.structural_fingerprint == joint.graph.structural_fingerprint for g in record.graphs)
-
-
-def outside(
-    joint: JointGraph, record: StepRecord | None, schedules: Sequence[Schedule], gradients_bytes: int = 0
-) -> Outside:
-    """An estimate of what the step allocates outside this graph between its forward and its backward.
-
-    Scaled by the bytes of the graph's outputs from what ``record`` has of the same graph at other shapes, under
-    ``schedules`` of its graphs. Gradients are not scaled: of the ``gradients_bytes`` held now, as many are freed as in
-    ``record``, where that has one call of the graph; none where fewer are held.
-    """
-    graph = joint.graph
-    outputs = {joint.storage[n] for n in joint.outputs if isinstance(n, torch.fx.Node) and n in joint.storage}
-    now = sum(graph.tensors[t].nbytes for t in outputs if not graph.tensors[t].external)
-    for k, known in enumerate(record.graphs if record is not None else ()):
-        if record is not None and known.structural_fingerprint == graph.structural_fingerprint:
-            recorded = sum(t.nbytes for t in known.tensors if t.id in outputs and not t.external)
-            growth = max(1.0, now / recorded) if recorded else 1.0
-            then = _recorded_outside(record, schedules, k)
-            freed = then.gradients_bytes if then.gradients_bytes <= gradients_bytes else 0
-            return Outside(math.ceil(then.held_bytes * growth), math.ceil(then.peak_bytes * growth), freed)
-    return Outside(_LOSS_COPIES * now, _LOSS_COPIES * now)
-
-
-def _recorded_outside(record: StepRecord, schedules: Sequence[Schedule], k: int) -> Outside:
-    """How much more is allocated under graph ``k``'s backward, and before it, than under its forward, at most.
-
-    The last step's gradients that are freed meanwhile are counted apart, where the step has one call of the graph.
-    """
-    timeline = replay(record, schedules)
-    saved = call_footprint(record.graphs[k], record.costs[k], schedules[k]).saved_bytes
-    held = peak = freed = calls = 0
-    forwards: list[int] = []  # calls without a backward yet: the events after them
-    for i, event in enumerate(record.events):
-        if event.graph != k:
-            continue
-        if event.kind == FORWARD:
-            forwards.append(i + 1)
-            calls += 1
-        elif forwards:
-            first, freed = forwards.pop(), 0
-            before = timeline.start_bytes[first - 1] + saved
-            for j in range(first, i):
-                peak = max(peak, timeline.high_bytes[j] + freed - before)
-                if record.events[j].name == LAST_GRADIENTS:
-                    freed -= record.events[j].delta_bytes
-            held = max(held, timeline.start_bytes[i] + freed - before)
-    return Outside(held, max(held, peak), freed if calls == 1 else 0)

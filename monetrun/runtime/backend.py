@@ -28,9 +28,9 @@ from monetrun.capture.joint import JointGraph, capture
 from monetrun.capture.lowering import share_output_versions
 from monetrun.capture.open_sizes import FixedSizes, OpenSizes, has_open_sizes
 from monetrun.capture.output_gradients import AbsentGradients, is_tangent, stay_absent
+from monetrun.capture.refusal import is_refusal
 from monetrun.capture.regions import note_regions
 from monetrun.capture.tracing import operators_kept_whole
-from monetrun.core.errors import CaptureFailed, MonetrunError, ScheduleError
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.plan import Schedule
 from monetrun.ops import random
@@ -357,10 +357,3 @@ def or_as_it_is(
             return module.forward
 
     return compiled
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether an error of the backend must end the training; after others, what it was to compile runs as it is."""
-    if isinstance(error, (CaptureFailed, ScheduleError)):
-        return False
-    return isinstance(error, (MonetrunError, torch.OutOfMemoryError))

@@ -14,13 +14,17 @@ from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.graph import Graph
+from monetrun.core.last_gradients import last_gradients_bytes
 from monetrun.core.left_out import without_reading_again
+from monetrun.core.options import Options
 from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import GraphPlan, Plan, Schedule, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.core.step import StepRecord
+from monetrun.core.step import Event, StepRecord
+from monetrun.ops.device_errors import is_out_of_memory
+from monetrun.planning.planner import BudgetBelowSmallest
 from monetrun.planning.summary import ROUNDING
-from monetrun.runtime import adaptation, holdings, moved_memory
+from monetrun.runtime import adaptation, holdings, moved_memory, new_step
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.ruled_out import RuledOut, changeable
 from monetrun.runtime.settings import Settings
@@ -30,6 +34,9 @@ from monetrun.solve import greedy
 # Schedules for other shapes that are tried at further ones, the last that were made; and by how much of the plain time
 # more than the plan's one may take there.
 _KEPT, _AS_FAST = 8, 0.02
+# How many times longer a step waits for a plan in reserved bytes before it is planned in allocated ones; and shares of
+# what the script is estimated to allocate that are tried where a step with all of it does not fit.
+_LONGER, _SHARES_OF_OUTSIDE = 4, (2 / 3, 1 / 3, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,7 @@ class OtherShapes:
         used = adaptation.signatures_used(joint, new.allowed(joint.graph), (*new.plan.graphs, *self._made))
         step = self._step(new, {**self.known, **self._measured(joint, 0, used)})
         plain = [plain_schedule(g) for g in new.record.graphs] if new.record is not None else []
-        return step, replace(step, events=adaptation.events_of(self._outside(new, plain)))
+        return step, replace(step, events=self._events(new, plain))
 
     def _step(self, new: NewGraph, known: Mapping[str, OperatorCost]) -> StepRecord:
         """The step under the plan's schedules; what is not in ``known`` is estimated."""
@@ -107,14 +114,13 @@ class OtherShapes:
         known = {**known, **{s: cost.estimate(*timed) for s, timed in joint.timed.items() if s not in known}}
         graph = new.allowed(cost.as_tried(joint, known))
         costs = cost.costs_of(joint, known, str(self.device))
-        outside = self._outside(new, [g.schedule for g in new.plan.graphs])
-        held = meter.current_bytes()
-        memory = moved_memory.memory_now(self.device, new.record, outside.gradients_bytes)
-        return adaptation.step_of(graph, costs, held, outside, meter.exact, memory)
+        events = self._events(new, [g.schedule for g in new.plan.graphs])
+        step = new_step.step_of(graph, costs, meter.current_bytes(), events, meter.exact)
+        return replace(step, memory=moved_memory.memory_now(self.device, new.record, last_gradients_bytes(step)))
 
-    def _outside(self, new: NewGraph, schedules: Sequence[Schedule]) -> adaptation.Outside:
+    def _events(self, new: NewGraph, schedules: Sequence[Schedule]) -> tuple[Event, ...]:
         held = sum(holdings.gradients(self.device).values())
-        return adaptation.outside(new.joint, new.record, schedules, held)
+        return new_step.events_of(new.joint, new.record, schedules, held)
 
     def _measured(self, joint: JointGraph, rounds: int, only: Collection[str] | None = None) -> dict[str, OperatorCost]:
         """What is measured of a graph now; nothing where more than the budget is held: the refusal names the bytes.
@@ -126,7 +132,9 @@ class OtherShapes:
         try:
             with self.measuring(bounded=only is None):
                 return cost.measure(joint, self.known, self.steps.meter, self.device, rounds=rounds, only=only)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return {}
         finally:
             self.steps.resume()
@@ -160,21 +168,23 @@ class OtherShapes:
         self.known.update(self._measured(joint, cost.ROUNDS))
         step = self._step(new, self.known)
         options = moved_memory.options_within_a_step(self.settings)
-        for candidate, spare in _from_the_best(step, more):
-            limit = moved_memory.limit_of(candidate, plan) - spare
-            each = options if candidate.memory is None else replace(options, seconds=options.seconds / 2)
+        failures: list[InfeasibleBudget | NoPlanInTime] = []
+        for way in _from_the_best(step, more, options, estimated=estimated):
+            limit = moved_memory.limit_of(way.step, plan) - way.spare_bytes
             try:
-                schedule = adaptation.adapted_schedule(candidate, plan, limit, each)
-                step = candidate
+                schedule = adaptation.adapted_schedule(way.step, plan, limit, way.options)
                 break
             except (InfeasibleBudget, NoPlanInTime) as error:
-                failure = error
+                failures.append(error)
         else:
-            if not isinstance(failure, InfeasibleBudget):
-                raise failure
+            if not isinstance(failures[-1], InfeasibleBudget):
+                raise failures[-1]
             if not estimated:
-                raise moved_memory.refused_shape(joint, candidate, plan, failure)
-            return candidate, greedy.most_frugal(candidate.graphs[0], candidate.costs[0], options)
+                raise moved_memory.refused_shape(joint, way.step, plan, failures[-1])
+            return way.step, greedy.most_frugal(way.step.graphs[0], way.step.costs[0], options)
+        if way.step.memory is None and step.memory is not None:
+            schedule = _least_reserved(step, [schedule, *_smallest(step.graphs[0], failures)])
+        step = way.step
         if names := adaptation.inexact(step.graphs[0], schedule):
             self.note(f"inputs of {adaptation.input_shapes(joint)}: {', '.join(names)} {ROUNDING}")
         self._made.append(GraphPlan.of(step.graphs[0], schedule))
@@ -200,11 +210,37 @@ class OtherShapes:
         return True
 
 
-def _from_the_best(step: StepRecord, more_bytes: int) -> Iterator[tuple[StepRecord, int]]:
-    """Ways to plan ``step``, each with what is left free for what may come to be held.
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a step is planned: with so many bytes left free for what may come to be held."""
 
-    At last what is there now has to be enough, and, on CUDA, the allocator decides whether there is too much between
-    the blocks.
+    step: StepRecord
+    spare_bytes: int
+    options: Options
+
+
+def _from_the_best(step: StepRecord, more_bytes: int, options: Options, *, estimated: bool) -> Iterator[_Way]:
+    """Ways to plan ``step``; at last what is there now has to be enough.
+
+    On CUDA a step that finds no plan soon waits for one longer; after that the allocator decides whether there is too
+    much between the blocks. What a loss allocates is often less than what was ``estimated`` for it.
     """
-    for way in [step] if step.memory is None else [step, replace(step, memory=None)]:
-        yield from ((way, spare) for spare in dict.fromkeys((more_bytes, 0)))
+    spares = dict.fromkeys((more_bytes, 0))
+    if step.memory is not None:
+        half = replace(options, seconds=options.seconds / 2)
+        yield from (_Way(step, spare, half) for spare in spares)
+        yield _Way(step, 0, replace(options, seconds=_LONGER * options.seconds))
+        step = replace(step, memory=None)
+    yield from (_Way(step, spare, options) for spare in spares)
+    if estimated:
+        yield from (_Way(new_step.with_less_outside(step, share), 0, options) for share in _SHARES_OF_OUTSIDE)
+
+
+def _smallest(graph: Graph, failures: Sequence[Exception]) -> list[Schedule]:
+    """The schedules of the smallest budgets that failures named for a step of this graph."""
+    found = [f.smallest_schedules.graphs[0] for f in failures if isinstance(f, BudgetBelowSmallest)]
+    return [g.schedule_for(graph) for g in found]
+
+
+def _least_reserved(step: StepRecord, schedules: Sequence[Schedule]) -> Schedule:
+    return min(schedules, key=lambda schedule: adaptation.taken_bytes(step, schedule))

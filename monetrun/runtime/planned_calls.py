@@ -373,7 +373,7 @@ def _with_own_errors(call: PlannedCall, module: nn.Module, args: Any, kwargs: An
     except breaks.Refused as refused:
         raise refused.refusal from None
     except torch._dynamo.exc.BackendCompilerFailed as error:
-        from monetrun.runtime.backend import is_refusal
+        from monetrun.capture.refusal import is_refusal
 
         if is_refusal(error.inner_exception):
             raise error.inner_exception from None

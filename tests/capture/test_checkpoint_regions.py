@@ -137,7 +137,7 @@ def gradients(model, run, x):
 NETWORKS = {
     "blocks": (lambda keep: Network(keep, 64, 3), (512, 64)),
     "nested": (lambda keep: Nested(keep, 64, 4), (512, 64)),
-    "convolutions": (ConvNetwork, (4, 8, 34, 34)),
+    "convolutions": (ConvNetwork, (16, 8, 34, 34)),
 }
 
 

@@ -10,18 +10,11 @@ from torch import nn
 from monetrun.capture import cost, cpu_allocator
 from monetrun.capture.meter import meter_for
 from monetrun.core.errors import BudgetExceeded, InfeasibleBudget
-from monetrun.core.graph import BACKWARD, FORWARD
-from monetrun.core.options import Options
-from monetrun.core.plan import plain_schedule
-from monetrun.core.step import OUTSIDE, Event, StepRecord, replay
-from monetrun.planning import planner
-from monetrun.runtime import adaptation, recorder
+from monetrun.runtime import adaptation
 from monetrun.runtime.running_plan import RunningPlan
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
-from monetrun.solve import greedy
 from support import zoo
-from support.captured import captured
 
 MIB = 1 << 20
 WIDTH = 128
@@ -328,31 +321,6 @@ def test_a_new_batch_size_takes_no_rounding_implementation_that_saves_little(mon
         session.close()
         torch._dynamo.reset()
     assert chosen == [[], []]  # the batch of 20 took convolutions in parts, which fit but are not needed
-
-
-def test_a_new_shape_leaves_room_for_what_a_loss_takes_and_frees_before_the_backward():
-    def joint(batch):
-        return captured(Net(2), torch.randn(batch, WIDTH, requires_grad=True))
-
-    small, large = joint(64), joint(256)
-    graph, costs, output = small.graph, recorder.estimated(small), 64 * WIDTH * 4
-    events = (
-        Event(FORWARD, 0),
-        Event(OUTSIDE, -1, output, 3 * output, "loss"),
-        Event(BACKWARD, 0),
-        Event(OUTSIDE, -1, -output, 0),
-    )
-    record = StepRecord((graph,), (costs,), events, 0, {}, "cpu", torch.__version__)
-    plan = planner.plan_step(record, replay(record, [plain_schedule(graph)]).peak_bytes, "greedy", Options())
-    outside = adaptation.outside(large, record, [g.schedule for g in plan.graphs])
-    assert (outside.held_bytes, outside.peak_bytes) == (4 * output, 12 * output)
-    step = adaptation.step_of(large.graph, recorder.estimated(large), 0, outside, exact=True)
-    frugal = replay(step, [greedy.most_frugal(step.graphs[0], step.costs[0])]).peak_bytes
-    during_the_loss = replay(step, [plain_schedule(large.graph)]).high_bytes[1]
-    limit = (during_the_loss + frugal) // 2
-    assert frugal < limit < during_the_loss
-    schedule = adaptation.adapted_schedule(step, plan, limit, Options())
-    assert replay(step, [schedule]).high_bytes[1] <= limit
 
 
 def test_a_schedule_made_for_one_number_runs_for_the_next_ones(monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from monetrun.capture import cpu_allocator
+from monetrun.capture.refusal import is_refusal
 from monetrun.core import codec
 from monetrun.core.errors import BudgetExceeded
 from monetrun.core.step import replay
@@ -84,11 +85,13 @@ def test_a_restart_leaves_free_what_was_lacking_and_a_second_one_much_more(tmp_p
 
 def test_a_convolution_that_no_engine_computes_within_the_limit_is_out_of_memory(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    codes = []
+    codes, refused = [], []
     for text in ("GET was unable to find an engine to execute this computation", "sizes do not match"):
         traceback_file.write(RuntimeError(text), None)
         codes.append(json.loads((tmp_path / "error.json").read_text())["message"].get("errorCode"))
+        refused.append(is_refusal(RuntimeError(text)))
     assert codes == [84, None]
+    assert refused == [True, False]
 
 
 def test_once_steps_have_settled_nothing_is_trained_again(tmp_path):

@@ -1,0 +1,167 @@
+"""The training step of a graph that the record does not have: the same model at other shapes, or another model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from monetrun.capture.joint import JointGraph
+from monetrun.core import last_gradients
+from monetrun.core.call_footprint import call_footprint
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
+from monetrun.core.last_gradients import last_gradients_bytes
+from monetrun.core.plan import Schedule
+from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, Event, StepRecord, replay
+
+# What a loss allocates between forward and backward, as a multiple of the model's outputs, where no step was recorded:
+# log-probabilities, their gradient, and the logits' gradient.
+_LOSS_COPIES = 3
+
+
+def step_of(graph: Graph, costs: Costs, held_bytes: int, events: tuple[Event, ...], exact: bool) -> StepRecord:
+    """A training step of one graph.
+
+    Args:
+        graph: without implementations that must not run.
+        costs: of it.
+        held_bytes: allocated when its forward begins.
+        events: see ``events_of``.
+        exact: whether bytes are counted by the allocator.
+    """
+    step = StepRecord((graph,), (costs,), events, held_bytes, {}, costs.device, torch.__version__, exact)
+    return replace(step, base_bytes=held_bytes - last_gradients_bytes(step))
+
+
+def events_of(
+    joint: JointGraph, record: StepRecord | None, schedules: Sequence[Schedule], gradients_bytes: int = 0
+) -> tuple[Event, ...]:
+    """The events of a step of this graph, with an estimate of what the script allocates before its backward.
+
+    Scaled by the bytes of the graph's outputs from what ``record`` has of the same graph at other shapes, under
+    ``schedules`` of its graphs: request by request where it has one call of the graph, and nothing else is called
+    before its backward. Gradients are not scaled: of the ``gradients_bytes`` held now, as many are freed as in
+    ``record``, where that has one call of the graph; none where fewer are held.
+    """
+    graph = joint.graph
+    outputs = {joint.storage[n] for n in joint.outputs if isinstance(n, torch.fx.Node) and n in joint.storage}
+    now = sum(graph.tensors[t].nbytes for t in outputs if not graph.tensors[t].external)
+    for k, known in enumerate(record.graphs if record is not None else ()):
+        if record is not None and known.structural_fingerprint == graph.structural_fingerprint:
+            recorded = sum(t.nbytes for t in known.tensors if t.id in outputs and not t.external)
+            growth = max(1.0, now / recorded) if recorded else 1.0
+            if (stretch := _only_call(record, k)) is not None:
+                return _scaled(stretch, growth, gradients_bytes)
+            held, peak, freed = _recorded_outside(record, schedules, k)
+            freed = freed if freed <= gradients_bytes else 0
+            return _in_between(math.ceil(held * growth), math.ceil(peak * growth), freed)
+    return _in_between(_LOSS_COPIES * now, _LOSS_COPIES * now)
+
+
+def with_less_outside(step: StepRecord, share: float) -> StepRecord:
+    """``step`` where the script allocates this share of what it was estimated to allocate outside the graph."""
+
+    def less(event: Event) -> Event:
+        delta, peak = int(event.delta_bytes * share), int(event.peak_bytes * share)
+        return replace(event, delta_bytes=delta, peak_bytes=peak)
+
+    own = (e.kind == OUTSIDE and e.name != LAST_GRADIENTS for e in step.events)
+    return replace(step, events=tuple(less(e) if is_own else e for e, is_own in zip(step.events, own, strict=True)))
+
+
+def _in_between(held_bytes: int, peak_bytes: int, gradients_bytes: int = 0) -> tuple[Event, ...]:
+    """The events of a step between whose forward and backward the script allocates this, and holds a part of it.
+
+    ``gradients_bytes``: of the last step's gradients, which it frees then.
+    """
+    return (
+        *([last_gradients.are_there(gradients_bytes)] if gradients_bytes else []),
+        Event(FORWARD, 0),
+        Event(OUTSIDE, -1, held_bytes, peak_bytes),
+        *([last_gradients.are_freed(gradients_bytes)] if gradients_bytes else []),
+        Event(BACKWARD, 0),
+        Event(OUTSIDE, -1, -held_bytes, 0),
+    )
+
+
+def _only_call(record: StepRecord, k: int) -> Sequence[Event] | None:
+    """The events from the only forward of graph ``k`` to its backward; None where that is not all that is called.
+
+    Of the requests of events before them nothing is freed among them.
+    """
+    calls = [i for i, event in enumerate(record.events) if event.graph == k]
+    if [record.events[i].kind for i in calls] != [FORWARD, BACKWARD]:
+        return None
+    first, last = calls
+    stretch = record.events[first : last + 1]
+    if any(e.kind != OUTSIDE or e.action is not None or e.freed for e in stretch[1:-1]):
+        return None
+    begun = sum(n > 0 for event in record.events[:first] for n in event.requests)
+    events = []
+    for event in stretch:
+        if any(-begun <= n < 0 for n in event.requests):
+            return None
+        places = [i for i, (graph, _) in enumerate(event.dropped) if graph == k]
+        event = replace(
+            event,
+            graph=-1 if event.kind == OUTSIDE else 0,
+            requests=tuple(n if n > 0 else n + begun for n in event.requests),
+            dropped=tuple((0, event.dropped[i][1]) for i in places),
+            dropped_after=tuple(event.dropped_after[i] for i in places) if event.dropped_after else (),
+            read_as=(),
+            batch_freed=(),
+        )
+        events.append(event)
+    return events
+
+
+def _scaled(stretch: Sequence[Event], growth: float, gradients_bytes: int) -> tuple[Event, ...]:
+    """The events of a step with this stretch, whose script allocates ``growth`` times as much in it."""
+
+    def grown(nbytes: int) -> int:
+        return math.ceil(nbytes * growth) if nbytes > 0 else -math.ceil(-nbytes * growth)
+
+    def changed(event: Event) -> Event:
+        return replace(
+            event,
+            delta_bytes=grown(event.delta_bytes),
+            peak_bytes=grown(event.peak_bytes),
+            elsewhere_bytes=grown(event.elsewhere_bytes),
+            requests=tuple(grown(n) if n > 0 else n for n in event.requests),
+        )
+
+    freed = -sum(e.delta_bytes for e in stretch if e.name == LAST_GRADIENTS)
+    names = (LAST_OUTPUTS,) if 0 < freed <= gradients_bytes else (LAST_OUTPUTS, LAST_GRADIENTS)
+    own = [e if e.name == LAST_GRADIENTS else changed(e) for e in stretch if e.name not in names]
+    before = [] if LAST_GRADIENTS in names else [last_gradients.are_there(freed)]
+    held = sum(e.delta_bytes for e in own if e.name != LAST_GRADIENTS)
+    return (*before, *own, Event(OUTSIDE, -1, -held, 0, freed=()))
+
+
+def _recorded_outside(record: StepRecord, schedules: Sequence[Schedule], k: int) -> tuple[int, int, int]:
+    """How much more is allocated under graph ``k``'s backward, and before it, than under its forward, at most.
+
+    The last step's gradients that are freed meanwhile are counted apart, where the step has one call of the graph:
+    the third number.
+    """
+    timeline = replay(record, schedules)
+    saved = call_footprint(record.graphs[k], record.costs[k], schedules[k]).saved_bytes
+    held = peak = freed = calls = 0
+    forwards: list[int] = []  # calls without a backward yet: the events after them
+    for i, event in enumerate(record.events):
+        if event.graph != k:
+            continue
+        if event.kind == FORWARD:
+            forwards.append(i + 1)
+            calls += 1
+        elif forwards:
+            first, freed = forwards.pop(), 0
+            before = timeline.start_bytes[first - 1] + saved
+            for j in range(first, i):
+                peak = max(peak, timeline.high_bytes[j] + freed - before)
+                if record.events[j].name == LAST_GRADIENTS:
+                    freed -= record.events[j].delta_bytes
+            held = max(held, timeline.start_bytes[i] + freed - before)
+    return held, max(held, peak), freed if calls == 1 else 0
