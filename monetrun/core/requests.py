@@ -10,6 +10,7 @@ from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.event import is_optimizer_step
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Graph, Operator
+from monetrun.core.last_gradients import last_gradients_bytes
 from monetrun.core.last_outputs import dropped_later
 from monetrun.core.plan import Schedule
 from monetrun.core.replayed_blocks import (
@@ -71,13 +72,15 @@ class StepReplay:
     def begin_with(self, base: Mapping[int, int]) -> None:
         """The first step finds these blocks: the last step's gradients and the batch are among them."""
         self.gradients = blocks_at(() if self.record.memory is None else self.record.memory.gradients, base)
-        self.batch.find(base)
+        others = {block.address for block in self.gradients}
+        self.batch.find({address: nbytes for address, nbytes in base.items() if address not in others})
 
     def step(self, *, first: bool) -> None:
         """One step; in the first one nothing of an earlier step is held, and the optimizer allocates its state."""
         between = None if self.record.memory is None else self.record.memory.between
         last_gradients, self.gradients = self.gradients, []
         last_outputs = LastOutputs(self.outputs, dropped_later(self._events), self.allocator)
+        gradients_bytes = last_gradients_bytes(self.record)
         requests, backward, self.outputs = 0, False, []
         if not first and between is None:
             self.batch.replace()
@@ -89,7 +92,11 @@ class StepReplay:
                 self._backward(event)
                 backward = True
             elif event.name == LAST_GRADIENTS:
-                free_some(self.allocator, last_gradients, -event.delta_bytes)
+                gradients_bytes += min(0, event.delta_bytes)
+                if gradients_bytes:
+                    free_some(self.allocator, last_gradients, -event.delta_bytes)
+                else:  # also what rounding has added to their blocks
+                    free_all(self.allocator, last_gradients)
             elif event.name == LAST_OUTPUTS:
                 last_outputs.drop(-event.delta_bytes, later=backward)
             else:

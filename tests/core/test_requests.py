@@ -113,6 +113,38 @@ def test_gradients_that_are_there_before_the_first_step_are_freed_where_it_frees
         replace(there.memory, gradients=(7,)).check()
 
 
+def test_all_of_the_last_gradients_are_freed_also_what_rounding_adds_to_their_blocks(record, monkeypatch):
+    of_weights = [t.nbytes for t in record.graphs[0].tensors if t.kept][1:]
+    waiting = sum(of_weights)
+    forward, loss, backward, *rest = record.events
+    begin, free = Event(OUTSIDE, -1, waiting, waiting, LAST_GRADIENTS), Event(OUTSIDE, -1, -waiting, 0, LAST_GRADIENTS)
+    base = (*record.memory.base, Segment(False, tuple(n + 512 for n in of_weights)))
+    rounded = replace(record, events=(begin, forward, loss, free, backward, *rest))
+    rounded = replace(rounded, memory=replace(record.memory, base=base, gradients=(1, 2, 3, 4, 5, 6)))
+    found = []
+    backward_of = StepReplay._backward
+    monkeypatch.setattr(
+        StepReplay,
+        "_backward",
+        lambda replayed, event: (found.append(replayed.allocator.allocated_bytes), backward_of(replayed, event))[1],
+    )
+    for step in (record, rounded):
+        allocator = CachingAllocator(EXPANDABLE)
+        replayed = StepReplay(step, plain(step), allocator)
+        replayed.begin_with(load_base(step.memory, allocator))
+        replayed.step(first=True)
+    assert found[0] == found[1]
+
+
+def test_a_gradient_of_the_batchs_size_is_not_taken_for_the_batch(record):
+    size = 30 * MIB
+    memory = replace(record.memory, base=(Segment(False, (size, size)),), batch=(size,), gradients=(1,))
+    allocator = CachingAllocator(EXPANDABLE)
+    replayed = StepReplay(replace(record, memory=memory), plain(record), allocator)
+    replayed.begin_with(load_base(memory, allocator))
+    assert [b.address for b in replayed.batch.blocks[0]] != [b.address for b in replayed.gradients]
+
+
 def test_a_part_of_the_batch_that_is_freed_within_the_step_is_no_gradient(record):
     """The script makes the next inputs, then frees the first ones; the next step replaces the latest of them."""
     size = 30 * MIB
