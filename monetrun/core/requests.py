@@ -70,9 +70,10 @@ class StepReplay:
         self._last = [last_reads(g, s.forward + s.backward) for g, s in zip(self.record.graphs, schedules, strict=True)]
 
     def begin_with(self, base: Mapping[int, int]) -> None:
-        """The first step finds these blocks: the last step's gradients and the batch are among them."""
-        self.gradients = blocks_at(() if self.record.memory is None else self.record.memory.gradients, base)
-        others = {block.address for block in self.gradients}
+        """The first step finds these blocks: the last step's gradients, its outputs and the batch are among them."""
+        if (memory := self.record.memory) is not None:
+            self.gradients, self.outputs = blocks_at(memory.gradients, base), blocks_at(memory.outputs, base)
+        others = {block.address for block in (*self.gradients, *self.outputs)}
         self.batch.find({address: nbytes for address, nbytes in base.items() if address not in others})
 
     def step(self, *, first: bool) -> None:

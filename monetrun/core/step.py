@@ -70,6 +70,7 @@ class DeviceMemory:
         begun_under: schedules of the recorded step, by graph, where planned steps follow it in the same process: what
             it leaves lies where they put it. Empty: planned steps begin in a new one.
         gradients: which of the blocks of ``base`` that are in use, in order, are gradients that the first step frees.
+        outputs: the same of the last step's outputs.
     """
 
     settings: AllocatorSettings
@@ -85,6 +86,7 @@ class DeviceMemory:
     between: Event | None = None
     begun_under: tuple[Schedule, ...] = ()
     gradients: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
 
     def check(self) -> None:
         """Check what was read.
@@ -93,8 +95,8 @@ class DeviceMemory:
             ValueError: an amount cannot be right.
         """
         used = sum(nbytes > 0 for segment in self.base for nbytes in segment.blocks)
-        if any(not 0 <= i < used for i in self.gradients):
-            raise ValueError("the last step's gradients are not among the blocks that are there")
+        if any(not 0 <= i < used for i in (*self.gradients, *self.outputs)):
+            raise ValueError("the last step's gradients or outputs are not among the blocks that are there")
         check_bytes(
             device=self.device_bytes,
             base=sum(abs(n) for segment in self.base for n in segment.blocks),

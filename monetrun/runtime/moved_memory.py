@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,12 +84,22 @@ def allocated_beyond(allocated_bytes: int, plan: Plan, pool: Pool | None) -> int
     return plan.budget_bytes - unused - allocated_limit(plan)
 
 
-def memory_now(device: torch.device, record: StepRecord | None, freed_bytes: int) -> DeviceMemory | None:
-    """The memory of ``device`` as it is; so many bytes of gradients are freed. None where a trial run told nothing."""
+def memory_now(
+    device: torch.device, record: StepRecord | None, freed_bytes: int, outputs: Container[int] = ()
+) -> DeviceMemory | None:
+    """The memory of ``device`` as it is; None where a trial run told nothing.
+
+    Args:
+        device: of the step.
+        record: of the planned step.
+        freed_bytes: of the last step's gradients, which the step frees.
+        outputs: addresses of the last step's outputs, which it drops.
+    """
     known = None if record is None else record.memory
     if known is None:
         return None
     freed = _gradients_of(device, freed_bytes)
+    there = sorted(blocks(device))
     return DeviceMemory(
         known.settings,
         known.plain_settings,
@@ -96,7 +107,8 @@ def memory_now(device: torch.device, record: StepRecord | None, freed_bytes: int
         base=segments(device),
         excess_bytes=known.excess_bytes,
         other_streams_bytes=known.other_streams_bytes,
-        gradients=tuple(i for i, address in enumerate(sorted(blocks(device))) if address in freed) if freed else (),
+        gradients=tuple(i for i, address in enumerate(there) if address in freed),
+        outputs=tuple(i for i, address in enumerate(there) if address in outputs),
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 
@@ -13,12 +14,14 @@ from monetrun.core import last_gradients
 from monetrun.core.call_footprint import call_footprint
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.core.last_gradients import last_gradients_bytes
+from monetrun.core.last_outputs import last_outputs_bytes
 from monetrun.core.plan import Schedule
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, Event, StepRecord, replay
 
 # What a loss allocates between forward and backward, as a multiple of the model's outputs, where no step was recorded:
 # log-probabilities, their gradient, and the logits' gradient.
 _LOSS_COPIES = 3
+_LAST_STEPS = (LAST_GRADIENTS, LAST_OUTPUTS)
 
 
 def step_of(graph: Graph, costs: Costs, held_bytes: int, events: tuple[Event, ...], exact: bool) -> StepRecord:
@@ -32,18 +35,23 @@ def step_of(graph: Graph, costs: Costs, held_bytes: int, events: tuple[Event, ..
         exact: whether bytes are counted by the allocator.
     """
     step = StepRecord((graph,), (costs,), events, held_bytes, {}, costs.device, torch.__version__, exact)
-    return replace(step, base_bytes=held_bytes - last_gradients_bytes(step))
+    return replace(step, base_bytes=held_bytes - last_gradients_bytes(step) - last_outputs_bytes(step))
 
 
 def events_of(
-    joint: JointGraph, record: StepRecord | None, schedules: Sequence[Schedule], gradients_bytes: int = 0
+    joint: JointGraph,
+    record: StepRecord | None,
+    schedules: Sequence[Schedule],
+    gradients_bytes: int = 0,
+    outputs_bytes: int = 0,
 ) -> tuple[Event, ...]:
     """The events of a step of this graph, with an estimate of what the script allocates before its backward.
 
     Scaled by the bytes of the graph's outputs from what ``record`` has of the same graph at other shapes, under
     ``schedules`` of its graphs: request by request where it has one call of the graph, and nothing else is called
     before its backward. Gradients are not scaled: of the ``gradients_bytes`` held now, as many are freed as in
-    ``record``, where that has one call of the graph; none where fewer are held.
+    ``record``, where that has one call of the graph; none where fewer are held. Of the last step's outputs so many are
+    there (``outputs_bytes``), and are dropped where it drops them.
     """
     graph = joint.graph
     outputs = {joint.storage[n] for n in joint.outputs if isinstance(n, torch.fx.Node) and n in joint.storage}
@@ -51,9 +59,11 @@ def events_of(
     for k, known in enumerate(record.graphs if record is not None else ()):
         if record is not None and known.structural_fingerprint == graph.structural_fingerprint:
             recorded = sum(t.nbytes for t in known.tensors if t.id in outputs and not t.external)
-            growth = max(1.0, now / recorded) if recorded else 1.0
+            growth = max(Fraction(1), Fraction(now, recorded)) if recorded else Fraction(1)
             if (stretch := _only_call(record, k)) is not None:
-                return _scaled(stretch, growth, gradients_bytes)
+                released = (known.tensors[t] for t in stretch[-1].released)
+                inputs = {t.nbytes: graph.tensors[t.id].nbytes for t in released if t.external}
+                return _scaled(stretch, growth, inputs, gradients_bytes, outputs_bytes)
             held, peak, freed = _recorded_outside(record, schedules, k)
             freed = freed if freed <= gradients_bytes else 0
             return _in_between(math.ceil(held * growth), math.ceil(peak * growth), freed)
@@ -61,14 +71,18 @@ def events_of(
 
 
 def with_less_outside(step: StepRecord, share: float) -> StepRecord:
-    """``step`` where the script allocates this share of what it was estimated to allocate outside the graph."""
+    """``step`` where the script allocates this share of what it was estimated to allocate outside the graph.
+
+    The backward frees nothing of it.
+    """
 
     def less(event: Event) -> Event:
+        if event.name in _LAST_STEPS:
+            return event
         delta, peak = int(event.delta_bytes * share), int(event.peak_bytes * share)
-        return replace(event, delta_bytes=delta, peak_bytes=peak)
+        return replace(event, delta_bytes=delta, peak_bytes=peak, released=())
 
-    own = (e.kind == OUTSIDE and e.name != LAST_GRADIENTS for e in step.events)
-    return replace(step, events=tuple(less(e) if is_own else e for e, is_own in zip(step.events, own, strict=True)))
+    return replace(step, events=tuple(map(less, step.events)))
 
 
 def _in_between(held_bytes: int, peak_bytes: int, gradients_bytes: int = 0) -> tuple[Event, ...]:
@@ -89,7 +103,8 @@ def _in_between(held_bytes: int, peak_bytes: int, gradients_bytes: int = 0) -> t
 def _only_call(record: StepRecord, k: int) -> Sequence[Event] | None:
     """The events from the only forward of graph ``k`` to its backward; None where that is not all that is called.
 
-    Of the requests of events before them nothing is freed among them.
+    Of the requests of events before them nothing is freed among them, nor are outputs of other graphs. Gradients that
+    the step adds to others stay.
     """
     calls = [i for i, event in enumerate(record.events) if event.graph == k]
     if [record.events[i].kind for i in calls] != [FORWARD, BACKWARD]:
@@ -98,18 +113,19 @@ def _only_call(record: StepRecord, k: int) -> Sequence[Event] | None:
     stretch = record.events[first : last + 1]
     if any(e.kind != OUTSIDE or e.action is not None or e.freed for e in stretch[1:-1]):
         return None
+    graph = record.graphs[k]
+    given = {t for op in graph.operators if op.phase == FORWARD for t in op.outputs}
     begun = sum(n > 0 for event in record.events[:first] for n in event.requests)
     events = []
     for event in stretch:
-        if any(-begun <= n < 0 for n in event.requests):
+        if any(-begun <= n < 0 for n in event.requests) or any(graph != k for graph, _ in event.dropped):
             return None
-        places = [i for i, (graph, _) in enumerate(event.dropped) if graph == k]
         event = replace(
             event,
             graph=-1 if event.kind == OUTSIDE else 0,
+            released=tuple(t for t in event.released if graph.tensors[t].external or t in given),
             requests=tuple(n if n > 0 else n + begun for n in event.requests),
-            dropped=tuple((0, event.dropped[i][1]) for i in places),
-            dropped_after=tuple(event.dropped_after[i] for i in places) if event.dropped_after else (),
+            dropped=tuple((0, t) for _, t in event.dropped),
             read_as=(),
             batch_freed=(),
         )
@@ -117,8 +133,18 @@ def _only_call(record: StepRecord, k: int) -> Sequence[Event] | None:
     return events
 
 
-def _scaled(stretch: Sequence[Event], growth: float, gradients_bytes: int) -> tuple[Event, ...]:
-    """The events of a step with this stretch, whose script allocates ``growth`` times as much in it."""
+def _scaled(
+    stretch: Sequence[Event], growth: Fraction, inputs: Mapping[int, int], gradients_bytes: int, outputs_bytes: int
+) -> tuple[Event, ...]:
+    """The events of a step with this stretch, whose script allocates ``growth`` times as much in it.
+
+    Args:
+        stretch: from its forward to its backward.
+        growth: at least 1.
+        inputs: of what the backward is given and releases: bytes in the step, by those in the stretch.
+        gradients_bytes: of the last step's gradients, there now.
+        outputs_bytes: of the last step's outputs, there now.
+    """
 
     def grown(nbytes: int) -> int:
         return math.ceil(nbytes * growth) if nbytes > 0 else -math.ceil(-nbytes * growth)
@@ -129,15 +155,25 @@ def _scaled(stretch: Sequence[Event], growth: float, gradients_bytes: int) -> tu
             delta_bytes=grown(event.delta_bytes),
             peak_bytes=grown(event.peak_bytes),
             elsewhere_bytes=grown(event.elsewhere_bytes),
-            requests=tuple(grown(n) if n > 0 else n for n in event.requests),
+            requests=tuple((inputs.get(n) or grown(n)) if n > 0 else n for n in event.requests),
         )
 
-    freed = -sum(e.delta_bytes for e in stretch if e.name == LAST_GRADIENTS)
-    names = (LAST_OUTPUTS,) if 0 < freed <= gradients_bytes else (LAST_OUTPUTS, LAST_GRADIENTS)
-    own = [e if e.name == LAST_GRADIENTS else changed(e) for e in stretch if e.name not in names]
-    before = [] if LAST_GRADIENTS in names else [last_gradients.are_there(freed)]
-    held = sum(e.delta_bytes for e in own if e.name != LAST_GRADIENTS)
-    return (*before, *own, Event(OUTSIDE, -1, -held, 0, freed=()))
+    gradients = -sum(e.delta_bytes for e in stretch if e.name == LAST_GRADIENTS)
+    gradients = gradients if gradients <= gradients_bytes else 0
+    outputs, held, events = 0, 0, []
+    for event in stretch:
+        if event.name == LAST_OUTPUTS:
+            dropped = min(-event.delta_bytes, outputs_bytes - outputs)
+            outputs += dropped
+            events += [replace(event, delta_bytes=-dropped)] if dropped else []
+        elif event.name == LAST_GRADIENTS:
+            events += [event] if gradients else []
+        else:
+            events.append(changed(event))
+            held += events[-1].delta_bytes
+    before = [last_gradients.are_there(gradients)] if gradients else []
+    before += [Event(OUTSIDE, -1, outputs, outputs, LAST_OUTPUTS)] if outputs else []
+    return (*before, *events, Event(OUTSIDE, -1, -held, 0, freed=()))
 
 
 def _recorded_outside(record: StepRecord, schedules: Sequence[Schedule], k: int) -> tuple[int, int, int]:

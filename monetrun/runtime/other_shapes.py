@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,12 +15,13 @@ from monetrun.capture.joint import JointGraph
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.graph import Graph
 from monetrun.core.last_gradients import last_gradients_bytes
+from monetrun.core.last_outputs import last_outputs_bytes
 from monetrun.core.left_out import without_reading_again
 from monetrun.core.options import Options
 from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import GraphPlan, Plan, Schedule, plain_schedule
 from monetrun.core.simulate import simulate
-from monetrun.core.step import Event, StepRecord
+from monetrun.core.step import Event, StepRecord, replay
 from monetrun.ops.device_errors import is_out_of_memory
 from monetrun.planning.planner import BudgetBelowSmallest
 from monetrun.planning.summary import ROUNDING
@@ -36,7 +37,7 @@ from monetrun.solve import greedy
 _KEPT, _AS_FAST = 8, 0.02
 # How many times longer a step waits for a plan in reserved bytes before it is planned in allocated ones; and shares of
 # what the script is estimated to allocate that are tried where a step with all of it does not fit.
-_LONGER, _SHARES_OF_OUTSIDE = 4, (2 / 3, 1 / 3, 0.0)
+_LONGER, _SHARES_OF_OUTSIDE = 4, (2 / 3, 1 / 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,14 @@ class NewGraph:
         ruled_out: implementations that must not run.
         record: of the planned step, where known.
         plan: that runs.
+        outputs: of the last step that are there, bytes by address.
     """
 
     joint: JointGraph
     ruled_out: RuledOut
     record: StepRecord | None
     plan: Plan
+    outputs: Mapping[int, int] = field(default_factory=dict)
 
     def allowed(self, graph: Graph) -> Graph:
         """``graph`` (of ``joint``) without what is ruled out.
@@ -94,6 +97,7 @@ class OtherShapes:
         self.note = note
         self.measuring = measuring
         self._made: deque[GraphPlan] = deque(maxlen=_KEPT)  # schedules for other shapes than the plan's
+        self._in_vain: set[str] = set()  # structures of graphs for which a longer wait found nothing
         self._held_more: dict[str, int] = {}  # by fingerprint: bytes that may come to be held beside what is there
 
     def step(self, new: NewGraph) -> tuple[StepRecord, StepRecord]:
@@ -116,11 +120,13 @@ class OtherShapes:
         costs = cost.costs_of(joint, known, str(self.device))
         events = self._events(new, [g.schedule for g in new.plan.graphs])
         step = new_step.step_of(graph, costs, meter.current_bytes(), events, meter.exact)
-        return replace(step, memory=moved_memory.memory_now(self.device, new.record, last_gradients_bytes(step)))
+        outputs = new.outputs if last_outputs_bytes(step) else ()
+        memory = moved_memory.memory_now(self.device, new.record, last_gradients_bytes(step), outputs)
+        return replace(step, memory=memory)
 
     def _events(self, new: NewGraph, schedules: Sequence[Schedule]) -> tuple[Event, ...]:
         held = sum(holdings.gradients(self.device).values())
-        return new_step.events_of(new.joint, new.record, schedules, held)
+        return new_step.events_of(new.joint, new.record, schedules, held, sum(new.outputs.values()))
 
     def _measured(self, joint: JointGraph, rounds: int, only: Collection[str] | None = None) -> dict[str, OperatorCost]:
         """What is measured of a graph now; nothing where more than the budget is held: the refusal names the bytes.
@@ -169,7 +175,10 @@ class OtherShapes:
         step = self._step(new, self.known)
         options = moved_memory.options_within_a_step(self.settings)
         failures: list[InfeasibleBudget | NoPlanInTime] = []
-        for way in _from_the_best(step, more, options, estimated=estimated):
+        longer = min(_LONGER * options.seconds, self.settings.solver_seconds)
+        if graph.structural_fingerprint in self._in_vain:
+            longer = 0.0
+        for way in _from_the_best(step, more, options, longer, estimated=estimated):
             limit = moved_memory.limit_of(way.step, plan) - way.spare_bytes
             try:
                 schedule = adaptation.adapted_schedule(way.step, plan, limit, way.options)
@@ -177,13 +186,15 @@ class OtherShapes:
             except (InfeasibleBudget, NoPlanInTime) as error:
                 failures.append(error)
         else:
+            if estimated:
+                return replace(step, memory=None), greedy.most_frugal(step.graphs[0], step.costs[0], options)
             if not isinstance(failures[-1], InfeasibleBudget):
                 raise failures[-1]
-            if not estimated:
-                raise moved_memory.refused_shape(joint, way.step, plan, failures[-1])
-            return way.step, greedy.most_frugal(way.step.graphs[0], way.step.costs[0], options)
+            raise moved_memory.refused_shape(joint, way.step, plan, failures[-1])
         if way.step.memory is None and step.memory is not None:
-            schedule = _least_reserved(step, [schedule, *_smallest(step.graphs[0], failures)])
+            self._in_vain.add(graph.structural_fingerprint)
+            others = [s for s in _smallest(step.graphs[0], failures) if replay(way.step, [s]).peak_bytes <= limit]
+            schedule = _nearer_to(plan.budget_bytes, step, schedule, others)
         step = way.step
         if names := adaptation.inexact(step.graphs[0], schedule):
             self.note(f"inputs of {adaptation.input_shapes(joint)}: {', '.join(names)} {ROUNDING}")
@@ -219,17 +230,20 @@ class _Way:
     options: Options
 
 
-def _from_the_best(step: StepRecord, more_bytes: int, options: Options, *, estimated: bool) -> Iterator[_Way]:
+def _from_the_best(
+    step: StepRecord, more_bytes: int, options: Options, longer: float, *, estimated: bool
+) -> Iterator[_Way]:
     """Ways to plan ``step``; at last what is there now has to be enough.
 
-    On CUDA a step that finds no plan soon waits for one longer; after that the allocator decides whether there is too
-    much between the blocks. What a loss allocates is often less than what was ``estimated`` for it.
+    On CUDA a step that finds no plan soon waits for one ``longer`` (seconds; 0: it does not); after that the allocator
+    decides whether there is too much between the blocks. What a loss allocates is often less than was ``estimated``.
     """
     spares = dict.fromkeys((more_bytes, 0))
     if step.memory is not None:
         half = replace(options, seconds=options.seconds / 2)
         yield from (_Way(step, spare, half) for spare in spares)
-        yield _Way(step, 0, replace(options, seconds=_LONGER * options.seconds))
+        if longer:
+            yield _Way(step, 0, replace(options, seconds=longer))
         step = replace(step, memory=None)
     yield from (_Way(step, spare, options) for spare in spares)
     if estimated:
@@ -242,5 +256,10 @@ def _smallest(graph: Graph, failures: Sequence[Exception]) -> list[Schedule]:
     return [g.schedule_for(graph) for g in found]
 
 
-def _least_reserved(step: StepRecord, schedules: Sequence[Schedule]) -> Schedule:
-    return min(schedules, key=lambda schedule: adaptation.taken_bytes(step, schedule))
+def _nearer_to(budget_bytes: int, step: StepRecord, schedule: Schedule, others: Sequence[Schedule]) -> Schedule:
+    """``schedule``, or, of others as exact, the one that reserves least, where that halves what is over the budget."""
+    taken = {s: adaptation.taken_bytes(step, s) for s in (schedule, *others)}
+    exact = not adaptation.inexact(step.graphs[0], schedule)
+    allowed = [s for s in others if not exact or not adaptation.inexact(step.graphs[0], s)]
+    least = min((schedule, *allowed), key=taken.__getitem__)
+    return least if 2 * (taken[least] - budget_bytes) <= taken[schedule] - budget_bytes else schedule

@@ -29,6 +29,7 @@ _SMALLER_BATCH = 4
 @dataclass(frozen=True, slots=True)
 class _Output:
     storage: StorageWeakRef
+    address: int
     nbytes: int
 
 
@@ -113,10 +114,14 @@ class Room:
             self._calls.clear()
             self._last_outputs, self._outputs = self._outputs, []
 
+    def last_outputs(self) -> dict[int, int]:
+        """Outputs of the last step that are there: bytes by address."""
+        return {o.address: o.nbytes for o in self._last_outputs if not o.storage.expired()}
+
     def outputs_given(self, outputs: Iterable[Any]) -> None:
         """A graph's forward has given these."""
         storages = (o.untyped_storage() for o in outputs if type(o) is torch.Tensor)
-        self._outputs += [_Output(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+        self._outputs += [_Output(StorageWeakRef(s), s.data_ptr(), s.nbytes()) for s in storages]
 
     def takes_another_way(self, fingerprint: str) -> bool:
         """A graph's forward begins: whether a model that runs in Python calls it more often than in the known step."""

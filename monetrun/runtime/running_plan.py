@@ -169,7 +169,7 @@ class RunningPlan:
             adaptation.check_same_model(joint.graph, self.plan)
         self.enforcement.enforce()  # another model's plan may have less than this model's capture takes
         if fingerprint not in self.schedules:
-            new = NewGraph(joint, self._ruled_out, self.record, self.plan)
+            new = NewGraph(joint, self._ruled_out, self.record, self.plan, self.room.last_outputs())
             step, plain = self._other_shapes.step(new)
             self._plain_reserved.step_is(plain)
             estimated = not adaptation.is_known(joint, self.record)

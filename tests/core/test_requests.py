@@ -109,7 +109,7 @@ def test_gradients_that_are_there_before_the_first_step_are_freed_where_it_frees
     assert reserved(there, plain(there)).allocated_peak_bytes == peak
     for_ever = replace(there, memory=replace(there.memory, gradients=()))
     assert reserved(for_ever, plain(there)).allocated_peak_bytes == peak + waiting
-    with pytest.raises(ValueError, match="gradients are not among"):
+    with pytest.raises(ValueError, match="gradients or outputs are not among"):
         replace(there.memory, gradients=(7,)).check()
 
 

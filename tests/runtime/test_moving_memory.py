@@ -205,6 +205,36 @@ def test_gradients_freed_before_the_backward_are_not_in_the_plain_peak_of_other_
     assert engine.peak_bytes <= engine.plan.budget_bytes
 
 
+class Widening(Pooled):
+    """Its outputs are the largest tensors, and few others are saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 16 * WIDTH)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_the_last_smaller_batch_fits_where_the_script_holds_the_last_outputs_until_it_has_new_ones():
+    def script():
+        model = Widening()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        losses = []
+        for batch in (512, 512, 512, 508, 512, 508):
+            optimizer.zero_grad()
+            outputs = model(torch.randn(batch, WIDTH))
+            loss = torch.tanh(outputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    engine, said, measured = plain_peaks("0.92x", script)
+    assert said == pytest.approx(measured, rel=0.005)
+    assert engine.peak_bytes <= engine.plan.budget_bytes
+
+
 def test_what_a_steps_first_call_holds_is_in_the_plain_peak_of_other_shapes_once():
     """As in preference optimization: the model is called for what was chosen and for what was rejected."""
 

@@ -8,9 +8,10 @@ from torch import nn
 
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.last_gradients import are_freed, are_there
+from monetrun.core.last_outputs import last_outputs_bytes
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
-from monetrun.core.step import OUTSIDE, Event, StepRecord, replay
+from monetrun.core.step import LAST_OUTPUTS, OUTSIDE, Event, StepRecord, replay
 from monetrun.planning import planner
 from monetrun.runtime import adaptation, new_step, recorder
 from monetrun.solve import greedy
@@ -41,8 +42,8 @@ def record_with(*events):
     return StepRecord((small.graph,), (recorder.estimated(small),), events, 0, {}, "cpu", torch.__version__)
 
 
-def events_at(batch, record, gradients_bytes=0):
-    return new_step.events_of(joint(batch), record, [plain_schedule(g) for g in record.graphs], gradients_bytes)
+def events_at(batch, record, *there):
+    return new_step.events_of(joint(batch), record, [plain_schedule(g) for g in record.graphs], *there)
 
 
 def test_a_new_shape_leaves_room_for_what_a_loss_takes_and_frees_before_the_backward():
@@ -82,6 +83,33 @@ def test_requests_between_forward_and_backward_are_scaled_one_by_one_and_numbere
     )
     assert end.delta_bytes == -4 * OUTPUT
     assert events_at(32, record)[1] == dataclasses.replace(loss, requests=(OUTPUT, OUTPUT, -2))
+
+
+def test_what_the_backward_is_given_has_its_size_of_the_new_graph_also_where_that_is_smaller():
+    tangent = next(t.id for t in joint(64).graph.tensors if t.external and t.nbytes == OUTPUT)
+    loss = Event(OUTSIDE, -1, OUTPUT, OUTPUT, requests=(OUTPUT, 2 * OUTPUT, -2))
+    record = record_with(Event(FORWARD, 0), loss, Event(BACKWARD, 0, released=(tangent,)))
+    assert events_at(63, record)[1].requests == (OUTPUT * 63 // 64, 2 * OUTPUT, -2)
+    # 100 of 64 is no number that floating point has exactly
+    assert events_at(100, record)[1].requests == (OUTPUT * 100 // 64, 2 * OUTPUT * 100 // 64, -2)
+
+
+def test_last_outputs_are_dropped_as_far_as_they_are_there():
+    there = Event(OUTSIDE, -1, 2 * OUTPUT, 2 * OUTPUT, LAST_OUTPUTS)
+    dropped = Event(OUTSIDE, -1, -2 * OUTPUT, 0, LAST_OUTPUTS)
+    loss = Event(OUTSIDE, -1, OUTPUT, OUTPUT)
+    record = record_with(there, Event(FORWARD, 0), loss, dropped, Event(BACKWARD, 0))
+    large = joint(256)
+    for now in (0, OUTPUT, 2 * OUTPUT, 3 * OUTPUT):
+        events = events_at(256, record, 0, now)
+        step = new_step.step_of(large.graph, recorder.estimated(large), 5 * OUTPUT, events, exact=True)
+        assert last_outputs_bytes(step) == min(now, 2 * OUTPUT)
+        timeline = replay(step, [plain_schedule(large.graph)])
+        backward = [e.kind for e in events].index(BACKWARD)
+        first = [e.kind for e in events].index(FORWARD)
+        assert timeline.start_bytes[first] == 5 * OUTPUT
+        saved = timeline.start_bytes[first + 1] - 5 * OUTPUT
+        assert timeline.start_bytes[backward] == 5 * OUTPUT + saved + 4 * OUTPUT - min(now, 2 * OUTPUT)
 
 
 def test_what_was_requested_before_the_forward_and_another_call_are_not_taken_for_the_losss():
