@@ -88,6 +88,33 @@ def serve(allocator: CachingAllocator, costs: Costs, step: Step, outputs: Sequen
     return addresses
 
 
+class LastGradients:
+    """The gradients of the last step that are there when a step begins.
+
+    Args:
+        blocks: of them.
+        nbytes: of the tensors in them that the step frees.
+        allocator: that the step is replayed through.
+    """
+
+    def __init__(self, blocks: list[Block], nbytes: int, allocator: CachingAllocator) -> None:
+        self._blocks = blocks
+        self._bytes = nbytes
+        self._allocator = allocator
+
+    def free(self, nbytes: int) -> None:
+        """Free so many bytes of them; with the last ones also what rounding has added to their blocks."""
+        self._bytes -= max(0, nbytes)
+        if self._bytes > 0:
+            free_some(self._allocator, self._blocks, nbytes)
+        else:
+            self.free_all()
+
+    def free_all(self) -> None:
+        """The step frees the last ones."""
+        free_all(self._allocator, self._blocks)
+
+
 class LastOutputs:
     """The outputs of the last step that the script holds when a step begins.
 
@@ -131,9 +158,13 @@ class ReplayedBatch:
         self.allocator = allocator
         self.blocks: list[list[Block]] = [[] for _ in sizes]
 
-    def find(self, loaded: Mapping[int, int]) -> None:
-        """Find the first step's batch among the blocks that are there before it: the latest of the same sizes."""
-        base = [Block(address, nbytes) for address, nbytes in loaded.items()]
+    def find(self, loaded: Mapping[int, int], others: Iterable[Block] = ()) -> None:
+        """Find the first step's batch among what is there before it: the latest of the same sizes, none of ``others``.
+
+        ``loaded``: bytes of the blocks, by address.
+        """
+        besides = {block.address for block in others}
+        base = [Block(address, nbytes) for address, nbytes in loaded.items() if address not in besides]
         for i, nbytes in enumerate(self.sizes):
             found = next((b for b in reversed(base) if b.nbytes == nbytes), None)
             if found is not None:

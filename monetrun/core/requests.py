@@ -15,6 +15,7 @@ from monetrun.core.last_outputs import dropped_later
 from monetrun.core.plan import Schedule
 from monetrun.core.replayed_blocks import (
     Block,
+    LastGradients,
     LastOutputs,
     ReplayedBatch,
     blocks_at,
@@ -73,16 +74,14 @@ class StepReplay:
         """The first step finds these blocks: the last step's gradients, its outputs and the batch are among them."""
         if (memory := self.record.memory) is not None:
             self.gradients, self.outputs = blocks_at(memory.gradients, base), blocks_at(memory.outputs, base)
-        others = {block.address for block in (*self.gradients, *self.outputs)}
-        self.batch.find({address: nbytes for address, nbytes in base.items() if address not in others})
+        self.batch.find(base, (*self.gradients, *self.outputs))
 
     def step(self, *, first: bool) -> None:
         """One step; in the first one nothing of an earlier step is held, and the optimizer allocates its state."""
         between = None if self.record.memory is None else self.record.memory.between
-        last_gradients, self.gradients = self.gradients, []
+        last_gradients = LastGradients(self.gradients, last_gradients_bytes(self.record), self.allocator)
         last_outputs = LastOutputs(self.outputs, dropped_later(self._events), self.allocator)
-        gradients_bytes = last_gradients_bytes(self.record)
-        requests, backward, self.outputs = 0, False, []
+        requests, backward, self.gradients, self.outputs = 0, False, [], []
         if not first and between is None:
             self.batch.replace()
         held_over = {event.name for event in self._events if event.delta_bytes > 0}
@@ -93,17 +92,13 @@ class StepReplay:
                 self._backward(event)
                 backward = True
             elif event.name == LAST_GRADIENTS:
-                gradients_bytes += min(0, event.delta_bytes)
-                if gradients_bytes:
-                    free_some(self.allocator, last_gradients, -event.delta_bytes)
-                else:  # also what rounding has added to their blocks
-                    free_all(self.allocator, last_gradients)
+                last_gradients.free(-event.delta_bytes)
             elif event.name == LAST_OUTPUTS:
                 last_outputs.drop(-event.delta_bytes, later=backward)
             else:
                 self._outside(event, requests, first)
                 requests += sum(n > 0 for n in event.requests)
-        free_all(self.allocator, last_gradients)
+        last_gradients.free_all()
         last_outputs.drop_all()
         _end_calls(self.allocator, self._calls, self._without_backward)
         if between is not None:
@@ -169,8 +164,6 @@ class StepReplay:
 
     def _new(self, nbytes: int) -> Block:
         return Block(self.allocator.allocate(nbytes), nbytes)
-
-    # ---- calls of graphs
 
     def _forward(self, k: int) -> None:
         call = _Call(self._last[k])
