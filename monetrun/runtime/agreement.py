@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from monetrun.core import codec
 from monetrun.core.errors import MonetrunError, PlanMismatch, own_faults
 from monetrun.core.plan import Plan
+from monetrun.core.step import StepRecord
 from monetrun.runtime import exchange
 from monetrun.runtime.exchange import Refusal
 
@@ -42,12 +44,17 @@ def largest(value: int) -> int:
     return max(int(exchange.read(store, key)) for key in keys)
 
 
-def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "") -> Plan:
+def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "", record: StepRecord | None = None) -> Plan:
     """Call ``make`` in rank 0, with the budgets of all ranks, and give its plan in all of them.
+
+    Ranks may run different schedules: they give the same gradients in the same order. What sharded modules keep is the
+    same in all of them.
 
     Args:
         make: gives the plan; rank 0's is called, and that of a rank which waits in vain for rank 0.
         budget: this rank's.
+        record: of this rank's step; where rank 0's plan is not of its graphs (inputs of other shapes), ``make`` is
+            called here, too.
 
     Raises:
         MonetrunError: in all ranks, what ``make`` raised in rank 0.
@@ -67,7 +74,10 @@ def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "") -> P
     if rank:
         if not exchange.wait_until(lambda: exchange.is_posted(store, keys[0]), _PATIENCE_SECONDS):
             return make([budget])
-        return _rank_0s(store, prefix, size)
+        plan = _rank_0s(store, prefix, size)
+        if record is None or _is_of(record, plan):
+            return plan
+        return replace(make([budget]), keeps_parameters=plan.keeps_parameters)
     exchange.wait_until(lambda: all(exchange.is_posted(store, key) for key in keys), _PATIENCE_SECONDS)
     try:
         plan = make([exchange.read(store, key) for key in keys if exchange.is_posted(store, key)])
@@ -92,6 +102,11 @@ def _rank_0s(store: torch.distributed.Store, prefix: str, size: int) -> Plan:
         raise PlanMismatch("rank 0 found no plan in time", "--solver-seconds sets how long it may plan")
     plan: Plan = codec.from_plain(Plan, made["plan"])
     return plan
+
+
+def _is_of(record: StepRecord, plan: Plan) -> bool:
+    """Whether ``plan`` has a schedule for each graph of ``record``."""
+    return {graph.fingerprint for graph in record.graphs} <= {graph.fingerprint for graph in plan.graphs}
 
 
 def several_ranks() -> bool:

@@ -179,7 +179,7 @@ class Engine(_Recording, WithRoom):
             self.recorder, self._step_recorded = SecondStep(self.recorder, record), False
             return
         budget = budget_here(self.settings, self.device, self.meter)
-        plan = agreement.plan_in_rank_0(lambda budgets: _planned(self, record, budgets), budget)
+        plan = agreement.plan_in_rank_0(lambda budgets: _planned(self, record, budgets), budget, record)
         self._run(plan, record)
         self.recorder = None
         self.generation += 1

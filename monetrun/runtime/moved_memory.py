@@ -30,6 +30,8 @@ _SECONDS = 2.0
 LEAST_COVER_SHIFT = 7
 # Below this a share of the plain peak does not follow it: the plain run's peak is known to 0.5% only.
 _GROWTH = 1.002
+# Plain steps of graphs at other shapes: of the last ones.
+_STEPS_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,15 @@ class PlainReserved:
     def __init__(self, device: torch.device, record: StepRecord | None) -> None:
         self.device = device
         self._record = record
-        self._steps: dict[str, StepRecord] = {}  # plain steps, by the fingerprint of their graph
+        self._steps: dict[str, StepRecord] = {}  # plain steps, by the fingerprint of their graph; the last ones
         self._heap: PlainHeap | None = None
 
     def step_is(self, step: StepRecord) -> None:
         """The graph of ``step``, a plain one, is not in the record."""
-        self._steps[step.graphs[0].fingerprint] = step
+        if step.memory is not None:
+            self._steps[step.graphs[0].fingerprint] = step
+            if len(self._steps) > _STEPS_KEPT:
+                del self._steps[next(iter(self._steps))]
 
     def bytes_at(self, fingerprint: str, plan: Plan, plain_allocated_bytes: int) -> int:
         """At a forward of this graph, in whose plain step so much is allocated.

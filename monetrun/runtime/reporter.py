@@ -85,5 +85,10 @@ class Reporter:
         report = {"rank": self.settings.rank, "warnings": sorted(self.warned), **findings}
         path = Path(self.settings.report_folder) / f"rank{self.settings.rank}.json"
         part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(report))
-        part.replace(path)
+        try:
+            part.write_text(json.dumps(report))
+            part.replace(path)
+        except OSError as error:  # no space is left, or the folder is gone: training goes on
+            self.warn(f"the report cannot be written: {error}")
+            with contextlib.suppress(OSError):
+                part.unlink()

@@ -122,7 +122,7 @@ class RunningPlan:
             return
         self.record, self._frugal = record, None
         how = self.plan.budget_bytes, self.settings.algorithm, self.settings.solver_options()
-        self.follow(agreement.plan_in_rank_0(lambda _: planner.plan_step(record, *how)))
+        self.follow(agreement.plan_in_rank_0(lambda _: planner.plan_step(record, *how), record=record))
         self.steps.forget_peaks()
 
     def correct(self, warn: Callable[[str], None]) -> bool:
@@ -143,7 +143,7 @@ class RunningPlan:
         budget_bytes, options = self.plan.budget_bytes, self.settings.solver_options()
         try:
             plan = agreement.plan_in_rank_0(
-                lambda budgets: planner.plan_step(record, budget_bytes, self.settings.algorithm, options)
+                lambda _: planner.plan_step(record, budget_bytes, self.settings.algorithm, options), record=record
             )
         except MonetrunError as failure:
             warn(f"planned steps reserve more than was planned, and go on: no other plan is known; {failure.hint}")

@@ -102,6 +102,19 @@ def test_a_rank_without_a_rank_0_that_trains_plans_by_itself(ranks, monkeypatch)
     assert ranks(lambda: "trains nothing", lambda: agreement.plan_in_rank_0(lambda budgets: PLAN))[1] is PLAN
 
 
+def test_a_rank_whose_graphs_have_other_shapes_plans_its_own_step_and_keeps_the_same_parameters(ranks):
+    def own(budgets):
+        assert budgets == ["1MiB"]
+        return DEVICE_PLAN
+
+    rank_0s = replace(PLAN, keeps_parameters={"a": True})
+    given = ranks(
+        lambda: agreement.plan_in_rank_0(lambda budgets: rank_0s, "2MiB", DEVICE_RECORD),
+        lambda: agreement.plan_in_rank_0(own, "1MiB", DEVICE_RECORD),
+    )
+    assert given == [rank_0s, replace(DEVICE_PLAN, keeps_parameters={"a": True})]
+
+
 def seen(reserved_bytes, retries=0):
     """What planned steps took, for ``RunningPlan.correct``, of a rank that plans within 256 MiB."""
     steps = SimpleNamespace(reserved_bytes=reserved_bytes, retries=retries, forget_peaks=lambda: None)

@@ -17,3 +17,11 @@ def test_a_process_that_is_killed_leaves_what_it_had_found_minutes_before(monkey
         files = list(tmp_path.glob("rank0.json"))
         found.append(json.loads(files[0].read_text())["steps"] if files else None)
     assert found == [None, None, 41, 41, 80]
+
+
+def test_a_report_that_cannot_be_written_ends_nothing(tmp_path, capsys):
+    """The folder of a job may be cleaned away on its second day, or the disk be full."""
+    reporter = Reporter(Settings(mode=RUN, report_folder=str(tmp_path / "gone")))
+    for steps in (1, 2):
+        reporter.write({"steps": steps})
+    assert capsys.readouterr().err.count("the report cannot be written") == 1
