@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from monetrun.capture import data_sheet, operands, roofline
 from monetrun.capture.allocator_history import requests_of
+from monetrun.capture.collective_operators import is_collective
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
 from monetrun.capture.storages import block_bytes
@@ -124,7 +125,7 @@ def measure(
 
     Operands are made up (see ``operands``), and only one call's are allocated at a time. The random number generators
     are left as they were. A call that fails on such operands, or for lack of memory, is estimated by the device's
-    roofline, with a workspace as large as its results.
+    roofline, with a workspace as large as its results; so are collectives, which other ranks do not measure as often.
 
     Args:
         joint: the captured graph.
@@ -145,7 +146,8 @@ def measure(
     timer = timer or timer_for(meter, device)
     seconds: dict[str, list[float]] = {signature: [] for signature in todo}
     memory: dict[str, tuple[int, Requests]] = {}  # workspace, requests
-    failed: dict[str, OperatorCost] = {}
+    estimated = {s for s, call in todo.items() if is_collective(call.target)}
+    failed = {s: _estimate_after_failure(*joint.timed[s], device) for s in estimated}
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for round_ in range(max(1, rounds)):

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from monetrun.capture.collective_operators import is_collective
 from monetrun.capture.output_gradients import OVERWRITES
 from monetrun.capture.regions import Regions
 from monetrun.capture.storages import Storages, mutated_inputs, mutates, tensors_in
@@ -153,7 +154,7 @@ def _implementations(
 
 def _replayable(node: fx.Node, storages: Storages, mutated: frozenset[int]) -> bool:
     """Whether a forward operator may run again in the backward pass and compute the same."""
-    if mutates(node) or "monetrun_optional" in node.meta:
+    if mutates(node) or "monetrun_optional" in node.meta or is_collective(node.target):
         return False
     if random.state_of(node) is None and random.is_random(node):
         return False

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from monetrun.capture.collective_operators import is_collective
 from monetrun.capture.storages import mutates
 from monetrun.core.graph import FORWARD, Operator, Tensor
 from monetrun.ops import random
@@ -31,6 +32,7 @@ def mark_optional(
     for op in reversed(operators):
         node = nodes[op.id]
         pure = not random.is_random(node) and (op.replayable if op.phase == FORWARD else not mutates(node))
+        pure &= not is_collective(node.target)
         kept = any(tensors[t].kept for t in op.outputs)
         if op.outputs and pure and not kept and _can_be_left_out(op, readers, optional):
             optional.add(op.id)

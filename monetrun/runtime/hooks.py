@@ -8,7 +8,7 @@ import gc
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -203,6 +203,17 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
     ):
         functools.update_wrapper(function, original)
         undo.enter_context(patched(owner, name, function))
+    _known_to_torchscript({observed_backward: "aten::backward", observed_grad: "aten::grad"}, undo)
+
+
+def _known_to_torchscript(operators: Mapping[Callable[..., Any], str], undo: contextlib.ExitStack) -> None:
+    """Have TorchScript, which knows functions by their identity, take these for its operators."""
+    from torch.jit import _builtins
+
+    table = _builtins._get_builtin_table()
+    for function, operator in operators.items():
+        _builtins._register_builtin(function, operator)
+        undo.callback(table.pop, id(function), None)
 
 
 def _with_closure_observed(

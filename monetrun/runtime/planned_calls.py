@@ -34,8 +34,6 @@ if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch
     from monetrun.runtime.engine import Engine
     from monetrun.runtime.reporter import Reporter
 
-# Each input shape is compiled once; after torch's default of 8 shapes the ninth would run without a plan.
-_RECOMPILE_LIMIT = 1 << 14
 
 _ASKS = (
     "asks whether it is being compiled, and is captured whole only if it is told so: results may differ from eager's by"
@@ -311,19 +309,6 @@ def _reported(call: PlannedCall) -> bool:
         share = f"; {planned_share(running.record):.0%} of the step's peak is planned" if running.record else ""
         call.reporter.tell(f"{call.name} is planned in parts{reason}{share}, {HOLDS}")
     return True
-
-
-def prepare_dynamo() -> None:
-    """Raise Dynamo's limits on how many shapes of one function it compiles; have it keep models whole."""
-    import torch._dynamo
-
-    config = torch._dynamo.config
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(config, name, max(_RECOMPILE_LIMIT, getattr(config, name)))
-    # Dynamo would split models at the borders of DistributedDataParallel's buckets, and the terms of a gradient from
-    # both sides of a border would be added in another order; gradients are given as they are computed without that
-    config.optimize_ddp = False
-    torch._dynamo.eval_frame.skip_code(PlannedCall.__call__.__code__)  # Dynamo may be at work where it is called
 
 
 def _leaves(args: Any, kwargs: Any) -> list[Any]:

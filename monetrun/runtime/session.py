@@ -21,6 +21,7 @@ from monetrun.core.errors import BudgetExceeded, CaptureFailed, word_as_argument
 from monetrun.core.imports import without_collection
 from monetrun.core.log_lines import print_warnings
 from monetrun.runtime import agreement, apply_arguments, candidates, hooks, planned_calls, sharding, unplannable_use
+from monetrun.runtime.dynamo_settings import prepare_dynamo
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, TRIALS, Settings
@@ -381,7 +382,7 @@ def _engine(session: Session, module: nn.Module) -> Engine:
         from monetrun.runtime import probe
 
         probe.begin(session.settings.record_file)
-    planned_calls.prepare_dynamo()
+    prepare_dynamo()
     breaks.quiet_failures()
     device = candidates.device_of(module)
     return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan)

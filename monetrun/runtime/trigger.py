@@ -44,15 +44,20 @@ def is_training(module: nn.Module) -> bool:
         and module.training
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
+        and not torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # of make_fx
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 
 class NotCopied:
-    """What is put on a module: a copy of the module has none, also where all of its ``__dict__`` is copied."""
+    """What is put on a module: copies and pickles of the module have none, also of all of its ``__dict__``."""
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
 
 
 class Trigger(NotCopied):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monetrun.capture import double_backward, gradient_order
-from monetrun.runtime import planned_calls
+from monetrun.runtime import dynamo_settings
 from monetrun.runtime.backend import Backend
 from monetrun.runtime.terms import GradientTerms
 from support.captured import Chooser, Residual
@@ -130,7 +130,7 @@ def test_a_backward_that_is_asked_for_some_gradients_or_run_twice_gives_the_same
 
 @torch._dynamo.config.patch(optimize_ddp=True)
 def test_a_model_in_ddp_is_one_graph_and_its_gradients_are_eagers():
-    planned_calls.prepare_dynamo()
+    dynamo_settings.prepare_dynamo()
     torch._dynamo.reset()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,0 +1,158 @@
+"""What a script does with its model besides calling it, and what its forward reads, are as in Python."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from support.models_in_parts import WIDTH, Block, minimized
+from support.sessions import opened_session
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+def batches(count=4):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(256, WIDTH, generator=generator) for _ in range(count)]
+
+
+def alike(script, **options):
+    """What ``script`` gives as it is and in a session, and the engine's count of captured graphs."""
+    torch.manual_seed(0)
+    plain = script()
+    torch.manual_seed(0)
+    with opened_session(budget="0.95x", solver_seconds=0.5, implementations="exact", **options) as opened:
+        assert script() == plain
+        assert opened.engine is not None
+        return opened.engine, opened.reporter.warned
+
+
+def test_hooks_that_are_added_later_run_and_change_what_they_change():
+    def script():
+        model, seen = Net(), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        losses = []
+        for step, x in enumerate(batches(8)):
+            if step in (3, 5):
+                note = model.blocks[1].norm.register_forward_hook(lambda m, i, o: seen.append(float(o.detach().sum())))
+                scale = model.head.register_forward_hook(lambda m, i, o: o * 0.5)
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if step in (3, 5):
+                note.remove()
+                scale.remove()
+        return losses, seen
+
+    alike(script)
+
+
+class Annealed(Net):
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(x) * min(1.0, self.steps / 100)
+
+
+def test_a_counter_of_steps_is_no_new_model_in_each_step():
+    def script():
+        torch._dynamo.utils.counters.clear()
+        model = Annealed()
+        losses = minimized(model, 0.05, lambda x: model(x).square().mean(), batches(12))
+        return losses, model.steps
+
+    _, warned = alike(script)
+    assert not warned
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
+
+
+class Noisy(Net):
+    def forward(self, x):
+        noise = torch.from_numpy(np.random.normal(0, 0.1, size=x.shape)).to(x)
+        return F.dropout(super().forward(x + noise), 0.1, self.training)
+
+
+def test_numpys_random_numbers_are_numpys():
+    def script():
+        np.random.seed(0)
+        model = Noisy()
+        losses = minimized(model, 0.05, lambda x: model(x).square().mean(), batches())
+        return losses, float(np.random.rand()), float(torch.rand([]))
+
+    alike(script)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.head(self.rnn(x[:, None])[0])
+
+    def __getstate__(self):
+        return self.__dict__.copy()
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before training", "after it"])
+def test_modules_that_pickle_all_of_their_attributes_are_pickled(after):
+    with opened_session(budget="0.95x", solver_seconds=0.5, implementations="exact"):
+        model = Recurrent()
+        if after:
+            minimized(model, 0.05, lambda x: model(x).square().mean(), batches())
+        else:
+            torch.optim.SGD(model.parameters(), 0.1)
+        for module in (model, model.rnn, model.head):
+            file = io.BytesIO()
+            torch.save(module, file)
+            file.seek(0)
+            assert torch.load(file, weights_only=False)._compiled_call_impl is None
+
+
+def test_a_model_is_traced_while_it_trains_and_after_it():
+    with opened_session(budget="0.95x", solver_seconds=0.5, implementations="exact"):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        targets = {n.target for n in torch.fx.symbolic_trace(model).graph.nodes if n.op == "call_module"}
+        for x in batches():
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert {n.target for n in torch.fx.symbolic_trace(model).graph.nodes if n.op == "call_module"} == targets
+        made = torch.fx.experimental.proxy_tensor.make_fx(model)(batches()[0])
+        assert any(node.op == "call_function" for node in made.graph.nodes)
+
+
+class Force(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Linear(3, 1)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        total = self.energy(positions).square().sum()
+        gradient = torch.autograd.grad([total], [positions], create_graph=True)[0]
+        assert gradient is not None
+        return -gradient
+
+
+def test_torchscript_knows_autograds_functions():
+    positions = torch.randn(5, 3, requires_grad=True)
+    model = Force()
+    with opened_session(budget="0.95x", solver_seconds=0.5):
+        scripted = torch.jit.script(model)
+        assert torch.equal(scripted(positions), model(positions))
