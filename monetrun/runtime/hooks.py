@@ -99,7 +99,7 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     """Patch torch so that ``observer`` sees the script's optimizers; closing ``undo`` restores torch."""
     init, add_group = Optimizer.__init__, Optimizer.add_param_group
     zero_optimizer, zero_module = Optimizer.zero_grad, nn.Module.zero_grad
-    compile_ = torch.compile
+    compile_, replicate = torch.compile, nn.Module._replicate_for_data_parallel
     _observes(True)
     undo.callback(_observes, False)
     _observe_gradients(observer, undo)
@@ -131,8 +131,14 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
             observer.compiles(model)
         return compile_(model, **kwargs)
 
+    def observed_replicate(self: nn.Module) -> nn.Module:
+        replica = replicate(self)
+        replica._compiled_call_impl = None  # else a replica would call the module that it is one of
+        return replica
+
     for owner, name, function, original in (
         (torch, "compile", observed_compile, compile_),
+        (nn.Module, "_replicate_for_data_parallel", observed_replicate, replicate),
         (Optimizer, "__init__", observed_init, init),
         (Optimizer, "add_param_group", observed_add_group, add_group),
         (Optimizer, "zero_grad", observed_zero_optimizer, zero_optimizer),

@@ -124,6 +124,15 @@ def test_modules_that_pickle_all_of_their_attributes_are_pickled(after):
             assert torch.load(file, weights_only=False)._compiled_call_impl is None
 
 
+def test_dataparallels_replicas_run_as_they_are():
+    with opened_session(budget="0.95x", solver_seconds=0.5, implementations="exact"):
+        model = Net()
+        torch.optim.SGD(model.parameters(), 0.05)
+        assert model._compiled_call_impl is not None
+        assert model._replicate_for_data_parallel()._compiled_call_impl is None
+        assert model._compiled_call_impl is not None
+
+
 def test_a_model_is_traced_while_it_trains_and_after_it():
     with opened_session(budget="0.95x", solver_seconds=0.5, implementations="exact"):
         model = Net()
