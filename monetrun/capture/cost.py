@@ -24,6 +24,7 @@ from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
 from monetrun.capture.storages import block_bytes
 from monetrun.capture.timer import Timer, timer_for
+from monetrun.core.errors import is_out_of_memory
 from monetrun.core.graph import Costs, Graph, Operator, Requests, check_cost, counterpart
 from monetrun.ops import device_errors, random
 from monetrun.ops.registry import Call
@@ -146,13 +147,12 @@ def measure(
     timer = timer or timer_for(meter, device)
     seconds: dict[str, list[float]] = {signature: [] for signature in todo}
     memory: dict[str, tuple[int, Requests]] = {}  # workspace, requests
-    estimated = {s for s, call in todo.items() if is_collective(call.target)}
-    failed = {s: _estimate_after_failure(*joint.timed[s], device) for s in estimated}
+    estimated = {s: _estimate_alone(*joint.timed[s], device) for s, call in todo.items() if is_collective(call.target)}
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for round_ in range(max(1, rounds)):
             for signature, call in todo.items():
-                if signature in failed:
+                if signature in estimated:
                     continue
                 try:
                     if round_ == 0:
@@ -163,19 +163,19 @@ def measure(
                     if device_errors.is_sticky(error, meter.synchronize):
                         raise
                     _log.debug("%s cannot be timed alone (%s): estimated", call.target, error)
-                    failed[signature] = _estimate_after_failure(*joint.timed[signature], device)
-        trials = {s: calls for s, calls in joint.exactness_trials.items() if s in todo and s not in failed}
+                    estimated[signature] = _estimate_alone(*joint.timed[signature], device)
+        trials = {s: calls for s, calls in joint.exactness_trials.items() if s in todo and s not in estimated}
         exact = {s for s, calls in trials.items() if _is_bitwise_identical(*calls, timer.spread_indices)}
     measured = {}
-    for signature in (s for s in todo if s not in failed):
+    for signature in (s for s in todo if s not in estimated):
         timed = seconds[signature]
         took = statistics.median(timed) if timed else estimate(*joint.timed[signature]).seconds
         workspace_bytes, requests = memory[signature]
         measured[signature] = OperatorCost(took, workspace_bytes, bool(timed), signature in exact, requests)
-    return {**measured, **failed}
+    return {**measured, **estimated}
 
 
-def _estimate_after_failure(call: Call, like: fx.Node, device: torch.device) -> OperatorCost:
+def _estimate_alone(call: Call, like: fx.Node, device: torch.device) -> OperatorCost:
     results = (v for v in tree_leaves(like.meta.get("val")) if isinstance(v, torch.Tensor))
     estimated = estimate(call, like, data_sheet.present(device))
     return replace(estimated, workspace_bytes=sum(v.nbytes for v in results))
@@ -205,7 +205,7 @@ def _is_bitwise_identical(call: Call, default: Call, spread_indices: bool) -> bo
     try:
         expected, given = result(default), result(call)  # which may write over an operand
     except RuntimeError as error:
-        if not device_errors.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return False
     pairs = zip(tree_leaves(given), tree_leaves(expected if call.only is None else expected[call.only]), strict=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from monetrun.core.errors import CaptureFailed, MonetrunError, ScheduleError
-from monetrun.ops.device_errors import is_out_of_memory
+from monetrun.core.errors import CaptureFailed, MonetrunError, ScheduleError, is_out_of_memory
 
 
 def is_refusal(error: Exception) -> bool:

@@ -227,3 +227,12 @@ class DeviceQueryFailed(MonetrunError):
 
 class StorageFailed(MonetrunError):
     """A temporary file could not be written: the disk is full, or there is no folder for it."""
+
+
+_NO_ENGINE = "unable to find an engine to execute this computation"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; also in cuDNN, of whose engines none may be left where none gets its workspace."""
+    without_engine = type(error) is RuntimeError and _NO_ENGINE in str(error)
+    return without_engine or type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here

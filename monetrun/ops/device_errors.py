@@ -1,18 +1,10 @@
-"""Tells errors after which a CUDA device cannot be used any more, and a lack of memory, from others of one call."""
+"""Tells errors after which a CUDA device cannot be used any more from those of one call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-
-_NO_ENGINE = "unable to find an engine to execute this computation"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; also in cuDNN, of whose engines none is left where none gets its workspace."""
-    without_engine = type(error) is RuntimeError and _NO_ENGINE in str(error)
-    return without_engine or isinstance(error, torch.OutOfMemoryError)
 
 
 def is_sticky(error: BaseException, synchronize: Callable[[], None] = torch.cuda.synchronize) -> bool:

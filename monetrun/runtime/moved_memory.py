@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,7 +87,7 @@ def allocated_beyond(allocated_bytes: int, plan: Plan, pool: Pool | None) -> int
 
 
 def memory_now(
-    device: torch.device, record: StepRecord | None, freed_bytes: int, outputs: Container[int] = ()
+    device: torch.device, record: StepRecord | None, freed_bytes: int, outputs: Collection[int] = ()
 ) -> DeviceMemory | None:
     """The memory of ``device`` as it is; None where a trial run told nothing.
 
@@ -101,7 +101,7 @@ def memory_now(
     if known is None:
         return None
     freed = _gradients_of(device, freed_bytes)
-    there = sorted(blocks(device))
+    there = sorted(blocks(device)) if freed or outputs else []
     return DeviceMemory(
         known.settings,
         known.plain_settings,

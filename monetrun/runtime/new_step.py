@@ -10,10 +10,9 @@ from fractions import Fraction
 import torch
 
 from monetrun.capture.joint import JointGraph
-from monetrun.core import last_gradients
 from monetrun.core.call_footprint import call_footprint
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
-from monetrun.core.last_gradients import last_gradients_bytes
+from monetrun.core.last_gradients import are_freed, are_there, last_gradients_bytes
 from monetrun.core.last_outputs import last_outputs_bytes
 from monetrun.core.plan import Schedule
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, Event, StepRecord, replay
@@ -91,10 +90,10 @@ def _in_between(held_bytes: int, peak_bytes: int, gradients_bytes: int = 0) -> t
     ``gradients_bytes``: of the last step's gradients, which it frees then.
     """
     return (
-        *([last_gradients.are_there(gradients_bytes)] if gradients_bytes else []),
+        *([are_there(gradients_bytes)] if gradients_bytes else []),
         Event(FORWARD, 0),
         Event(OUTSIDE, -1, held_bytes, peak_bytes),
-        *([last_gradients.are_freed(gradients_bytes)] if gradients_bytes else []),
+        *([are_freed(gradients_bytes)] if gradients_bytes else []),
         Event(BACKWARD, 0),
         Event(OUTSIDE, -1, -held_bytes, 0),
     )
@@ -114,7 +113,7 @@ def _only_call(record: StepRecord, k: int) -> Sequence[Event] | None:
     if any(e.kind != OUTSIDE or e.action is not None or e.freed for e in stretch[1:-1]):
         return None
     graph = record.graphs[k]
-    given = {t for op in graph.operators if op.phase == FORWARD for t in op.outputs}
+    gradients = {t for op in graph.operators if op.phase == BACKWARD for t in op.outputs}
     begun = sum(n > 0 for event in record.events[:first] for n in event.requests)
     events = []
     for event in stretch:
@@ -123,7 +122,7 @@ def _only_call(record: StepRecord, k: int) -> Sequence[Event] | None:
         event = replace(
             event,
             graph=-1 if event.kind == OUTSIDE else 0,
-            released=tuple(t for t in event.released if graph.tensors[t].external or t in given),
+            released=tuple(t for t in event.released if t not in gradients),
             requests=tuple(n if n > 0 else n + begun for n in event.requests),
             dropped=tuple((0, t) for _, t in event.dropped),
             read_as=(),
@@ -171,7 +170,7 @@ def _scaled(
         else:
             events.append(changed(event))
             held += events[-1].delta_bytes
-    before = [last_gradients.are_there(gradients)] if gradients else []
+    before = [are_there(gradients)] if gradients else []
     before += [Event(OUTSIDE, -1, outputs, outputs, LAST_OUTPUTS)] if outputs else []
     return (*before, *events, Event(OUTSIDE, -1, -held, 0, freed=()))
 

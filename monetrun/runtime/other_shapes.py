@@ -12,7 +12,7 @@ import torch
 from monetrun.capture import cost
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
-from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, is_out_of_memory
 from monetrun.core.graph import Graph
 from monetrun.core.last_gradients import last_gradients_bytes
 from monetrun.core.last_outputs import last_outputs_bytes
@@ -22,7 +22,6 @@ from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import GraphPlan, Plan, Schedule, plain_schedule
 from monetrun.core.simulate import simulate
 from monetrun.core.step import Event, StepRecord, replay
-from monetrun.ops.device_errors import is_out_of_memory
 from monetrun.planning.planner import BudgetBelowSmallest
 from monetrun.planning.summary import ROUNDING
 from monetrun.runtime import adaptation, holdings, moved_memory, new_step

@@ -17,12 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from monetrun.core.errors import BudgetExceeded, MonetrunError
+from monetrun.core.errors import BudgetExceeded, MonetrunError, is_out_of_memory
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _GENERATED = "<eval_with_key>"  # the file of code that fx generates
-_NO_ENGINE = "unable to find an engine to execute this computation"
 _MARK = "__monetrun_traceback_file__"
 
 
@@ -50,7 +49,7 @@ def install_excepthook(out_of_memory: Callable[[BaseException], None] | None = N
             print(f"monetrun: error: {refusal or value}", file=sys.stderr, flush=True)
         else:
             previous(kind, value, trace)
-        if out_of_memory is not None and (_is_out_of_memory(value) or isinstance(value, BudgetExceeded)):
+        if out_of_memory is not None and (is_out_of_memory(value) or isinstance(value, BudgetExceeded)):
             out_of_memory(value)
 
     setattr(hook, _MARK, True)
@@ -104,7 +103,7 @@ def write(value: BaseException, trace: TracebackType | None) -> None:
     }
     if isinstance(value, MonetrunError):
         message["errorCode"] = value.exit_code
-    elif _is_out_of_memory(value):
+    elif is_out_of_memory(value):
         message["errorCode"] = BudgetExceeded.exit_code
     # atomically: a worker may be killed while it writes, and the agent fails on half a file
     part = f"{path}.{os.getpid()}"
@@ -121,7 +120,7 @@ def _shared(value: BaseException) -> MonetrunError | None:
     """The refusal of another rank that made this one fail, if there is one; this rank's own goes to the others."""
     from monetrun.runtime import exchange
 
-    if _is_refusal(value) or _is_out_of_memory(value):
+    if _is_refusal(value) or is_out_of_memory(value):
         error = value if isinstance(value, MonetrunError) else BudgetExceeded(f"out of memory: {value}")
         exchange.post_failure(exchange.Refusal.of(error, os.environ.get("RANK", "")))
         return None
@@ -134,9 +133,3 @@ def _shared(value: BaseException) -> MonetrunError | None:
 def _is_refusal(value: BaseException) -> bool:
     """Whether monetrun itself ended the script, by one of its rules: the message says all."""
     return isinstance(value, MonetrunError) and value.exit_code != MonetrunError.exit_code
-
-
-def _is_out_of_memory(value: BaseException) -> bool:
-    """Whether memory ran out; also in cuDNN, of whose engines none may be left where none gets its workspace."""
-    without_engine = type(value) is RuntimeError and _NO_ENGINE in str(value)
-    return without_engine or type(value).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
