@@ -33,6 +33,7 @@ _HALVINGS = 2
 # begin with its schedules; the rest is for the sets that were best in them, and so many.
 _FIRST_SHARE, _TRIALS_SHARE = 0.3, 0.3
 _FINALISTS = 2
+_REFUSAL_SECONDS = Options().seconds
 # Where seconds of all-gathers are not known, this share of the step's may be paid for fewer of them.
 _FOR_NOTHING = 0.002
 
@@ -50,10 +51,29 @@ def plan_step(
     Where modules are sharded, the plan says which of them keep their parameters. Where the seconds of all-gathers are
     not known, as many keep them as cost next to nothing.
 
+    No budget is refused after less than ``_REFUSAL_SECONDS``: what little time has not found may still be there.
+
     Raises:
         BudgetBelowSmallest, NoPlanInTime: as ``planner.plan_step``.
     """
     options = options or Options()
+    try:
+        return _planned(record, budget_bytes, algorithm, options, known, starts)
+    except planner.BudgetBelowSmallest:
+        if options.seconds >= _REFUSAL_SECONDS:
+            raise
+        longer = replace(options, seconds=_REFUSAL_SECONDS)
+        return _planned(record, budget_bytes, algorithm, longer, known, starts)
+
+
+def _planned(
+    record: StepRecord,
+    budget_bytes: int,
+    algorithm: str,
+    options: Options,
+    known: Baseline | None,
+    starts: Sequence[Sequence[Schedule]],
+) -> Plan:
     if record.sharding is None or not record.sharding.choices:
         return planner.plan_step(record, budget_bytes, algorithm, options, known, starts)
     return _Search(record, budget_bytes, algorithm, options, known, starts).best()

@@ -145,23 +145,28 @@ class SeparateRound:
         }
         self._kept_bytes = {k: sum(t.nbytes for t in record.graphs[k].tensors if t.kept) for k in self._calls}
         self._most_saved_bytes = {k: self._saved_bytes(k, plain[k]) for k in self._calls}
-        self._least_saving: dict[tuple[bool, tuple[str, ...] | None], dict[int, Schedule]] = {}
+        # by what is allowed: the seconds of the search for it, and what that found
+        self._least_saving: dict[tuple[bool, tuple[str, ...] | None], tuple[float, dict[int, Schedule]]] = {}
 
     def least_saving(self, options: Options | None = None) -> dict[int, Schedule]:
-        """For each graph the schedule found that saves least between forward and backward; searched for once.
+        """For each graph the schedule found that saves least between forward and backward.
+
+        Searched for once, and again where there is more than twice the time that it had.
 
         ``options``: what it may use; where that is less than all, the search takes a quarter of their seconds at most.
         """
         seconds, all_allowed = timing.current().frugal_seconds, Options()
         options = options or all_allowed
         key = options.recompute, options.implementations
-        if key not in self._least_saving:
-            if key != (all_allowed.recompute, all_allowed.implementations):
-                seconds = min(seconds, options.seconds / 4 / len(self._calls))
+        if key != (all_allowed.recompute, all_allowed.implementations):
+            seconds = min(seconds, options.seconds / 4 / len(self._calls))
+        searched_seconds, found = self._least_saving.get(key, (0.0, {}))
+        if seconds > 2 * searched_seconds:
             own = replace(options, seconds=seconds, on_progress=None)
             graphs, costs = self._record.graphs, self._record.costs
-            self._least_saving[key] = {k: _least_saving(graphs[k], costs[k], own) for k in self._calls}
-        return self._least_saving[key]
+            found = {k: _least_saving(graphs[k], costs[k], own) for k in self._calls}
+            self._least_saving[key] = seconds, found
+        return found
 
     def _least_saved_bytes(self, options: Options) -> dict[int, int]:
         return {k: self._saved_bytes(k, schedule) for k, schedule in self.least_saving(options).items()}
@@ -346,4 +351,5 @@ def _least_saving(graph: Graph, costs: Costs, options: Options) -> Schedule:
     """The schedule found that saves least."""
     unlimited = sum(t.nbytes for t in graph.tensors) + max((max(row) for row in costs.workspace_bytes), default=0)
     limited = LimitedGraph.of(graph, costs, GraphLimits(0, unlimited, unlimited))
-    return limited.to_original(greedy.most_frugal(limited.graph, limited.costs, options))
+    allowance = timing.current().patience * options.seconds  # a busy machine finds what an idle one does
+    return limited.to_original(greedy.most_frugal(limited.graph, limited.costs, options, allowance=allowance))

@@ -15,7 +15,7 @@ from monetrun.core.plan import plain_schedule
 from monetrun.core.round_graph import join_round
 from monetrun.core.simulate import simulate
 from monetrun.core.step import replay
-from monetrun.planning import planner
+from monetrun.planning import kept_parameters, planner
 from monetrun.planning.separate_graphs import GraphLimits, LimitedGraph
 from monetrun.solve.cut import dropping
 from support.random_graphs import joint_graphs, schedules
@@ -111,8 +111,8 @@ def test_a_round_of_two_graphs_one_of_which_is_called_twice_is_planned():
     assert overheads[0] > overheads[1] > overheads[2] == 0.0
 
 
-def test_a_refusal_under_exact_implementations_names_what_is_enough_for_them():
-    """Others save a workspace, so that the lowest peak known is not one of exact implementations."""
+def with_inexact_implementations():
+    """They save a workspace, so that the lowest peak known is not one of exact implementations."""
     record = looped()
     (graph,), (costs,) = record.graphs, record.costs
     smaller = [op for op in graph.operators if not op.name.endswith("relu")]
@@ -124,7 +124,11 @@ def test_a_refusal_under_exact_implementations_names_what_is_enough_for_them():
         seconds[op.id] = (*seconds[op.id], seconds[op.id][0])
     graph = dataclasses.replace(graph, operators=tuple(operators))
     costs = dataclasses.replace(costs, workspace_bytes=tuple(workspaces), seconds=tuple(seconds))
-    record = dataclasses.replace(record, graphs=(graph,), costs=(costs,))
+    return dataclasses.replace(record, graphs=(graph,), costs=(costs,))
+
+
+def test_a_refusal_under_exact_implementations_names_what_is_enough_for_them():
+    record = with_inexact_implementations()
     lowest_bytes = planner.baseline(record).frugal.peak_bytes
     options = Options(seconds=2.0, implementations=("exact",))
     with pytest.raises(planner.BudgetBelowSmallest, match="part of the implementations") as refused:
@@ -132,6 +136,19 @@ def test_a_refusal_under_exact_implementations_names_what_is_enough_for_them():
     assert refused.value.smallest_bytes > lowest_bytes
     plan = planner.plan_step(record, refused.value.smallest_bytes, options=options)
     assert plan.planned_peak_bytes <= refused.value.smallest_bytes
+
+
+def test_no_budget_is_refused_for_lack_of_time():
+    record = with_inexact_implementations()
+    options = [Options(seconds=seconds, implementations=("exact",)) for seconds in (0.0001, 10.0)]
+    smallest = []
+    for own in options:
+        with pytest.raises(planner.BudgetBelowSmallest) as refused:
+            planner.plan_step(record, 0, options=own)
+        smallest.append(refused.value.smallest_bytes)
+    assert smallest[0] > smallest[1]
+    plan = kept_parameters.plan_step(record, smallest[1], options=options[0], known=planner.baseline(record))
+    assert plan.planned_peak_bytes <= smallest[1]
 
 
 def adversaries(one_widths, two_widths, held=0):
