@@ -113,7 +113,7 @@ class _Shortened:
         if node.target in _OUTPUT_SUMS and term is node.args[1]:
             value = self.graph.call_function(shaped, (value, list(node.meta["val"].shape)))
         is_shared = len(term.users) > 1 or not _owns(term)
-        if is_shared and (_is_written_over(node) or _is_written_over(_base(term), but=node)):
+        if is_shared and (is_written_over(node) or is_written_over(_base(term), but=node)):
             value = self.graph.call_function(aten.clone.default, (value,))
         if value is not self.values[term]:
             value.meta = dict(node.meta)
@@ -148,7 +148,7 @@ def _zeros(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, dev
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
-def _is_written_over(node: fx.Node, but: fx.Node | None = None) -> bool:
+def is_written_over(node: fx.Node, but: fx.Node | None = None) -> bool:
     """Whether a call other than ``but`` writes to what ``node`` gives, or to a view of it."""
     for user in node.users:
         if user is but:
@@ -161,9 +161,9 @@ def _is_written_over(node: fx.Node, but: fx.Node | None = None) -> bool:
             given: list[Any] = [*zip(schema.arguments, user.args, strict=False)]
             given += [(a, user.kwargs[a.name]) for a in schema.arguments if a.name in user.kwargs]
             info = [a.alias_info for a, value in given if value is node and a.alias_info is not None]
-            if any(i.is_write for i in info) or (_gives_view(user) and _is_written_over(user, but)):
+            if any(i.is_write for i in info) or (_gives_view(user) and is_written_over(user, but)):
                 return True
-        elif user.op == "call_function" and _is_written_over(user, but):
+        elif user.op == "call_function" and is_written_over(user, but):
             return True
     return False
 

@@ -276,6 +276,10 @@ def give_instead(edges: Iterable[Edge], gradients: Iterable[Any], others: Iterab
 
 def _call_of_this_backward() -> _Call | None:
     """The call whose backward autograd runs now; None where its inputs have no gates."""
-    node: Any = torch._C._current_autograd_node()
+    return call_behind(torch._C._current_autograd_node())
+
+
+def call_behind(node: Any) -> _Call | None:
+    """The call whose backward an autograd node begins; None where its inputs have no gates."""
     behind = () if node is None else (function for function, _ in node.next_functions)
     return next((gate.call for gate in behind if _is_gate(gate)), None)

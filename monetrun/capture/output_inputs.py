@@ -18,7 +18,7 @@ from torch import fx
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from monetrun.capture.double_backward import Again, again_of, as_before
+from monetrun.capture.again import ABSENT, Again, again_of, run_from
 from monetrun.capture.storages import results_of
 from monetrun.core.errors import CaptureFailed
 
@@ -135,52 +135,8 @@ def _depending(module: fx.GraphModule, number: int) -> list[int]:
 
 
 def _results_from(again: Again, known: Mapping[int, torch.Tensor], others: Sequence[int]) -> list[Any]:
-    """Results of a call that runs again, of which some are ``known`` by their number: the ``others``.
-
-    In the place of inputs that the script has dropped there are zeros: so as many random numbers are drawn.
-    """
-    nodes, run = results_of(again.module.graph), _From(again.module)
-    run.given.update((nodes[number], tensor) for number, tensor in known.items())
-    inputs = again.given(absent=_ABSENT)
-    for i, node in enumerate(again.module.graph.find_nodes(op="placeholder")):
-        if inputs[i] is _ABSENT:
-            run.unknown.add(node)
-            inputs[i] = _zeros_like(node.meta["example_value"])
-    with as_before(again), torch.enable_grad():
-        results = run.run(*inputs)
-    if not run.unknown.isdisjoint(nodes[other] for other in others):
+    """Results of a call that runs again, of which some are ``known`` by their number: the ``others``."""
+    _, results, unknown = run_from(again, again.given(ABSENT), known)
+    if not unknown.isdisjoint(others):
         raise CaptureFailed("an input of the model is gone that gradients for its outputs need", "keep it until then")
     return [results[other] for other in others]
-
-
-_ABSENT = object()
-
-
-def _zeros_like(example: torch.Tensor) -> torch.Tensor:
-    sizes = [size if isinstance(size, int) else size.node.hint for size in example.shape]
-    return torch.zeros(sizes, dtype=example.dtype, device=example.device)
-
-
-class _From(fx.Interpreter):
-    """Runs one of TorchDynamo's graphs.
-
-    Attributes:
-        given: what some nodes are.
-        unknown: nodes whose values are not the call's.
-    """
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.given: dict[fx.Node, torch.Tensor] = {}
-        self.unknown: set[fx.Node] = set()
-
-    def run_node(self, n: fx.Node) -> Any:
-        """As it is; what reads something unknown is unknown, and so is what it changes."""
-        result = super().run_node(n)
-        if n in self.given:
-            return self.given[n]
-        if n.op != "output" and not self.unknown.isdisjoint(n.all_input_nodes):
-            self.unknown.add(n)
-            if str(getattr(n.target, "__name__", n.target)).endswith("_"):
-                self.unknown.update(n.all_input_nodes)
-        return result

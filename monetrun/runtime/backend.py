@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from monetrun.capture import backward_autocast, execute, gradient_forms, gradient_order
 from monetrun.capture import program as programs
 from monetrun.capture.absent_terms import with_nothing_at, without
+from monetrun.capture.again import TracedBackward
 from monetrun.capture.autocast_cache import casts_once
 from monetrun.capture.buffer_versions import uncounted
-from monetrun.capture.double_backward import TracedBackward, repeatable
+from monetrun.capture.double_backward import repeatable
 from monetrun.capture.gradient_order import GradientOrder
 from monetrun.capture.guards import FailedGuards, Guards
 from monetrun.capture.in_turn import InTurn, Turns, in_turn
@@ -30,6 +31,7 @@ from monetrun.capture.open_sizes import FixedSizes, OpenSizes, has_open_sizes
 from monetrun.capture.output_gradients import AbsentGradients, is_tangent, stay_absent
 from monetrun.capture.refusal import is_refusal
 from monetrun.capture.regions import note_regions
+from monetrun.capture.second_backward import sparing
 from monetrun.capture.tracing import operators_kept_whole
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.plan import Schedule
@@ -130,6 +132,7 @@ class Backend:
         traced: called when TorchDynamo traces a forward.
 
     Attributes:
+        apart: called when a call is differentiated further (see ``double_backward.repeatable``).
         captured: how many graphs were captured for training so far (0 after a call: nothing was captured).
     """
 
@@ -148,9 +151,8 @@ class Backend:
         self.name = name
         self.observer = observer
         self.meters = meters
-        self.autocast = autocast
-        self.terms = terms or GradientTerms()
-        self.traced = traced
+        self.autocast, self.terms, self.traced = autocast, terms or GradientTerms(), traced
+        self.apart: Callable[[], bool] = lambda: True
         self.captured = 0
         self._order = GradientOrder()  # of the graph that is being compiled
         self._traced = TracedBackward()  # the same graph's
@@ -183,7 +185,7 @@ class Backend:
             with backward_autocast.traced_under(self.autocast) as autocast, casts_once(module, inputs), order.kept():
                 compiled = uncounted(stay_absent(self._aot(module, inputs)), module)
             traced = dataclasses.replace(self._traced, autocast=autocast)
-            return repeatable(compiled, module, traced)
+            return repeatable(compiled, module, traced, lambda: self.apart())
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
@@ -277,7 +279,7 @@ class Backend:
         return as_needed
 
     def _backward_by_turns(self, pending: _PendingBackward, by_turns: InTurn, inputs: Sequence[Any]) -> Run:
-        module, number, turns = pending.module, pending.number, by_turns.run
+        module, number, turns = pending.module, pending.number, sparing(pending.module, by_turns.run)
         if self.meters is not None:
             turns = self._timed_by_turns(turns, module, pending.order, number)
             turns = measured_by_turns(self.meters.steps, number, turns)
@@ -289,14 +291,15 @@ class Backend:
 
     def _backward_at_once(self, number: int, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         if self.meters is None:
-            run = observed(self.observer, BACKWARD, number, execute.boxed(module))
+            run = observed(self.observer, BACKWARD, number, sparing(module, execute.boxed(module)))
         else:
-            run = measured(self.meters.steps, BACKWARD, number, self._timed(module, BACKWARD, number))
+            run = measured(self.meters.steps, BACKWARD, number, sparing(module, self._timed(module, BACKWARD, number)))
 
         def run_without(absent: Sequence[int]) -> Run:
             shortened, unread = without(module, absent)
             # what is freed first is freed within the backward: outside of it, it would be the script's
-            found = observed(self.observer, BACKWARD, number, with_nothing_at(unread, _program(shortened)))
+            program = sparing(shortened, _program(shortened))
+            found = observed(self.observer, BACKWARD, number, with_nothing_at(unread, program))
             return found if self.meters is None else measured(self.meters.steps, BACKWARD, number, found)
 
         run = AbsentGradients(module, inputs).at_once(run, run_without)

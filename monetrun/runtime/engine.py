@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ class _Recording:
     _step_recorded = _record_again = False
     refused = False  # no schedule fits the budget
 
-    def capturing(self) -> AbstractContextManager[None]:
+    def capturing(self) -> contextlib.AbstractContextManager[None]:
         """A graph is captured, while a step is recorded."""
         return contextlib.nullcontext() if self.recorder is None else self.recorder.capturing()
 
@@ -195,8 +194,9 @@ class Engine(_Recording, WithRoom):
         """
         assert self.running is not None
         rest = f" and {len(failed.guards) - 1} more" if len(failed.guards) > 1 else ""
-        name = f"{failed.guards[0].name}{rest}"
-        self.reporter.warn(f"{name} cannot be used with the present weights: planning again without")
+        self.reporter.warn(
+            f"{failed.guards[0].name}{rest} cannot be used with the present weights: planning again without"
+        )
         self.running.replan_without(failed)
         self.generation += 1
 
@@ -236,10 +236,10 @@ class Engine(_Recording, WithRoom):
         """An optimizer's step begins (``again``: its second, where a trial run ends), or goes on after its closure."""
         if self.recorder is None:
             self.meters.steps.optimizer_begins()
-        else:
-            if again and self.settings.mode == PROBE:
-                _end_trial(self)
-            self.recorder.optimizer_begins()
+            return
+        if again and self.settings.mode == PROBE and not self._record_again:
+            _end_trial(self)
+        self.recorder.optimizer_begins()
 
     def optimizer_ended(self, name: str, all_stepped: bool) -> None:
         """An optimizer's step has ended; ``all_stepped``: every optimizer has made at least one."""
@@ -265,6 +265,11 @@ class Engine(_Recording, WithRoom):
         if self.autocast.changes(roots, replace=self.settings.mode != PROBE):
             self._record_again = self.recorder is not None
             self.generation += self.recorder is None
+
+    def found_broken(self) -> bool:
+        """A module has turned out to be in parts: another step is recorded. Gives whether this one's numbers count."""
+        self._record_again = self.recorder is not None
+        return self.settings.mode != PROBE
 
     def records_again(self) -> bool:
         """All optimizers have made a step. Gives whether the next one is recorded, in place of this one."""

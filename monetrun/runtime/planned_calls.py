@@ -10,10 +10,10 @@ module in it that Python calls becomes a planned call of its own, down to where 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
-import types
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
 from monetrun.runtime import resharding, sharding, unplannable_use
+from monetrun.runtime.entries import entry
 from monetrun.runtime.settling import Settling
 from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, frozen, is_training
 
@@ -39,6 +40,8 @@ _ASKS = (
     "asks whether it is being compiled, and is captured whole only if it is told so: results may differ from eager's by"
     " rounding (--implementations exact: in parts, as eager)"
 )
+
+_APART = "several backward passes run through it"
 
 _log = logging.getLogger("monetrun")
 
@@ -211,9 +214,12 @@ class PlannedCall(NotCopied):
         key = (self.model is None, type(self.module()), *state)
         if key not in shared or shared[key][0] != generation:
             backend = self.engine.backend(self.name)
+            backend.apart = functools.partial(
+                _differentiated_apart, weakref.ref(self.model or self), weakref.ref(backend)
+            )
             compiler = backend if whole else or_as_it_is(backend, self.reporter.give_up, self.engine.runs_in_python)
             dynamic = None if whole and self._open_sizes and self.engine.recorder is None else False
-            run = _torch_compile(_entry(self._without_hooks), backend=compiler, dynamic=dynamic, fullgraph=whole)
+            run = _torch_compile(entry(self._without_hooks), backend=compiler, dynamic=dynamic, fullgraph=whole)
             shared[key] = (generation, backend, run)
         self._generation, self.backend, self._run = shared[key]
 
@@ -240,6 +246,18 @@ class PlannedCall(NotCopied):
         for call in (self, *self.parts):
             if (module := call.module()) is not None and module._compiled_call_impl is call:  # type: ignore[comparison-overlap]
                 module._compiled_call_impl = None
+
+
+def _differentiated_apart(model: weakref.ref[PlannedCall], backend: weakref.ref[Backend]) -> bool:
+    """Backward passes run through calls that share nothing: as one node of autograd's graph each would have only one.
+
+    Gives whether the numbers of this step count.
+    """
+    if (owner := model()) is None:
+        return True
+    for call in [call for call in (owner, *owner.parts) if call.backend is backend()]:
+        call._breaks_at(Break(call.path, call.name, "each for other outputs", _APART, in_python=True))
+    return owner.engine.found_broken()
 
 
 def _carries_gradients(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -363,23 +381,3 @@ def _with_own_errors(call: PlannedCall, module: nn.Module, args: Any, kwargs: An
         if is_refusal(error.inner_exception):
             raise error.inner_exception from None
         raise
-
-
-def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    # our own frame is the root: torch 2.11 captures nothing where the root's class lives in torch (nn.Sequential)
-    return module._call_impl(*args, **kwargs)
-
-
-def _call_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return module.forward(*args, **kwargs)
-
-
-# Of the process, since Dynamo's tables are: some are keyed by file, line and name, and outlive whoever compiled.
-_entry_numbers = itertools.count(1)
-
-
-def _entry(without_hooks: bool) -> types.FunctionType:
-    """A copy of ``_call`` with a code object of its own, since Dynamo keeps compiled code per code object."""
-    call = _call_forward if without_hooks else _call
-    code = call.__code__.replace(co_name=f"monetrun_model_{next(_entry_numbers)}")
-    return types.FunctionType(code, call.__globals__, code.co_name)

@@ -1,0 +1,104 @@
+"""Backward passes through outputs of one model that have nothing in common: each is eager's; the model is in parts."""
+
+import pytest
+import torch
+from torch import nn
+
+from monetrun.capture import gradient_order
+from monetrun.core.errors import CaptureFailed
+from support.sessions import opened_session
+
+
+class ActorCritic(nn.Module):
+    """The critic reads the input, or what the trunk gives, detached or not."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads = reads
+        self.trunk = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.actor = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 4))
+        self.critic = nn.Sequential(nn.Linear(16 if reads == "input" else 64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+
+    def forward(self, x):
+        features = self.trunk(x)
+        read = {"input": x, "detached": features.detach(), "features": features}[self.reads]
+        return self.actor(features), self.critic(read)
+
+
+def made(reads):
+    torch.manual_seed(0)
+    return ActorCritic(reads)
+
+
+def trained(model, steps=4, optimizers=1, first=0, drop=False, retain=False):
+    """Losses; from step ``first`` on each loss has a backward of its own."""
+    parts = [[model.trunk, model.actor], [model.critic]] if optimizers == 2 else [[model]]
+    own = [torch.optim.Adam([p for m in modules for p in m.parameters()], 0.01) for modules in parts]
+    losses = []
+    for step in range(steps):
+        x = torch.randn(256, 16)
+        action, value = model(x)
+        if drop:
+            del x
+        pair = action.square().mean(), (value - 1).square().mean()
+        for optimizer in own:
+            optimizer.zero_grad()
+        if step < first:
+            sum(pair).backward()
+        for k, loss in enumerate(pair if step >= first else ()):
+            loss.backward(retain_graph=retain and not k)
+            if optimizers == 2:
+                own[k].step()
+        for optimizer in own if optimizers == 1 or step < first else ():
+            optimizer.step()
+        losses.append([loss.item() for loss in pair])
+    return losses, [p.detach().clone() for p in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    ("reads", "options"),
+    [
+        ("input", {}),
+        ("input", {"optimizers": 2}),
+        ("detached", {}),
+        ("detached", {"first": 2}),
+        ("detached", {"retain": True}),
+        ("features", {"retain": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by_turns", [False, True], ids=["at once", "by turns"])
+def test_each_is_eagers(reads, options, by_turns, capsys, monkeypatch):
+    monkeypatch.setattr(gradient_order, "communicates", lambda: by_turns)
+    plain = trained(made(reads), **options)
+    budget = "1.5x" if options.get("retain") else "0.9x"  # what is kept for the second is not planned
+    with opened_session(budget=budget, solver_seconds=0.5, implementations="exact") as opened:
+        losses, state = trained(made(reads), **options)
+        assert opened.engine.running is not None
+    assert losses == plain[0]
+    assert all(torch.equal(one, other) for one, other in zip(state, plain[1], strict=True))
+    in_parts = "ActorCritic is planned in parts: several backward passes run through it" in capsys.readouterr().err
+    assert in_parts != bool(options.get("retain"))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_eager_has_freed_is_freed(steps):
+    twice = pytest.raises(RuntimeError, match="backward through the graph a second time")
+    with opened_session(budget="1GiB", solver_seconds=0.5), twice:
+        trained(made("features"), steps=steps, first=steps - 1)
+
+
+def test_one_that_has_run_does_not_run_again():
+    with opened_session(budget="1GiB", solver_seconds=0.5):
+        action, value = made("input")(torch.randn(8, 16))
+        for loss in (action.sum(), value.sum()):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            value.sum().backward()
+
+
+@pytest.mark.parametrize("options", [{"optimizers": 2}, {"drop": True}], ids=str)
+def test_without_what_it_takes_to_run_again_it_ends_with_the_reason(options):
+    reason = pytest.raises(CaptureFailed, match="changed or dropped since the forward")
+    with opened_session(budget="1GiB", solver_seconds=0.5), reason:
+        trained(made("detached"), **options)
