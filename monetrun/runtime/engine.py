@@ -193,10 +193,8 @@ class Engine(_Recording, WithRoom):
             InfeasibleBudget, NoPlanInTime: without them nothing fits the budget.
         """
         assert self.running is not None
-        rest = f" and {len(failed.guards) - 1} more" if len(failed.guards) > 1 else ""
-        self.reporter.warn(
-            f"{failed.guards[0].name}{rest} cannot be used with the present weights: planning again without"
-        )
+        name = failed.guards[0].name + (f" and {len(failed.guards) - 1} more" if len(failed.guards) > 1 else "")
+        self.reporter.warn(f"{name} cannot be used with the present weights: planning again without")
         self.running.replan_without(failed)
         self.generation += 1
 
