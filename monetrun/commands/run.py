@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from monetrun.commands import SUMMARIES
-from monetrun.launcher.agent import launch, launch_until_decided
+from monetrun.launcher.agent import launch_again, launch_until_decided
 from monetrun.launcher.job import as_it_is, keep_plan, open_job
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
@@ -50,12 +50,12 @@ def run_launch(options: LaunchOptions) -> int:
             while line := tighter_plan(environment, exit_code, restarts, options):
                 print(f"monetrun: {line}", file=sys.stderr, flush=True)
                 restarts += 1
-                exit_code = launch(options, environment)
+                exit_code = launch_again(options, environment)
             if restarts and (tighter := plan_that_lasted(environment, exit_code)) is not None:
                 keep_plan(job, tighter)
             short = ran_short_early(environment, exit_code)
             if short and (instead := as_it_is(job, "memory ran out under each plan")) is not None:
                 forget_reports(environment)
-                exit_code = launch(options, job.follow(instead))
+                exit_code = launch_again(options, job.follow(instead))
         job.finish(exit_code)
     return exit_code

@@ -110,9 +110,14 @@ def launch_until_decided(options: LaunchOptions, environment: Mapping[str, str],
     """
     exit_code = launch(options, environment, joined)
     if exit_code == START_ANEW:
-        gc.collect()  # frees the first one's store, and with it the port
-        exit_code = launch(options, environment, joined)
+        exit_code = launch_again(options, environment, joined)
     return exit_code
+
+
+def launch_again(options: LaunchOptions, environment: Mapping[str, str], joined: Joined | None = None) -> int:
+    """``launch``, after another one in this process."""
+    gc.collect()  # frees that one's store, and with it the port
+    return launch(options, environment, joined)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def largest(value: int) -> int:
     if not several_ranks():
         return value
     distributed = torch.distributed
-    store, rank = distributed.distributed_c10d._get_default_store(), distributed.get_rank()
+    store, rank = exchange.store_of_ranks(), distributed.get_rank()
     prefix = f"monetrun/largest/{next(_numbers)}"
     exchange.post(store, f"{prefix}/{rank}", str(value))
     keys = [f"{prefix}/{k}" for k in range(distributed.get_world_size())]
@@ -64,7 +64,7 @@ def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "", reco
         return make([budget])
     distributed = torch.distributed
     store, rank, size = (
-        distributed.distributed_c10d._get_default_store(),
+        exchange.store_of_ranks(),
         distributed.get_rank(),
         distributed.get_world_size(),
     )

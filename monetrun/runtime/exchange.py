@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 import zlib
@@ -22,6 +23,9 @@ from monetrun.core.errors import MonetrunError, PlanningFault
 _PIECE_BYTES = 1 << 20
 _POLL_SECONDS = 0.05
 _FAILURE = "monetrun/failure"
+
+# A variable of workers on several nodes: differs from one meeting of the nodes to the next, and is the same on all.
+MEETING = "MONETRUN_MEETING"
 
 # A process that refuses stays this long, so that the others can read why: the store may be in it.
 _GRACE_SECONDS = 15.0
@@ -71,7 +75,7 @@ def failure_elsewhere() -> Refusal | None:
 
 
 def _store() -> Any:
-    """Of the default process group; None where this process is alone, or has none."""
+    """``store_of_ranks``; None where this process is alone, or has no process group."""
     if "torch.distributed" not in sys.modules:
         return None
     import torch
@@ -79,7 +83,21 @@ def _store() -> Any:
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
         return None
-    return distributed.distributed_c10d._get_default_store()
+    return store_of_ranks()
+
+
+def store_of_ranks() -> Any:
+    """The store of the default process group, without what earlier workers have left in it.
+
+    Torchrun's agent keeps it when it starts the workers again. How often it has done so is known to one node alone:
+    several have met again, and agreed on a name.
+    """
+    from torch import distributed
+
+    meeting = os.environ.get(MEETING, "")
+    if not meeting and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        meeting = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return distributed.PrefixStore(f"monetrun-{meeting}", distributed.distributed_c10d._get_default_store())
 
 
 def post(store: Any, key: str, text: str) -> None:
