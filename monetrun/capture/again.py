@@ -7,6 +7,7 @@ nothing alive.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,9 +61,9 @@ class Again:
         generators: states before the call, by device; empty where it draws no random numbers.
         traced: what its backward was traced for.
         apart: called when a further backward runs (``further_backward``); gives whether its numbers count.
-        versions: of the inputs, after the call.
+        versions: of the inputs, before the call.
         watched: what is called with the gradients of outputs, as ``register_hook`` has it: by the output's index.
-        freed: the node's outputs whose backward has run and was not to be repeated.
+        freed: the node's outputs whose backward has run, and its graph was not kept.
     """
 
     module: fx.GraphModule
@@ -72,7 +73,7 @@ class Again:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     generators: tuple[tuple[torch.device, torch.Tensor], ...]
     traced: TracedBackward
-    apart: Callable[[], bool]
+    apart: Callable[[bool], bool]
     versions: tuple[int, ...]
     watched: dict[int, OrderedDict[int, Callable[..., Any]]] = field(default_factory=dict)
     freed: set[int] = field(default_factory=set)
@@ -198,7 +199,8 @@ def gradients_of(
         for result, place in zip(results, again.places, strict=True)
         if place >= 0 and of_outputs[place] is not None
     ]
-    found = torch.autograd.grad(
+    plain: Any = inspect.unwrap(torch.autograd.grad)  # what stands there now looks for what the script differentiates
+    found = plain(
         [result for result, _ in pairs],
         list(wanted.values()),
         [gradient for _, gradient in pairs],
@@ -228,11 +230,16 @@ class _From(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """As it is; what reads something unknown is unknown, and so is what it changes."""
+        reads = n.op != "output" and not self.unknown.isdisjoint(n.all_input_nodes)
+        before = [(node, _versions(value)) for node, value in self.env.items()] if reads else []
         result = super().run_node(n)
         if n in self.given:
             return self.given[n]
-        if n.op != "output" and not self.unknown.isdisjoint(n.all_input_nodes):
+        if reads:  # views have the version of what they are views of
             self.unknown.add(n)
-            if str(getattr(n.target, "__name__", n.target)).endswith("_"):
-                self.unknown.update(n.all_input_nodes)
+            self.unknown.update(node for node, versions in before if _versions(self.env[node]) != versions)
         return result
+
+
+def _versions(value: Any) -> list[int]:
+    return [version_of(leaf) for leaf in torch.utils._pytree.tree_leaves(value)]

@@ -28,7 +28,7 @@ _HOOKED = "monetrun hook"
 
 
 def repeatable(
-    compiled: Callable[..., Any], module: fx.GraphModule, traced: TracedBackward, apart: Callable[[], bool]
+    compiled: Callable[..., Any], module: fx.GraphModule, traced: TracedBackward, apart: Callable[[bool], bool]
 ) -> Any:
     """``compiled``, made of ``module``, with calls that can be run again.
 
@@ -36,8 +36,8 @@ def repeatable(
         compiled: takes the inputs of ``module``.
         module: TorchDynamo's graph.
         traced: its backward.
-        apart: called when a call is differentiated further, for outputs of which no backward has run; gives whether the
-            gradients count.
+        apart: called when a call is differentiated further, for outputs of which no backward has run: with whether one
+            has run for others, and not only through the call. Gives whether the gradients count.
     """
     types = {"cpu", *(v.device.type for v in _examples(module))}
     autocast = tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types))
@@ -45,6 +45,7 @@ def repeatable(
     def call(*arguments: Any) -> Any:
         given = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments  # boxed
         inputs = tuple(weakref.ref(v) if isinstance(v, torch.Tensor) else v for v in given)
+        versions = tuple(map(version_of, given))
         generators = tuple((device, uncounted_state(device)) for device in traced.draws_on)
         results = compiled(*arguments)
         node = next((n for r in results if isinstance(r, torch.Tensor) and (n := autograd_node(r))), None)
@@ -53,7 +54,6 @@ def repeatable(
             repeat_backwards(node._forward_cls)
             places = tuple(r.output_nr if getattr(r, "grad_fn", None) is node else -1 for r in results)
             sums = tuple(edge for i in traced.sums if (edge := edge_of(given[i])) is not None)
-            versions = tuple(version_of(v() if isinstance(v, weakref.ref) else v) for v in inputs)
             node.metadata[KEY] = Again(module, inputs, places, sums, autocast, generators, traced, apart, versions)
         return results
 

@@ -23,6 +23,7 @@ from monetrun.capture.output_gradients import is_tangent
 from monetrun.core.errors import CaptureFailed
 
 _REPEATED = "_monetrun_repeated"  # on a function's backward
+_NONE = -1  # among the outputs whose backward has run: one that no gradient has reached
 
 
 def sparing(module: fx.GraphModule, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -66,13 +67,14 @@ def repeat_backwards(function: Any) -> None:
             return once(node, *gradients)
         of_outputs = gradients[0] if getattr(function, "boxed_grads_call", False) else gradients
         arriving = {place for place, gradient in enumerate(of_outputs) if gradient is not None}
-        if _is_freed(node) and not again.freed & arriving:
+        ends = set() if _keeps_graph() else arriving or {_NONE}
+        if again.freed and _is_freed(node) and not again.freed & arriving:
             given = _gradients_again(node, again, of_outputs)
             if given is not None:
-                again.freed.update(arriving)
+                again.freed.update(ends)
                 return given
-        elif not _keeps_graph():
-            again.freed.update(arriving)
+        else:
+            again.freed.update(ends)
         return once(node, *gradients)
 
     setattr(backward, _REPEATED, True)
@@ -95,24 +97,27 @@ def _gradients_again(node: Any, again: Again, of_outputs: Sequence[Any]) -> tupl
     """
     number_of = {place: number for number, place in enumerate(again.places) if place >= 0}
     places = [place for place, gradient in enumerate(of_outputs) if gradient is not None]
-    if any(place not in number_of for place in (*places, *again.freed)):
+    if (call := call_behind(node)) is not None:
+        call.pass_on()
+    if not places:
+        return (None,) * len(node.needs_input_grad)
+    freed = again.freed - {_NONE}
+    if any(place not in number_of for place in (*places, *freed)):
         return None  # a view of what the node gives: it is not among the results
     given, results, unknown = run_from(again, again.unchanged(), {})
     ends = {edge[0] for v in given if (edge := edge_of(v)) is not None}
-    earlier, later = (_nodes([results[number_of[place]] for place in of], ends) for of in (again.freed, places))
+    earlier, later = (_nodes([results[number_of[place]] for place in of], ends) for of in (freed, places))
     if any(_saves(shared) for shared in earlier & later):
         return None
-    if again.apart() and not unknown.isdisjoint(number_of[place] for place in places):
+    if again.apart(bool(freed)) and not unknown.isdisjoint(number_of[place] for place in places):
         raise CaptureFailed(
             "a second backward pass runs through a model, for other outputs than the first, and an input or a weight"
             " that they depend on has been changed or dropped since the forward",
-            "launch it without --no-probe: a trial run finds that before training",
+            "call the parts of the model one by one, or differentiate the sum",
         )
     by_edge = gradients_of(again, given, results, of_outputs)
     behind = [edge for edge in through_gates(node.next_functions) if edge[0] is not None]
     found = iter([by_edge.get(edge) for edge in behind])
-    if (call := call_behind(node)) is not None:
-        call.pass_on()
     return tuple(next(found) if needed else None for needed in node.needs_input_grad)
 
 

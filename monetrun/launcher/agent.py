@@ -122,10 +122,7 @@ def launch_again(options: LaunchOptions, environment: Mapping[str, str], joined:
 
 @contextlib.contextmanager
 def _agreeing(joined: Joined | None) -> Iterator[None]:
-    """Call ``joined`` at the end of each rendezvous."""
-    if joined is None:
-        yield
-        return
+    """Call ``joined`` at the end of each rendezvous, after which workers have a store of their own."""
     from torch.distributed.elastic.rendezvous import registry
 
     original = registry.get_rendezvous_handler
@@ -136,7 +133,10 @@ def _agreeing(joined: Joined | None) -> Iterator[None]:
 
         def next_rendezvous() -> Any:
             while True:
+                _forget_store(handler)
                 met = meet()
+                if joined is None:
+                    return met
                 variables = joined(met.store, met.rank, met.world_size, handler.get_backend() == "static")
                 if variables is not None:
                     os.environ.update(variables)  # workers inherit this process's environment
@@ -150,6 +150,16 @@ def _agreeing(joined: Joined | None) -> Iterator[None]:
         yield
     finally:
         setattr(registry, "get_rendezvous_handler", original)  # noqa: B010
+
+
+def _forget_store(handler: Any) -> None:
+    """Have the next workers meet in a new store.
+
+    Torch keeps the last one's, where a rank may find the address of a worker that has ended, and wait for it.
+    """
+    for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
+        if hasattr(handler, name):
+            setattr(handler, name, None)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import importlib.metadata
 import json
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,13 +47,11 @@ class Offer:
         budget: its own, in bytes where it is no share of the plain peak.
         devices: plans can be passed on among nodes for which this is the same.
         decided: in an earlier round of the launch.
-        meeting: a name for this round, if this node has the lowest rank.
     """
 
     budget: Budget
     devices: str
     decided: bool
-    meeting: str
 
 
 class NodeLost(Exception):
@@ -73,7 +70,6 @@ class Nodes:
         self._budget: Budget | None = None  # as first offered: what is free changes with restarts
         self._decision: Decision | None = None
         self._lost = 0
-        self._meeting = ""
 
     def joined(self, store: Any, rank: int, size: int, fixed: bool) -> Mapping[str, str] | None:
         """The nodes have met: agree with them, and give the variables of this node's workers.
@@ -93,7 +89,7 @@ class Nodes:
         from torch.distributed import DistError  # imported here: slow
 
         if fixed and self._decision is not None:
-            return self._variables(self._decision, shown=False)
+            return self._job.follow(self._decision, shown=False)
         try:
             decision = self._agreed(store, rank, size)
         except NodeLost as lost:
@@ -109,21 +105,17 @@ class Nodes:
             _keep(self._job, decision)
             if self._job.options.plan_file and not decision.plan_given:
                 report.warn(f"--plan {self._job.options.plan_file} is not used: another node decides")
-        return self._variables(decision, shown=shown)
-
-    def _variables(self, decision: Decision, shown: bool) -> Mapping[str, str]:
-        return {**self._job.follow(decision, shown=shown), exchange.MEETING: self._meeting}
+        return self._job.follow(decision, shown=shown)
 
     def _agreed(self, store: Any, rank: int, size: int) -> Decision:
         self._budget = self._budget or _offered_budget(self._job)
-        mine = Offer(self._budget, _signature(self._job.ranks), self._decision is not None, uuid.uuid4().hex)
+        mine = Offer(self._budget, _signature(self._job.ranks), self._decision is not None)
         exchange.post(store, f"monetrun/offer/{rank}", codec.dumps(mine))
         offers: list[Offer] = []
         for k in range(size):
             if not exchange.wait_until(lambda k=k: exchange.is_posted(store, f"monetrun/offer/{k}"), _SILENCE_SECONDS):  # type: ignore[misc]
                 raise NodeLost(f"node {k} has joined, but does not say how much memory it has")
             offers.append(codec.loads(Offer, exchange.read(store, f"monetrun/offer/{k}")))
-        self._meeting = offers[0].meeting
         deciders: dict[str, int] = {}  # of all nodes with the same devices
         for k in sorted(range(size), key=lambda k: not offers[k].decided):
             deciders.setdefault(offers[k].devices, k)

@@ -152,7 +152,7 @@ class Backend:
         self.observer = observer
         self.meters = meters
         self.autocast, self.terms, self.traced = autocast, terms or GradientTerms(), traced
-        self.apart: Callable[[], bool] = lambda: True
+        self.apart: Callable[[bool], bool] = lambda _: True
         self.captured = 0
         self._order = GradientOrder()  # of the graph that is being compiled
         self._traced = TracedBackward()  # the same graph's
@@ -185,7 +185,7 @@ class Backend:
             with backward_autocast.traced_under(self.autocast) as autocast, casts_once(module, inputs), order.kept():
                 compiled = uncounted(stay_absent(self._aot(module, inputs)), module)
             traced = dataclasses.replace(self._traced, autocast=autocast)
-            return repeatable(compiled, module, traced, lambda: self.apart())
+            return repeatable(compiled, module, traced, lambda others: self.apart(others))
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
@@ -316,7 +316,7 @@ class Backend:
         """``_timed`` of a backward that gives its gradients by turns."""
         assert self.meters is not None
         timed = self.meters.timing.instrumented(module, BACKWARD, number)
-        early = None if timed is None else in_turn(timed, order.results).run
+        early = None if timed is None else sparing(timed, in_turn(timed, order.results).run)
         return self.meters.timing.early_calls_by_turns(run, early)
 
 

@@ -169,7 +169,7 @@ class Engine(_Recording, WithRoom):
 
         Where the script holds the step's outputs, one more step shows first how long.
         """
-        if self.recorder is None or not self._step_recorded or self.settings.mode == PROBE:
+        if self.recorder is None or not self._step_recorded or self._record_again or self.settings.mode == PROBE:
             return
         self._traces.drop()
         record = _recorded(self, self.recorder)
@@ -264,9 +264,9 @@ class Engine(_Recording, WithRoom):
             self._record_again = self.recorder is not None
             self.generation += self.recorder is None
 
-    def found_broken(self) -> bool:
-        """A module has turned out to be in parts: another step is recorded. Gives whether this one's numbers count."""
-        self._record_again = self.recorder is not None
+    def found_broken(self, anew: bool) -> bool:
+        """A module is in parts (``anew``: since this step: another is recorded). Gives whether its numbers count."""
+        self._record_again |= anew and self.recorder is not None
         return self.settings.mode != PROBE
 
     def records_again(self) -> bool:

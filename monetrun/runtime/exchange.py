@@ -24,9 +24,6 @@ _PIECE_BYTES = 1 << 20
 _POLL_SECONDS = 0.05
 _FAILURE = "monetrun/failure"
 
-# A variable of workers on several nodes: differs from one meeting of the nodes to the next, and is the same on all.
-MEETING = "MONETRUN_MEETING"
-
 # A process that refuses stays this long, so that the others can read why: the store may be in it.
 _GRACE_SECONDS = 15.0
 
@@ -89,15 +86,12 @@ def _store() -> Any:
 def store_of_ranks() -> Any:
     """The store of the default process group, without what earlier workers have left in it.
 
-    Torchrun's agent keeps it when it starts the workers again. How often it has done so is known to one node alone:
-    several have met again, and agreed on a name.
+    Torchrun's agent may keep it when it starts the workers again. How often it has, only a single node knows for all.
     """
     from torch import distributed
 
-    meeting = os.environ.get(MEETING, "")
-    if not meeting and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        meeting = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return distributed.PrefixStore(f"monetrun-{meeting}", distributed.distributed_c10d._get_default_store())
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
+    return distributed.PrefixStore(f"monetrun-{life}", distributed.distributed_c10d._get_default_store())
 
 
 def post(store: Any, key: str, text: str) -> None:

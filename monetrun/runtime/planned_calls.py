@@ -248,16 +248,20 @@ class PlannedCall(NotCopied):
                 module._compiled_call_impl = None
 
 
-def _differentiated_apart(model: weakref.ref[PlannedCall], backend: weakref.ref[Backend]) -> bool:
+def _differentiated_apart(model: weakref.ref[PlannedCall], backend: weakref.ref[Backend], others: bool) -> bool:
     """Backward passes run through calls that share nothing: as one node of autograd's graph each would have only one.
+
+    Where the first was not for ``others`` of their outputs, it is what reads the outputs that is in parts then.
 
     Gives whether the numbers of this step count.
     """
-    if (owner := model()) is None:
+    owner = model()
+    if owner is None or (module := owner.module()) is None or module._compiled_call_impl is not owner:  # type: ignore[comparison-overlap]
         return True
-    for call in [call for call in (owner, *owner.parts) if call.backend is backend()]:
+    calls = [call for call in (owner, *owner.parts) if others and call.backend is backend()]
+    for call in calls:
         call._breaks_at(Break(call.path, call.name, "each for other outputs", _APART, in_python=True))
-    return owner.engine.found_broken()
+    return owner.engine.found_broken(bool(calls))
 
 
 def _carries_gradients(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> bool:

@@ -319,7 +319,6 @@ class Session:
         if not self._backwards and self.engine is None and optimizer not in self._idle:
             self._idle.add(optimizer)  # no training step: loading a checkpoint makes one to allocate the state
             return
-        again = optimizer in self.stepped
         self.stepped.add(optimizer)
         if self.engine is None and not self.reporter.warned and (unseen := self.models()):
             self.reporter.give_up(unplannable_use.unseen(candidates.outermost_name(unseen), optimizer))
@@ -327,7 +326,7 @@ class Session:
         if self.engine is not None:
             self.engine.optimizer_ended(type(optimizer).__name__, all_stepped)
             self.reporter.write_now_and_then(self.engine.findings)
-            if (all_stepped or again) and self.engine.records_again():
+            if all_stepped and self.engine.records_again():
                 self.stepped.clear()
         elif self.settings.mode == PROBE and all_stepped:
             unplannable_use.end_trial(self.settings)

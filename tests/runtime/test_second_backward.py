@@ -1,5 +1,7 @@
 """Backward passes through outputs of one model that have nothing in common: each is eager's; the model is in parts."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -102,3 +104,89 @@ def test_without_what_it_takes_to_run_again_it_ends_with_the_reason(options):
     reason = pytest.raises(CaptureFailed, match="changed or dropped since the forward")
     with opened_session(budget="1GiB", solver_seconds=0.5), reason:
         trained(made("detached"), **options)
+
+
+def test_a_graph_that_the_second_one_keeps_is_there_for_a_third():
+    found = []
+    for planned in (False, True):
+        model = made("input")
+        model.actor[2].p = 0.0
+        with opened_session(budget="1GiB", solver_seconds=0.5) if planned else contextlib.nullcontext():
+            torch.optim.SGD(model.parameters(), 0.1)
+            torch.manual_seed(1)
+            x = torch.randn(8, 16)
+            action, value = model(x)
+            action.sum().backward()
+            value.square().sum().backward(retain_graph=True)
+            value.square().sum().backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+class Chain(nn.Module):
+    """Heads on what another model gives, one of them on it detached."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.one(x), self.other(x.detach())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_where_no_gradient_reaches_a_model_it_is_not_differentiated_twice(order, capsys):
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        first, heads = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), Chain()
+        with opened_session(budget="1GiB", solver_seconds=0.5) if planned else contextlib.nullcontext():
+            optimizer = torch.optim.SGD([*first.parameters(), *heads.parameters()], 0.1)
+            for _ in range(4):
+                x = torch.randn(8, 16)
+                features = first(x)
+                outputs = heads(features)
+                optimizer.zero_grad()
+                for k in order:
+                    outputs[k].square().sum().backward()
+                optimizer.step()
+            found.append([p.detach().clone() for m in (first, heads) for p in m.parameters()])
+    assert all(map(torch.equal, *found))
+    said = capsys.readouterr().err
+    assert "Chain" in said
+    assert "Sequential" not in said
+
+
+class Codes(nn.Module):
+    """The second output is made with a buffer that the forward changes then, or of a tensor that is written to."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.writes = writes
+        self.trunk, self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        y = self.trunk(x)
+        if self.writes:
+            z = torch.zeros(len(x), 16)
+            z[:, :8] = y.detach()[:, :8]
+            return self.one(y), self.other(z)
+        other = self.other(x - self.mean)
+        self.mean.mul_(0.9).add_(x.mean(0))
+        return self.one(y), other
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_second_run_on_other_values_is_not_taken_for_the_first(writes):
+    with opened_session(budget="1GiB", solver_seconds=0.5):
+        model = Codes(writes)
+        trunk, rest = (torch.optim.SGD(m.parameters(), 0.1) for m in (model.trunk, model.other))
+        x = torch.randn(8, 16)
+        one, other = model(x)
+        one.sum().backward()
+        if writes:
+            trunk.step()
+        with pytest.raises(CaptureFailed, match="changed or dropped since the forward"):
+            other.square().sum().backward()
+        rest.zero_grad()
