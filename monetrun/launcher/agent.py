@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -129,15 +130,16 @@ def _agreeing(joined: Joined | None) -> Iterator[None]:
 
     def get_rendezvous_handler(parameters: Any) -> Any:
         handler = original(parameters)
-        meet = handler.next_rendezvous
+        itself = weakref.ref(handler)  # in a cycle its store, and the port, would outlive the launch
 
         def next_rendezvous() -> Any:
             while True:
-                _forget_store(handler)
-                met = meet()
+                own: Any = itself()
+                _forget_store(own)
+                met = type(own).next_rendezvous(own)
                 if joined is None:
                     return met
-                variables = joined(met.store, met.rank, met.world_size, handler.get_backend() == "static")
+                variables = joined(met.store, met.rank, met.world_size, own.get_backend() == "static")
                 if variables is not None:
                     os.environ.update(variables)  # workers inherit this process's environment
                     return met

@@ -97,6 +97,15 @@ def test_the_given_environment_reaches_the_workers_and_this_processs_is_restored
     assert options.torchrun.rdzv_id == "none"
 
 
+def test_workers_that_start_again_meet_in_a_store_of_their_own(tmp_path):
+    """In the one that torch keeps, gloo may find the address of a worker that has ended."""
+    script = tmp_path / "ports.sh"
+    script.write_text(f'echo $MASTER_PORT >>{tmp_path}/ports\n[ "$TORCHELASTIC_RESTART_COUNT" = 1 ]\n')
+    assert launched("--standalone", "--max-restarts=1", "--no-python", "sh", str(script)) == 0
+    first, second = (tmp_path / "ports").read_text().split()
+    assert first != second
+
+
 def test_a_taken_default_port_does_not_stop_a_standalone_run(tmp_path, monkeypatch):
     monkeypatch.setenv("DUMP_FOLDER", str(tmp_path))
     with socket.socket() as taken:
