@@ -60,7 +60,7 @@ class Again:
         autocast: whether autocast was on for the device type, and its dtype.
         generators: states before the call, by device; empty where it draws no random numbers.
         traced: what its backward was traced for.
-        apart: called when a further backward runs (``further_backward``); gives whether its numbers count.
+        apart: called when a second backward runs (see ``second_backward``); gives whether its numbers count.
         versions: of the inputs, before the call.
         watched: what is called with the gradients of outputs, as ``register_hook`` has it: by the output's index.
         freed: the node's outputs whose backward has run, and its graph was not kept.

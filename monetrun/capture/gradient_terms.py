@@ -42,7 +42,7 @@ def arrivals(outputs: Any, inputs: Sequence[Any]) -> Iterator[list[Arrival]]:
     found: list[Arrival] = []
     handles = [t.register_hook(lambda _, k=k: found.append(Arrival(k, final=True))) for k, t in enumerate(inputs)]
     of_edge = {edge: k for k, t in enumerate(inputs) if (edge := edge_of(t)) is not None}
-    users = list(_users(_functions(outputs), of_edge))
+    users = list(_users(outputs, of_edge))
     several = {
         edge for edge, count in Counter(edge for _, edges in users for edge in edges if edge).items() if count > 1
     }
@@ -139,27 +139,31 @@ def used_elsewhere(roots: Sequence[Any], several: Iterable[Edge], call_of: Calla
     """
     wanted = frozenset(several)
     found = [(edge, edge) for root in roots if (edge := edge_of(root)) in wanted]
-    for function, edges in _users(_functions(roots), wanted):
+    for function, edges in _users(roots, wanted):
         of: Any = call_of(function)
         found += [(edge, of or (function, k)) for k, edge in enumerate(edges) if edge is not None]
     return any(count > 1 for count in Counter(edge for edge, _ in set(found)).values())
 
 
-def _functions(tensors: Any) -> list[Any]:
-    given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    return [t.grad_fn for t in given if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-
-
-def _users(roots: Iterable[Any], wanted: Container[Any]) -> Iterator[tuple[Any, list[Edge | None]]]:
+def _users(roots: Any, wanted: Container[Any]) -> Iterator[tuple[Any, list[Edge | None]]]:
     """The nodes behind ``roots`` that give gradients to ``wanted`` edges; of all its edges, those that are wanted."""
-    waiting = list(roots)
-    seen = set(waiting)
-    while waiting:
-        function = waiting.pop()
+    for function in nodes_behind(roots):
         edges = function.next_functions
         if any(edge in wanted for edge in edges):
             yield function, [edge if edge in wanted else None for edge in edges]
-        for following, _ in edges:
+
+
+def nodes_behind(tensors: Any, ends: Container[Any] = ()) -> Iterator[Any]:
+    """The nodes of autograd's graph that the backward of ``tensors`` (one or several) runs, up to ``ends``."""
+    given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    waiting = [t.grad_fn for t in given if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        function = waiting.pop()
+        if function in ends:
+            continue
+        yield function
+        for following, _ in function.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)

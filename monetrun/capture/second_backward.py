@@ -9,7 +9,7 @@ Where the script keeps the graph (``retain_graph``), the first backward writes o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import fx
 from monetrun.capture.absent_terms import is_written_over
 from monetrun.capture.again import Again, again_of, gradients_of, run_from
 from monetrun.capture.gradient_order import call_behind, through_gates
-from monetrun.capture.gradient_terms import edge_of
+from monetrun.capture.gradient_terms import edge_of, nodes_behind
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.core.errors import CaptureFailed
 
@@ -106,7 +106,7 @@ def _gradients_again(node: Any, again: Again, of_outputs: Sequence[Any]) -> tupl
         return None  # a view of what the node gives: it is not among the results
     given, results, unknown = run_from(again, again.unchanged(), {})
     ends = {edge[0] for v in given if (edge := edge_of(v)) is not None}
-    earlier, later = (_nodes([results[number_of[place]] for place in of], ends) for of in (freed, places))
+    earlier, later = ({*nodes_behind([results[number_of[place]] for place in of], ends)} for of in (freed, places))
     if any(_saves(shared) for shared in earlier & later):
         return None
     if again.apart(bool(freed)) and not unknown.isdisjoint(number_of[place] for place in places):
@@ -119,18 +119,6 @@ def _gradients_again(node: Any, again: Again, of_outputs: Sequence[Any]) -> tupl
     behind = [edge for edge in through_gates(node.next_functions) if edge[0] is not None]
     found = iter([by_edge.get(edge) for edge in behind])
     return tuple(next(found) if needed else None for needed in node.needs_input_grad)
-
-
-def _nodes(results: Iterable[torch.Tensor], ends: Container[Any]) -> set[Any]:
-    """The nodes of autograd's graph between ``results`` and ``ends``."""
-    waiting = [result.grad_fn for result in results if result.grad_fn is not None]
-    found: set[Any] = set()
-    while waiting:
-        if (node := waiting.pop()) in found or node in ends:
-            continue
-        found.add(node)
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
-    return found
 
 
 def _saves(node: Any) -> bool:

@@ -57,26 +57,18 @@ def plan_step(
         BudgetBelowSmallest, NoPlanInTime: as ``planner.plan_step``.
     """
     options = options or Options()
+
+    def planned(options: Options) -> Plan:
+        if record.sharding is None or not record.sharding.choices:
+            return planner.plan_step(record, budget_bytes, algorithm, options, known, starts)
+        return _Search(record, budget_bytes, algorithm, options, known, starts).best()
+
     try:
-        return _planned(record, budget_bytes, algorithm, options, known, starts)
+        return planned(options)
     except planner.BudgetBelowSmallest:
         if options.seconds >= _REFUSAL_SECONDS:
             raise
-        longer = replace(options, seconds=_REFUSAL_SECONDS)
-        return _planned(record, budget_bytes, algorithm, longer, known, starts)
-
-
-def _planned(
-    record: StepRecord,
-    budget_bytes: int,
-    algorithm: str,
-    options: Options,
-    known: Baseline | None,
-    starts: Sequence[Sequence[Schedule]],
-) -> Plan:
-    if record.sharding is None or not record.sharding.choices:
-        return planner.plan_step(record, budget_bytes, algorithm, options, known, starts)
-    return _Search(record, budget_bytes, algorithm, options, known, starts).best()
+        return planned(replace(options, seconds=_REFUSAL_SECONDS))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from monetrun.capture.gradient_terms import nodes_behind
 from monetrun.core.errors import CaptureFailed
 from monetrun.runtime import probe
 from monetrun.runtime.settings import AS_IS_MARK, PROBE, Settings
@@ -36,18 +37,7 @@ def found_before(settings: Settings) -> str:
 
 def compiled_calls(roots: Iterable[Any]) -> list[Any]:
     """The autograd nodes of compiled calls that the backward of ``roots`` (tensors) runs."""
-    found = []
-    waiting = [root.grad_fn for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node.name() == _COMPILED:
-            found.append(node)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return found
+    return [node for node in nodes_behind(roots) if node.name() == _COMPILED]
 
 
 def models_run_as_they_are(names: Sequence[str], use: str, settings: Settings, has_stepped: bool) -> str:
