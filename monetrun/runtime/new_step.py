@@ -18,8 +18,8 @@ from monetrun.core.plan import Schedule
 from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, OUTSIDE, Event, StepRecord, replay
 
 # What a loss allocates between forward and backward, as a multiple of the model's outputs, where no step was recorded:
-# log-probabilities, their gradient, and the logits' gradient.
-_LOSS_COPIES = 3
+# log-probabilities, their gradient, and the logits' gradient are held; a square's backward takes four for a moment.
+_LOSS_HOLDS, _LOSS_TAKES = 3, 4
 _LAST_STEPS = (LAST_GRADIENTS, LAST_OUTPUTS)
 
 
@@ -66,11 +66,11 @@ def events_of(
             held, peak, freed = _recorded_outside(record, schedules, k)
             freed = freed if freed <= gradients_bytes else 0
             return _in_between(math.ceil(held * growth), math.ceil(peak * growth), freed)
-    return _in_between(_LOSS_COPIES * now, _LOSS_COPIES * now)
+    return _in_between(_LOSS_HOLDS * now, _LOSS_TAKES * now)
 
 
-def with_less_outside(step: StepRecord, share: float) -> StepRecord:
-    """``step`` where the script allocates this share of what it was estimated to allocate outside the graph.
+def with_less_outside(step: StepRecord, held: float, taken: float) -> StepRecord:
+    """``step`` where the script holds, and takes, these shares of what it was estimated to outside the graph.
 
     The backward frees nothing of it.
     """
@@ -78,7 +78,7 @@ def with_less_outside(step: StepRecord, share: float) -> StepRecord:
     def less(event: Event) -> Event:
         if event.name in _LAST_STEPS:
             return event
-        delta, peak = int(event.delta_bytes * share), int(event.peak_bytes * share)
+        delta, peak = int(event.delta_bytes * held), int(event.peak_bytes * taken)
         return replace(event, delta_bytes=delta, peak_bytes=peak, released=())
 
     return replace(step, events=tuple(map(less, step.events)))

@@ -35,8 +35,8 @@ from monetrun.solve import greedy
 # more than the plan's one may take there.
 _KEPT, _AS_FAST = 8, 0.02
 # How many times longer a step waits for a plan in reserved bytes before it is planned in allocated ones; and shares of
-# what the script is estimated to allocate that are tried where a step with all of it does not fit.
-_LONGER, _SHARES_OF_OUTSIDE = 4, (2 / 3, 1 / 3)
+# what the script is estimated to hold and to take that are tried where a step with all of it does not fit.
+_LONGER, _SHARES_OF_OUTSIDE = 4, ((1 / 3, 1.0), (2 / 3, 2 / 3), (1 / 3, 1 / 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def _from_the_best(
         step = replace(step, memory=None)
     yield from (_Way(step, spare, options) for spare in spares)
     if estimated:
-        yield from (_Way(new_step.with_less_outside(step, share), 0, options) for share in _SHARES_OF_OUTSIDE)
+        yield from (_Way(new_step.with_less_outside(step, *shares), 0, options) for shares in _SHARES_OF_OUTSIDE)
 
 
 def _smallest(graph: Graph, failures: Sequence[Exception]) -> list[Schedule]:
