@@ -48,7 +48,7 @@ class Enforcement:
         self._libraries = False
         self._held_bytes = self._retries = 0  # reserved when the pool was held last, and allocations retried by then
         self._lifted = True  # until a captured graph begins its forward
-        self._suspended = False  # the present step is not bounded
+        self._suspended = self._paused = False  # the present step is not bounded, or not now
         self.share_was_estimated = self.share_is_estimate = False
         self._step_ended = False
         self._noted_bytes = 0
@@ -85,7 +85,23 @@ class Enforcement:
     @property
     def holds(self) -> bool:
         """Whether the present step is held to the budget."""
-        return not (self._lifted or self._suspended)
+        return not (self._lifted or self._suspended or self._paused)
+
+    def pause(self) -> None:
+        """What begins within a step is no part of it: it is not bounded until ``goes_on``."""
+        self._paused = True
+        set_limit(self.device, None)
+        self.meter.reset_peak()
+
+    def goes_on(self) -> bool:
+        """The step goes on. Gives whether it was paused."""
+        if not self._paused:
+            return False
+        self._step_ended = True
+        self.call_begins()
+        self._paused = False
+        set_limit(self.device, self._limit_bytes())
+        return True
 
     def call_begins(self) -> None:
         """A planned model is called in training: tell what was allocated since the last step, if that was much."""
@@ -147,7 +163,7 @@ class Enforcement:
         """A training step has ended: nothing is bounded until the next one."""
         if not self._lifted:
             self._lifted = self._step_ended = True
-            self._suspended = False
+            self._suspended = self._paused = False
             set_limit(self.device, None)
             self.meter.reset_peak()
 

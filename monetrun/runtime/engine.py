@@ -232,8 +232,8 @@ class Engine(_Recording, WithRoom):
 
     def optimizer_begins(self, again: bool) -> None:
         """An optimizer's step begins (``again``: its second, where a trial run ends), or goes on after its closure."""
+        self.optimizer_goes_on()
         if self.recorder is None:
-            self.meters.steps.optimizer_begins()
             return
         if again and self.settings.mode == PROBE and not self._record_again:
             _end_trial(self)

@@ -33,6 +33,9 @@ class TrainingObserver(Protocol):
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``; the gradients are still there."""
 
+    def evaluates(self, module: nn.Module) -> None:
+        """The script calls ``eval`` of a module."""
+
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """The script differentiates ``roots``; ``create_graph``: to differentiate the gradients, too."""
 
@@ -98,7 +101,7 @@ def _trained(made: Iterable[Optimizer]) -> set[int]:
 def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     """Patch torch so that ``observer`` sees the script's optimizers; closing ``undo`` restores torch."""
     init, add_group = Optimizer.__init__, Optimizer.add_param_group
-    zero_optimizer, zero_module = Optimizer.zero_grad, nn.Module.zero_grad
+    zero_optimizer, zero_module, evaluate = Optimizer.zero_grad, nn.Module.zero_grad, nn.Module.eval
     compile_, replicate = torch.compile, nn.Module._replicate_for_data_parallel
     _observes(True)
     undo.callback(_observes, False)
@@ -126,6 +129,11 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
             observer.zeroing_gradients(self.parameters(), set_to_none)
         zero_module(self, set_to_none)
 
+    def observed_eval(self: nn.Module) -> nn.Module:
+        if not torch.compiler.is_compiling():
+            observer.evaluates(self)
+        return evaluate(self)
+
     def observed_compile(model: Any = None, **kwargs: Any) -> Any:
         if model is not None and not kwargs.get("disable"):  # None: a decorator with options, which calls this again
             observer.compiles(model)
@@ -143,6 +151,7 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         (Optimizer, "add_param_group", observed_add_group, add_group),
         (Optimizer, "zero_grad", observed_zero_optimizer, zero_optimizer),
         (nn.Module, "zero_grad", observed_zero_module, zero_module),
+        (nn.Module, "eval", observed_eval, evaluate),
     ):
         functools.update_wrapper(function, original)
         undo.enter_context(patched(owner, name, function))

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from monetrun.capture.allocator_history import large_blocks
@@ -85,6 +86,9 @@ class PlainRun:
         self.optimizer_made(optimizer)
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
+        """Nothing to do."""
+
+    def evaluates(self, module: nn.Module) -> None:
         """Nothing to do."""
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:

@@ -116,6 +116,8 @@ class PlannedCall(NotCopied):
         if self.model is not None:  # Dynamo may be at work on what calls this
             return _without_dynamo(self._run_part, module, args, kwargs)
         if not self.nesting.is_outermost_training(module) or _hooks_take_what_it_saves(self):
+            if self.nesting.outermost and not torch.is_grad_enabled():
+                self.engine.evaluates()
             return module._call_impl(*args, **kwargs)
         result = self._run_outermost(module, args, kwargs)
         if not self._said:

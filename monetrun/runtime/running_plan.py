@@ -27,6 +27,7 @@ from monetrun.planning.summary import planned_bytes, rounding_note
 from monetrun.runtime import adaptation, agreement, moved_memory
 from monetrun.runtime.collective_times import CollectiveTimes
 from monetrun.runtime.enforcement import Enforcement
+from monetrun.runtime.open_step import OpenStep
 from monetrun.runtime.other_shapes import NewGraph, OtherShapes
 from monetrun.runtime.output_uses import OutputUses
 from monetrun.runtime.room import Room, Shortage
@@ -258,6 +259,7 @@ class WithRoom:
 
     def __init__(self) -> None:
         self.uses = OutputUses()
+        self.open_step = OpenStep()
 
     def runs_in_python(self) -> None:
         """A part of a model does from now on: a share of the plain peak is of the recorded step only."""
@@ -268,10 +270,22 @@ class WithRoom:
     def check_room(self, fingerprint: str) -> None:
         """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""
         assert self.running is not None
+        self.open_step.goes_on(self.running)
         self.running.check_room(fingerprint)
+
+    def evaluates(self) -> None:
+        """A planned model is about to be evaluated, or called without gradients."""
+        self.open_step.evaluates(self.running)
+
+    def optimizer_goes_on(self) -> None:
+        """An optimizer's step begins, or goes on after its closure."""
+        self.open_step.goes_on(self.running)
+        if self.running is not None:
+            self.running.steps.optimizer_begins()
 
     def gradients_come(self, graph: int, form: Hashable, *, recording: bool) -> None:
         """A backward begins. Of a step that uses other outputs than the recorded one, a share is not enforced."""
+        self.open_step.goes_on(self.running, backward=True)
         early = self.running is not None and not self.running.steps.settled
         known = self.uses.are_as_recorded(graph, form, recording=recording, early=early)
         if not known and self.running is not None:

@@ -20,7 +20,16 @@ from monetrun.capture import cpu_allocator, double_backward, fake_tensors, roofl
 from monetrun.core.errors import BudgetExceeded, CaptureFailed, word_as_arguments
 from monetrun.core.imports import without_collection
 from monetrun.core.log_lines import print_warnings
-from monetrun.runtime import agreement, apply_arguments, candidates, hooks, planned_calls, sharding, unplannable_use
+from monetrun.runtime import (
+    agreement,
+    apply_arguments,
+    candidates,
+    hooks,
+    planned_calls,
+    sharding,
+    unplannable_use,
+    unplanned,
+)
 from monetrun.runtime.dynamo_settings import prepare_dynamo
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.reporter import Reporter
@@ -150,7 +159,8 @@ def close() -> dict[str, Any]:
     engine = _session.engine
     plan, findings = (None, {}) if engine is None else (engine.plan, engine.findings())
     if plan is None:
-        _session.reporter.warn(f"nothing was planned: {_why_unplanned(_session)}")
+        seen = _session.models(), _session.optimizers, _session.stepped
+        _session.reporter.warn(f"nothing was planned: {unplanned.why(engine, bool(_session.reporter.warned), *seen)}")
     _session.close()
     if plan is None:
         return {}
@@ -162,21 +172,6 @@ def close() -> dict[str, Any]:
         "measured_peak_bytes": findings["measured_peak_bytes"] if findings["exact"] else None,
         "steps": findings["steps"],
     }
-
-
-def _why_unplanned(session: Session) -> str:
-    """Why a session that ends has no plan."""
-    waiting = [type(optimizer).__name__ for optimizer in session.optimizers if optimizer not in session.stepped]
-    if session.engine is not None and session.engine.refused:
-        return "no schedule fits the budget (see the error above)"
-    if session.engine is None and session.reporter.warned:
-        return "the warnings above say why"
-    if session.engine is None:
-        models = candidates.outermost_name(session.models())
-        return f"no training forward of {models} has run since apply (in training mode, with gradients enabled)"
-    if waiting or not session.stepped:
-        return f"no step of {', '.join(waiting) or 'an optimizer'} has ended since the model's first training forward"
-    return "training ended before the plan is made: when the second step begins, or the third where outputs are held"
 
 
 class Session:
@@ -241,7 +236,8 @@ class Session:
     def report(self) -> None:
         """Leave what this rank measured for the launcher."""
         found = self._findings if self.engine is None else self.engine.findings()
-        self.reporter.write({**found, "short": self.short, "unplanned": _unsaid(self)})
+        unsaid = unplanned.unsaid(self.engine, bool(self.reporter.warned), self.optimizers, self.stepped)
+        self.reporter.write({**found, "short": self.short, "unplanned": unsaid})
 
     def trained_parameters(self) -> list[torch.Tensor]:
         """The parameters of all optimizers, each once."""
@@ -264,6 +260,11 @@ class Session:
         """The script calls ``zero_grad``."""
         if self.engine is not None:
             self.engine.zeroing_gradients(parameters, set_to_none)
+
+    def evaluates(self, module: nn.Module) -> None:
+        """The script calls ``eval`` of a module."""
+        if self.engine is not None and not {id(m) for m in module.modules()}.isdisjoint(map(id, self.models())):
+            self.engine.evaluates()
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """The script differentiates ``roots``. A trial run ends with the second time if there is no optimizer."""
@@ -384,13 +385,6 @@ def _engine(session: Session, module: nn.Module) -> Engine:
     breaks.quiet_failures()
     device = candidates.device_of(module)
     return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan)
-
-
-def _unsaid(session: Session) -> str:
-    """Why nothing was planned, where no warning has said it."""
-    if session.engine or session.reporter.warned:
-        return ""
-    return unplannable_use.no_step(bool(session.optimizers), bool(session.stepped))
 
 
 def _calls(session: Session) -> list[PlannedCall | Trigger]:

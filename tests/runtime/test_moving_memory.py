@@ -130,6 +130,56 @@ def test_what_is_kept_later_and_larger_evaluations_are_planned_around_on_the_spo
     assert err.count("between training steps") == 1
 
 
+@pytest.mark.parametrize("begins", [0, 1], ids=["from the first step on", "later"])
+@pytest.mark.parametrize("followed_by", ["a forward", "the optimizer"])
+def test_evaluation_in_an_accumulation_that_is_left_open_is_not_within_the_budget(begins, followed_by, capsys):
+    open_after = 1 if followed_by == "a forward" else 0  # evaluation after an odd number of backward passes: of two
+
+    def script():
+        model, optimizer = pair()
+        batches, losses = 0, []
+        for epoch in range(4):
+            for _ in range(2 + open_after * (epoch % 2)):
+                loss = F.mse_loss(model(torch.randn(1024, WIDTH)), torch.ones(1024, WIDTH))
+                loss.backward()
+                losses.append(loss.item())
+                batches += 1
+                last = not open_after and batches % 2 == 0
+                if epoch > begins and last:
+                    evaluated(model, losses)
+                if batches % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if epoch > begins and not last:
+                evaluated(model, losses)
+        return [*losses, *(p.sum().item() for p in model.parameters())]
+
+    def evaluated(model, losses):
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(torch.randn(1 << 15, WIDTH)).mean().item())
+        model.train()
+
+    plain, planned, engine = under(str(8 * MIB), script)
+    assert planned == plain
+    assert engine.peak_bytes <= 8 * MIB
+    assert capsys.readouterr().err.count("between training steps") == 1
+
+
+def test_evaluation_that_is_a_part_of_each_step_is_within_the_budget():
+    def script():
+        model, optimizer = pair()
+        for batch in (512, 512, 512, 1 << 15):
+            F.mse_loss(model(torch.randn(512, WIDTH)), torch.ones(512, WIDTH)).backward()
+            with torch.no_grad():
+                model(torch.randn(batch, WIDTH))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        under(str(8 * MIB), script)
+
+
 def test_a_share_is_of_the_largest_plain_peak_seen(capsys):
     def script():
         model, optimizer = pair()
