@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from monetrun.runtime.running_plan import RunningPlan
+from monetrun.runtime.enforcement import Enforcement
+from monetrun.runtime.step_meter import StepMeter
+
+
+class Running(Protocol):
+    """A plan that runs."""
+
+    enforcement: Enforcement
+    steps: StepMeter
 
 
 class OpenStep:
@@ -14,7 +21,7 @@ class OpenStep:
     def __init__(self) -> None:
         self._after_backward = self._recorded_here = self._in_each_step = False
 
-    def evaluates(self, running: RunningPlan | None) -> None:
+    def evaluates(self, running: Running | None) -> None:
         """The script calls ``eval`` of a planned model, or the model itself without gradients.
 
         Between a forward and its backward that is a part of the step, like a target that the loss needs. Where it
@@ -27,7 +34,7 @@ class OpenStep:
             running.steps.interrupt()
             running.enforcement.pause()
 
-    def goes_on(self, running: RunningPlan | None, *, backward: bool = False) -> None:
+    def goes_on(self, running: Running | None, *, backward: bool = False) -> None:
         """What belongs to a training step begins: a forward, a ``backward``, or an optimizer's step."""
         self._after_backward = backward
         self._recorded_here |= running is None

@@ -27,7 +27,8 @@ def why(
         engine: of the session.
         warned: there were warnings.
         models: that are planned, or wait for it.
-        optimizers: of the session; ``stepped``: those that have made a step.
+        optimizers: of the session.
+        stepped: those that have made a step.
     """
     waiting = [type(optimizer).__name__ for optimizer in optimizers if optimizer not in stepped]
     if engine is not None and engine.refused:
