@@ -6,6 +6,7 @@ outputs. Those that only a graph's saved values hold are freed in its backward (
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ class _Call:
         self.alive: dict[int, StorageWeakRef] = {}
         self.inputs: dict[int, StorageWeakRef] = {}
         self.versions: list[tuple[int, torch.Tensor, int]] = []  # of inputs and outputs
+        self.written: list[tuple[int, StorageWeakRef, int]] = []  # parameters and buffers, and how often they were
         self.ended: dict[int, int] = {}
         self.read_as: dict[int, list[tuple[JointGraph, int]]] = {}
 
@@ -80,17 +82,36 @@ class _Call:
         return found
 
     def note_versions(self, nodes: Iterable[Any], values: Iterable[Any]) -> None:
-        """Note the versions that inputs or outputs have now, but no parameters and buffers."""
+        """Note the versions that inputs or outputs have now."""
         for node, value in zip(nodes, values, strict=True):
             t = self.joint.storage.get(node) if isinstance(node, fx.Node) else None
             if t is None or not isinstance(value, torch.Tensor) or value.is_inference():
                 continue
-            if t in self.joint.transient if self.external(t) else self.joint.graph.tensors[t].kept:
+            if self.external(t) or self.joint.graph.tensors[t].kept:
                 self.versions.append((t, _counter(value), value._version))
 
-    def changed(self) -> set[int]:
-        """The inputs and outputs that have other versions now."""
-        return {t for t, counter, version in self.versions if counter._version != version}
+    def note_weights(self, values: Iterable[Any], writes: Counter[int]) -> None:
+        """Count its own writes of parameters and buffers in ``writes``, by storage; note what others' are so far.
+
+        Those of running statistics count as no new version (``buffer_versions``).
+        """
+        own = written_by(self.joint)
+        for node, value in zip(self.joint.primals, values, strict=True):
+            t = self.joint.storage.get(node)
+            if t is None or t in self.joint.transient or not isinstance(value, torch.Tensor):
+                continue
+            storage = StorageWeakRef(value.untyped_storage())
+            if t in own:
+                writes[storage.cdata] += 1
+            else:
+                self.written.append((t, storage, writes[storage.cdata]))
+
+    def changed(self, writes: Counter[int]) -> set[int]:
+        """The inputs and outputs that have other versions now, but for weights that the graph itself writes."""
+        own = written_by(self.joint)
+        found = {t for t, counter, version in self.versions if counter._version != version}
+        found |= {t for t, storage, before in self.written if writes[storage.cdata] != before}
+        return {t for t in found if t in self.joint.transient or not self.external(t) or t not in own}
 
 
 class Lifetimes:
@@ -106,6 +127,7 @@ class Lifetimes:
         self._calls: list[_Call] = []
         self._script: set[int] = set()  # stretches between calls
         self._changed: dict[int, set[int]] = {}  # by the id of the joint graph
+        self._writes: Counter[int] = Counter()  # of parameters and buffers by graphs, by storage
 
     def forward_begins(self, joint: JointGraph, stretch: int, arguments: Sequence[Any]) -> None:
         """A forward begins, in stretch ``stretch``.
@@ -123,6 +145,7 @@ class Lifetimes:
             owner, output = outputs[storage]
             owner.read_as.setdefault(output, []).append((joint, t))
         self._calls[-1].note_versions(joint.primals, arguments)
+        self._calls[-1].note_weights(arguments, self._writes)
 
     def forward_ended(self, results: Sequence[Any]) -> None:
         """It has ended with ``results``: its outputs, then its saved values."""
@@ -136,7 +159,7 @@ class Lifetimes:
         for call in reversed(self._calls):
             if call.joint is joint and call.backward == _NOT_YET:
                 call.backward = stretch
-                self._changed.setdefault(id(joint), set()).update(call.changed())
+                self._changed.setdefault(id(joint), set()).update(call.changed(self._writes))
                 tangents = joint.tangents
                 given = arguments[len(arguments) - len(tangents) :]
                 call.watch(
@@ -211,7 +234,7 @@ class Lifetimes:
         return last is call and (call is self._calls[0] or not self._first_inputs_only)
 
     def changed(self, joint: JointGraph) -> set[int]:
-        """Inputs and outputs of ``joint`` that the script changed, in place, between a forward and its backward."""
+        """Inputs and outputs of ``joint`` that others changed, in place, between a forward and its backward."""
         return self._changed.get(id(joint), set())
 
     def held(self) -> list[tuple[JointGraph, int]]:
@@ -226,6 +249,12 @@ class Lifetimes:
             for t, at in call.ended.items()
             if at <= stretch and call.waits_at(stretch) and self._may_be_saved(call, t)
         )
+
+
+def written_by(joint: JointGraph) -> set[int]:
+    """The inputs that the graph writes: AOTAutograd copies their new values into them."""
+    copies = joint.module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return {t for copy in copies if (t := joint.storage.get(copy.args[0])) is not None}
 
 
 def _counter(value: torch.Tensor) -> torch.Tensor:
