@@ -22,6 +22,7 @@ from monetrun.capture.clock import Clock
 from monetrun.capture.gradient_terms import keep_mark
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lowering import lower, own_outputs
+from monetrun.capture.marks import ONE_CALL_WITH_NEXT, STEP
 from monetrun.capture.open_strides import TRACED_STRIDES
 from monetrun.core.errors import ScheduleError
 from monetrun.core.graph import FORWARD, Costs
@@ -33,9 +34,8 @@ from monetrun.ops.registry import Call
 aten = torch.ops.aten
 monet = torch.ops.monet
 
-# in a call's meta: see ``_Builder._extra_share``, and the step of the schedule that it is
+# in a call's meta: see ``_Builder._extra_share``
 _EXTRA = "monetrun_extra_share"
-_STEP = "monetrun_step"
 
 
 @dataclass
@@ -186,7 +186,7 @@ class _Builder:
         in_plain = again and self.in_plain[step.operator] > 0
         self.in_plain[step.operator] -= in_plain
         new.meta[_EXTRA] = self._extra_share(step, again and not in_plain)
-        new.meta[_STEP] = step
+        new.meta[STEP] = step
         keep_mark(new, node, call.args)
         written = self.joint.graph.operators[step.operator].outputs
         # a kept tensor that is written again is a copy without readers: they use the first one
@@ -254,8 +254,8 @@ def _views_by_storage(joint: JointGraph) -> dict[int, list[fx.Node]]:
 
 
 def _metadata(node: fx.Node) -> dict[str, Any]:
-    keep = ("val", "tensor_meta", "nn_module_stack", "stack_trace", "desc", "partitioner_tag", TRACED_STRIDES)
-    return {k: v for k, v in node.meta.items() if k in keep}
+    keep = ("val", "tensor_meta", "nn_module_stack", "stack_trace", "desc", "partitioner_tag")
+    return {k: v for k, v in node.meta.items() if k in (*keep, TRACED_STRIDES, ONE_CALL_WITH_NEXT)}
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -375,7 +375,7 @@ def timed_by_step(
     copies: dict[fx.Node, fx.Node] = {}
     begun = False
     for node in module.graph.nodes:
-        step: Step | None = node.meta.get(_STEP)
+        step: Step | None = node.meta.get(STEP)
         if node.op != "placeholder" and not begun:
             graph.call_function(begins)
             begun = True

@@ -16,6 +16,9 @@ import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
+from monetrun.capture.marks import ONE_CALL_WITH_NEXT, STEP
+from monetrun.core.plan import Step
+
 # Runs a backward: yields a list with the gradients of each turn, to be emptied by who takes them, then returns all
 # results, in which they are None.
 Turns = Callable[[list[Any]], Generator[list[Any], None, Any]]
@@ -40,6 +43,8 @@ def in_turn(module: fx.GraphModule, order: Sequence[int]) -> InTurn:
     """A backward module of ``execute.build`` as one that gives its results in turn.
 
     A gradient is given after the last call that reads it: autograd keeps what it alone holds, and copies it otherwise.
+    That of a convolution's weight is given after the input's, which reads the weight: eager has both from one call, and
+    a hook may change the weight once it has its gradient (an optimizer's step within the backward).
 
     Args:
         module: is left as it is.
@@ -52,8 +57,11 @@ def in_turn(module: fx.GraphModule, order: Sequence[int]) -> InTurn:
     place = {node: i for i, node in enumerate(nodes)}
     at = max((i for i, node in enumerate(nodes) if node.op == "placeholder"), default=-1)
     turns: list[tuple[int, list[int]]] = []
+    others = _other_halves(nodes)
     for position in order:
         final = max(place[node] for node in (results[position], *results[position].users))
+        given = results[position]
+        final = max(final, others.get(given.args[0] if given.target is operator.getitem else given, 0))
         while final + 1 < len(nodes) and nodes[final + 1].target is operator.getitem:
             final += 1
         at = max(at, final)
@@ -68,6 +76,21 @@ def in_turn(module: fx.GraphModule, order: Sequence[int]) -> InTurn:
             graph.call_function(_give, (given,))
     by_turn = tuple(tuple(positions) for _, positions in turns)
     return InTurn(_generator(module, graph), by_turn, len(results))
+
+
+def _other_halves(nodes: Sequence[fx.Node]) -> dict[Any, int]:
+    """The places of calls that eager makes together with the one before: by the first of the two."""
+    found: dict[Any, int] = {}
+    first: dict[int, fx.Node] = {}  # by the number of the operator that belongs to it
+    for place, node in enumerate(nodes):
+        step: Step | None = node.meta.get(STEP)
+        if step is None:
+            continue
+        if (waiting := first.pop(step.operator, None)) is not None:
+            found[waiting] = place
+        if ONE_CALL_WITH_NEXT in node.meta:
+            first[step.operator + 1] = node
+    return found
 
 
 def _take_views_early(graph: fx.Graph, results: Sequence[Any]) -> None:

@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from monetrun.capture.collective_operators import is_collective
+from monetrun.capture.marks import ONE_CALL_WITH_NEXT
 from monetrun.capture.output_gradients import OVERWRITES
 from monetrun.capture.regions import Regions
 from monetrun.capture.storages import Storages, mutated_inputs, mutates, tensors_in
@@ -101,7 +102,7 @@ def describe(
                 signature=signatures[0],
                 checkpoint=regions.number(node),
                 checkpoint_keeps=node.meta.get("recompute") in _KEEPS,
-                one_call_with_next="monetrun_one_call_with_next" in node.meta,
+                one_call_with_next=ONE_CALL_WITH_NEXT in node.meta,
             )
             described.append(Described(op, node, alternatives, measured, signatures))
             readable.update(written)

@@ -15,6 +15,7 @@ from torch.fx.node import _side_effectful_functions
 
 from monetrun.capture.filled_strides import kept_where_eager_fills_in_place
 from monetrun.capture.kernel_strides import as_kernels_give_them
+from monetrun.capture.marks import ONE_CALL_WITH_NEXT
 from monetrun.capture.python_entries import replace_entry
 from monetrun.ops.families import cudnn_batch_norm
 from monetrun.ops.registry import call_of
@@ -82,7 +83,7 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
         for part, present in ((weight_part, (1, 2)), (input_part, (0,))):
             part.meta = dict(node.meta)
             part.meta["val"] = tuple(v if i in present else None for i, v in enumerate(value))
-        weight_part.meta["monetrun_one_call_with_next"] = True
+        weight_part.meta[ONE_CALL_WITH_NEXT] = True
         for user in list(node.users):
             user.replace_input_with(node, input_part if user.args[1] == 0 else weight_part)
         module.graph.erase_node(node)

@@ -68,6 +68,30 @@ def test_gradients_arrive_as_in_the_plain_backward(monkeypatch, make, example):
     assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
 
 
+def stepping(module, run, x):
+    def step(parameter):
+        parameter.data.sub_(parameter.grad)
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        run(x).square().mean().backward()
+    return list(module.parameters())
+
+
+@pytest.mark.parametrize("make", [lambda: Residual(4, F.relu), lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))])
+def test_optimizers_may_step_within_the_backward(monkeypatch, make):
+    monkeypatch.setattr(gradient_order, "communicates", lambda: True)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, planned, x = make(), make(), torch.randn(2, 4, 6, 6)
+    planned.load_state_dict(plain.state_dict())
+    expected = stepping(plain, plain, x)
+    found = stepping(planned, torch.compile(planned, backend=Backend(Chooser(), "net")), x)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 class Layers(nn.Module):
     """Not an ``nn.Sequential``, as which torch 2.11 does not capture a whole model."""
 
