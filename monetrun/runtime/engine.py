@@ -36,6 +36,7 @@ from monetrun.runtime.budget_here import budget_here
 from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.first_steps import FirstSteps
 from monetrun.runtime.recorder import Recorder
+from monetrun.runtime.recording import Recording
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.running_plan import RunningPlan, WithRoom, intervals_of
@@ -48,39 +49,7 @@ from monetrun.runtime.terms import GradientTerms
 _log = logging.getLogger("monetrun")
 
 
-class _Recording:
-    """Passes what it sees of a step on to the recorder, while one is recorded."""
-
-    recorder: Recorder | SecondStep | None = None
-    _step_recorded = _record_again = False
-    refused = False  # no schedule fits the budget
-
-    def capturing(self) -> contextlib.AbstractContextManager[None]:
-        """A graph is captured, while a step is recorded."""
-        return contextlib.nullcontext() if self.recorder is None else self.recorder.capturing()
-
-    def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
-        """A graph is about to run, while a step is recorded."""
-        if self.recorder is not None:
-            self.recorder.call_begins(phase, graph, arguments)
-
-    def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
-        """It has run."""
-        if self.recorder is not None:
-            self.recorder.call_ended(phase, graph, results)
-
-    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Its backward is about to give gradients."""
-        if self.recorder is not None:
-            self.recorder.gradients_given(graph, nodes, gradients)
-
-    def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
-        """The script calls ``zero_grad``."""
-        if self.recorder is not None and not self._step_recorded:
-            self.recorder.zeroing_gradients(parameters, set_to_none)
-
-
-class Engine(_Recording, WithRoom):
+class Engine(Recording, WithRoom):
     """Chooses the schedules of all captured graphs, and measures what running them takes.
 
     Without a plan the first step is recorded; when it has ended, or the one after it, it is planned.
@@ -142,7 +111,7 @@ class Engine(_Recording, WithRoom):
     def close(self) -> None:
         """Lift the allocation limit, and drop what refers to parameters: torch keeps its last backend, and so this."""
         set_limit(self.device, None)
-        self.recorder = None
+        self.recorder = None if self.recorder is None else self.recorder.stop()
         if self.running is not None:
             self.running.collectives.close()
         self.scalars.close()

@@ -8,6 +8,7 @@ is chosen holds within a planned call only: evaluation does as the script says.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,8 @@ from monetrun.core.plan import Plan
 from monetrun.core.sharding import ShardedModule
 from monetrun.runtime.collectives import through_gloo
 from monetrun.runtime.sharding import is_sharded
+
+_kept: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that kept their parameters though the script has them freed
 
 # Attributes of torch's ``FSDPParamGroup``; in a torch where one is missing, modules do as the script says.
 _USED = ("post_forward_mesh_info", "mesh_info", "fsdp_params", "_training_state", "_all_gather_result", "is_unsharded")
@@ -47,10 +50,20 @@ def within_call(module: nn.Module, keeps: bool | None) -> Iterator[None]:
         return
     scripted = group.post_forward_mesh_info
     group.post_forward_mesh_info = None if keeps else group.mesh_info
+    if keeps and scripted is not None:
+        _kept.add(group)
     try:
         yield
     finally:
         group.post_forward_mesh_info = scripted
+
+
+def optimizer_ended() -> None:
+    """Free what no backward has freed (a forward without one): the gathered parameters are not those of now."""
+    while _kept:
+        group = _kept.pop()
+        if group.is_unsharded:
+            group.reshard()
 
 
 def parameter_group(module: nn.Module) -> Any:

@@ -24,7 +24,7 @@ from monetrun.core.step_changes import with_excess
 from monetrun.planning import kept, planner
 from monetrun.planning.intervals import Interval, counted_steps, intervals
 from monetrun.planning.summary import planned_bytes, rounding_note
-from monetrun.runtime import adaptation, agreement, moved_memory
+from monetrun.runtime import adaptation, agreement, moved_memory, resharding
 from monetrun.runtime.collective_times import CollectiveTimes
 from monetrun.runtime.enforcement import Enforcement
 from monetrun.runtime.open_step import OpenStep
@@ -188,6 +188,7 @@ class RunningPlan:
         """An optimizer's step has ended."""
         self.room.optimizer_ended()
         self.enforcement.lift()
+        resharding.optimizer_ended()
 
     def check_room(self, fingerprint: str) -> None:
         """A graph's forward begins, and with it the budget holds; a call of which nothing was captured is not bounded.

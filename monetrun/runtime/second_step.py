@@ -93,6 +93,10 @@ class SecondStep(WithoutCaptures):
 
     # ---- as the recorder
 
+    def stop(self) -> None:
+        """See ``Recorder.stop``."""
+        self._recorder.stop()
+
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """See ``Recorder.choose``."""
         return self._recorder.choose(joint)

@@ -204,6 +204,7 @@ class Session:
         self._findings: dict[str, Any] = {}  # of an engine that is in use no more
         self.short: dict[str, Any] = {}
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have made a step before any backward
+        self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # make their first step long after others
         self._nesting = Nesting()
         self._undo = contextlib.ExitStack()
 
@@ -320,10 +321,12 @@ class Session:
         if not self._backwards and self.engine is None and optimizer not in self._idle:
             self._idle.add(optimizer)  # no training step: loading a checkpoint makes one to allocate the state
             return
+        if optimizer in self.stepped and self.engine is not None and self.engine.waits_for_others():
+            self._late.update(one for one in self.optimizers if one not in self.stepped)
         self.stepped.add(optimizer)
         if self.engine is None and not self.reporter.warned and (unseen := self.models()):
             self.reporter.give_up(unplannable_use.unseen(candidates.outermost_name(unseen), optimizer))
-        all_stepped = hooks.all_trained(self.optimizers, self.stepped)
+        all_stepped = hooks.all_trained(self.optimizers - self._late, self.stepped)
         if self.engine is not None:
             self.engine.optimizer_ended(type(optimizer).__name__, all_stepped)
             self.reporter.write_now_and_then(self.engine.findings)

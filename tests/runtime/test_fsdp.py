@@ -155,7 +155,7 @@ def images(step):
     return torch.randn(16, 3, 24, 24, generator=generator)
 
 
-def trained(build, steps=4, micro_batches=1, given=batch):
+def trained(build, steps=4, micro_batches=1, given=batch, looks=False):
     """Losses, this rank's part of the state, and the generator's state after training; no tensor of the model stays."""
     torch.manual_seed(0)
     model = build()
@@ -172,6 +172,8 @@ def trained(build, steps=4, micro_batches=1, given=batch):
             del logits
             loss.backward()
             losses.append(loss.item())
+        if looks:
+            losses.append(model(x).float().mean().item())
         optimizer.step()
         optimizer.zero_grad()
     parts = {k: v.to_local() if hasattr(v, "to_local") else v for k, v in model.state_dict().items()}
@@ -270,6 +272,14 @@ def test_the_planned_choice_of_kept_parameters_holds_in_training_alone_and_withi
     assert resharding(built[-1]) == [scripted] * 4  # evaluation does as the script says
     for interval in intervals_of(engine.running):
         assert interval.measured_peak_bytes <= interval.planned_peak_bytes * 1.01, interval
+
+
+def test_parameters_that_a_forward_without_a_backward_has_gathered_are_gathered_anew_after_the_step(group):
+    expected = trained(gpt, looks=True)
+    with session(budget="1.2x") as opened:
+        found = trained(gpt, looks=True)
+        assert all(opened.engine.plan.keeps_parameters.values())
+    assert found == expected
 
 
 def test_a_root_and_what_is_resharded_to_fewer_ranks_do_as_the_script_says(group):
