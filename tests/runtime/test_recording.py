@@ -38,9 +38,9 @@ def test_an_optimizer_that_begins_much_later_is_not_waited_for(steps, critic_ste
 
 
 def test_an_engine_that_ends_while_it_records_records_no_more():
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with opened_session(budget="0.8x", solver_seconds=1.0) as session:
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model(torch.randn(4, 8)).sum().backward()
         recorder, stopped = session.engine.recorder, []
         recorder.sharding.stop = lambda: stopped.append(1)
