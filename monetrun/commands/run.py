@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from monetrun.commands import SUMMARIES
 from monetrun.launcher.agent import launch_again, launch_until_decided
-from monetrun.launcher.job import as_it_is, keep_plan, open_job
+from monetrun.launcher.job import Job, as_it_is, keep_plan, open_job
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.page import check_folder, check_tensorboard
@@ -15,6 +15,7 @@ from monetrun.launcher.parser import LaunchParser, launch_parser
 from monetrun.launcher.process import restored_environment
 from monetrun.launcher.restart import forget_reports, plan_that_lasted, ran_short_early, tighter_plan
 from monetrun.launcher.script import check_script
+from monetrun.runtime.settings import PLAIN
 
 
 def prepare_parser() -> LaunchParser:
@@ -46,16 +47,26 @@ def run_launch(options: LaunchOptions) -> int:
         else:
             with restored_environment():  # workers get only the variables that prepare() returns
                 environment = job.prepare()
-            exit_code, restarts = launch_until_decided(options, environment), 0
-            while line := tighter_plan(environment, exit_code, restarts, options):
-                print(f"monetrun: {line}", file=sys.stderr, flush=True)
-                restarts += 1
-                exit_code = launch_again(options, environment)
-            if restarts and (tighter := plan_that_lasted(environment, exit_code)) is not None:
-                keep_plan(job, tighter)
-            short = ran_short_early(environment, exit_code)
+            exit_code = _with_tighter_plans(job, environment, launch_until_decided(options, environment))
+            if ran_short_early(environment, exit_code) and (anew := job.decide_anew()) is not None:
+                forget_reports(environment)
+                environment = job.follow(anew)
+                exit_code = _with_tighter_plans(job, environment, launch_again(options, environment))
+            short = job.mode != PLAIN and ran_short_early(environment, exit_code)
             if short and (instead := as_it_is(job, "memory ran out under each plan")) is not None:
                 forget_reports(environment)
                 exit_code = launch_again(options, job.follow(instead))
         job.finish(exit_code)
+    return exit_code
+
+
+def _with_tighter_plans(job: Job, environment: Mapping[str, str], exit_code: int) -> int:
+    """Launch again while memory runs out in the first steps and a tighter plan is found; gives the exit code."""
+    restarts = 0
+    while line := tighter_plan(environment, exit_code, restarts, job.options):
+        print(f"monetrun: {line}", file=sys.stderr, flush=True)
+        restarts += 1
+        exit_code = launch_again(job.options, environment)
+    if restarts and (tighter := plan_that_lasted(environment, exit_code)) is not None:
+        keep_plan(job, tighter)
     return exit_code

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import monetrun
 from monetrun.core.errors import MonetrunError
-from monetrun.core.user_folders import user_cache
+from monetrun.core.user_folders import NO_LOCKS_HERE, user_cache
 
 DEFAULT_FLAGS = ("-std=c++17", "-O3", "-march=native", "-Wall")
 _BUILD_TIMEOUT_SECONDS = 600.0
@@ -261,7 +261,11 @@ def _is_private(file: Path) -> bool:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600), "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS_HERE:
+                raise  # without a lock several processes may make the file, and each puts a whole one in place
         yield
 
 

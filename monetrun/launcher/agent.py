@@ -34,6 +34,7 @@ INTERRUPT_GRACE_SECONDS = 5
 
 # What ``launch`` gives where a worker has ended so that the launch starts anew (``unplannable_use``).
 START_ANEW = PROBED
+_ANEW = -1  # what ``launch`` gives then; a script may end with any code of its own
 
 # torch's messages that repeat what monetrun prints: (logger, how the message begins). LOGLEVEL shows them all.
 _REDUNDANT_MESSAGES = (
@@ -62,8 +63,8 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
         joined: gives further ones each time the nodes have met, before workers start.
 
     Returns:
-        0; ``START_ANEW``; or the exit code of the worker that failed first, 128 + n for signal n; or 128 + n if signal
-        n stopped the launcher. The reason of a failure has then been printed to stderr.
+        0; ``_ANEW``, where workers are to start anew; or the exit code of the worker that failed first, 128 + n for
+        signal n; or 128 + n if signal n stopped the launcher. The reason of a failure has then been printed to stderr.
 
     Raises:
         MonetrunError: the nodes did not find one another; or from ``joined``.
@@ -89,8 +90,8 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
             # record() writes the reason to the error file that a scheduler may have given to this process.
             record(run.run)(args)
         except ChildFailedError as error:
-            if wants_to_start_anew(error.failures, environment):
-                return START_ANEW
+            if wants_to_start_anew(error.failures, os.environ):  # on several nodes it has what ``joined`` gave
+                return _ANEW
             return report_failure(options, error.failures, stopped_pids)
         except SignalException as error:
             print(f"monetrun: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
@@ -110,7 +111,7 @@ def launch_until_decided(options: LaunchOptions, environment: Mapping[str, str],
     The second launch's workers find the reason in the report folder.
     """
     exit_code = launch(options, environment, joined)
-    if exit_code == START_ANEW:
+    if exit_code == _ANEW:
         exit_code = launch_again(options, environment, joined)
     return exit_code
 

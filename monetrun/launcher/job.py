@@ -6,12 +6,12 @@ run, the plan by the solver.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from monetrun.core.budget import Budget, parse, resolve
@@ -22,15 +22,15 @@ from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_collectives, with_excess, with_plain_peaks
 from monetrun.launcher import keys, memory, page, report
 from monetrun.launcher.decision import Decision
-from monetrun.launcher.kept import keep_measured_step, kept_plan, kept_record, kept_schedules
+from monetrun.launcher.kept import find_store, keep_measured_step, kept_plan, kept_record, kept_schedules
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.plain import budget_that_fits, find_plain, plain_instead
+from monetrun.launcher.plain import PLAIN_FILE, budget_that_fits, find_plain, plain_instead
 from monetrun.launcher.plan_file import read_plan
 from monetrun.launcher.process import exit_on_signals, full_disks_explained, restored_environment, temporary_folder
 from monetrun.launcher.progress import SolverProgress
-from monetrun.launcher.ranks import Ranks, find_ranks
+from monetrun.launcher.ranks import find_ranks
 from monetrun.launcher.trial import end_outer_trial, run_trial
-from monetrun.machine.store import Store, default_root
+from monetrun.machine.store import Store
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.explain import describes
 from monetrun.planning.frontier import Frontier, frontier, spread
@@ -73,6 +73,7 @@ class Job:
         plain: what the plain run takes of a CUDA device, once measured.
         record: the script's step, once known.
         plan: the step's plan, once known.
+        mode: of the workers that were started last.
         from_cache: nothing had to be made.
 
     Raises:
@@ -88,14 +89,20 @@ class Job:
         self.plain: PlainPeaks | None = None
         self.record: StepRecord | None = None
         self.plan: Plan | None = None
+        self.mode = RUN
         self.from_cache, self._plan_key = False, ""  # the key of the plan that was looked for
-        self._store = Store(default_root()) if options.use_cache else None
+        self._store = find_store() if options.use_cache else None
         self.folder = temporary_folder("monetrun_")
         self._reports = self.folder / "reports"
         self._reports.mkdir()
         self.settings = _settings(options, self._reports, self._store)
         place = (self.settings, self.folder, self.console, self._store)
-        self._find_plain = partial(find_plain, options, self.ranks, *place)
+        self._find_plain = functools.partial(find_plain, options, self.ranks, *place)
+
+    @functools.cached_property
+    def _record_key(self) -> str:
+        """Of the script as it is when the launch begins: it may be edited while it trains."""
+        return keys.record_key(self.options, self.ranks)
 
     def close(self) -> None:
         """Remove the job's files, other than the cache."""
@@ -123,7 +130,8 @@ class Job:
             raise _not_here(self.options.cost_model)
         if self.options.plan_file:
             self.plan = read_plan(self.options.plan_file)
-            self.record = _record_of(self.plan, self._store, self.options, self.ranks)
+            record = kept_record(self._store, self._record_key)  # with it, workers measure intervals
+            self.record = record if record is not None and describes(record, self.plan) else None
         elif self.options.probe:
             self.plain = self._find_plain()
             if budget_bytes := budget_that_fits(self.plain, self.budget, self.ranks):
@@ -135,9 +143,22 @@ class Job:
         found = self.plan, self.record, self.plain
         return Decision(RUN, self.budget, budget_bytes, *found, bool(self.options.plan_file), self.settings.as_is)
 
+    def decide_anew(self) -> Decision | None:
+        """``decide``, where memory has run out though the plain run fits by what an earlier launch has measured.
+
+        The script may read what is no part of the key: a file, or what it imports.
+        """
+        if self.mode != PLAIN or self.plain is None or (self.folder / PLAIN_FILE).exists():
+            return None
+        report.warn("memory ran out though the plain run fits by what an earlier launch has measured: measured anew")
+        self._find_plain(look=False)
+        self._find_record(needed=False, look=False)
+        return self.decide()
+
     def follow(self, decision: Decision, *, shown: bool = True) -> dict[str, str]:
         """Print what was decided, here or by another node; gives the variables of this node's workers."""
         self.plan, self.record, self.plain = decision.plan, decision.record, decision.plain
+        self.mode = decision.mode
         if shown:
             _print_decision(self, decision)
         return decision.environment(self.settings, self.folder, self.ranks.kind)
@@ -196,7 +217,7 @@ class Job:
         """Set ``record``, from the cache (``look``) or by a trial run; see ``run_trial``."""
         if self.record is not None:
             return
-        key = keys.record_key(self.options, self.ranks)
+        key = self._record_key
         self.record = kept_record(self._store, key) if look else None
         self.from_cache = self.record is not None
         if self.record is None:
@@ -211,7 +232,7 @@ class Job:
 
     def _find_plan(self, record: StepRecord) -> Plan:
         """Set ``plan``, from the cache or by the solver."""
-        record_key = keys.record_key(self.options, self.ranks)
+        record_key = self._record_key
         budget_bytes = self.budget_bytes()
         self._plan_key = keys.plan_key(self.options, record_key, budget_bytes, record)
         self.plan = kept_plan(self._store, self._plan_key, record, self.budget, budget_bytes)
@@ -231,17 +252,19 @@ class Job:
     def finish(self, exit_code: int) -> None:
         """Report what the workers measured, and keep it for ``monetrun explain --measured``.
 
-        Raises:
-            UsageError: the report cannot be written where the options say.
+        A report that cannot be written changes nothing of how the training has ended: it is told.
         """
         outcome = report.read_outcome(self._reports)
         if self._store is not None:
             keep_measured_step(self._store, (self.plan, outcome.plan), outcome.measured_step)
         seen = self.record and with_collectives(with_excess(self.record, outcome.excess_bytes), outcome.collectives)
         if self._store is not None and seen is not None and seen is not self.record:  # the next launch plans with it
-            self._store.put("probe", keys.record_key(self.options, self.ranks), seen)
+            self._store.put("probe", self._record_key, seen)
         if self.options.report_folder:
-            page.write_report(self.options, outcome, seen)
+            try:
+                page.write_report(self.options, outcome, seen)
+            except UsageError as unwritable:
+                report.warn(f"no report: {unwritable.message}")
         if self.options.json:
             print(json.dumps(report.outcome_json(outcome)))
         if not self.options.quiet:
@@ -347,12 +370,6 @@ def _not_here(cost_model: str) -> UsageError:
         f"--cost-model {cost_model} plans for a device that is not here",
         f"monetrun plan --cost-model {cost_model} plans; leave it out to train here",
     )
-
-
-def _record_of(plan: Plan, store: Store | None, options: LaunchOptions, ranks: Ranks) -> StepRecord | None:
-    """The record that a given plan was made from, if the cache has it: with it, workers measure intervals."""
-    record = kept_record(store, keys.record_key(options, ranks))
-    return record if record is not None and describes(record, plan) else None
 
 
 def _settings(options: LaunchOptions, report_folder: Path, store: Store | None) -> Settings:

@@ -8,13 +8,24 @@ from functools import partial
 import torch
 
 from monetrun.core.budget import Budget
+from monetrun.core.errors import UsageError
 from monetrun.core.graph import Graph
 from monetrun.core.plan import Plan, Schedule, StepSchedules
 from monetrun.core.step import StepRecord
+from monetrun.launcher import report
 from monetrun.launcher.keys import measured_key
-from monetrun.machine.store import Store
+from monetrun.machine.store import Store, default_root
 from monetrun.planning.intervals import MeasuredStep
 from monetrun.planning.kept import check_plan, check_schedules, check_torch
+
+
+def find_store() -> Store | None:
+    """The cache; None, after a warning, where there is no folder for it."""
+    try:
+        return Store(default_root())
+    except UsageError as homeless:
+        report.warn(f"nothing is cached: {homeless.message}. {homeless.hint}")
+        return None
 
 
 def kept_record(store: Store | None, key: str) -> StepRecord | None:

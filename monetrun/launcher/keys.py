@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import os
 import re
 import sys
@@ -91,17 +91,21 @@ def measured_key(plan: Plan) -> str:
 
 def _source(options: LaunchOptions) -> bytes:
     """The script's source; empty if there is no such file. Of a module without its packages being imported."""
-    paths = _files_of_module(options.script) if options.is_module else [Path(options.script)]
+    script = Path(options.script)
+    paths = _files_of_module(options.script) if options.is_module else [script, script / "__main__.py"]
     return b"".join(path.read_bytes() for path in paths if path.is_file())
 
 
 def _files_of_module(name: str) -> list[Path]:
     """The files that ``python -m name`` runs, where they are: the packages' ``__init__.py``, and the module."""
     first, *others = name.split(".")
-    spec = importlib.util.find_spec(first)
-    if spec is None or spec.origin is None:
+    spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd(), *sys.path])  # as ``python -m`` looks
+    if spec is None:
         return []
-    folder, found = Path(spec.origin).parent, [Path(spec.origin)]
+    if spec.origin is not None:
+        folder, found = Path(spec.origin).parent, [Path(spec.origin)]
+    else:  # a folder without an __init__.py
+        folder, found = Path(next(iter(spec.submodule_search_locations or ()))), []
     for part in others:
         folder /= part
         found += [folder / "__init__.py", folder.with_suffix(".py")]

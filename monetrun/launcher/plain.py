@@ -16,9 +16,18 @@ from monetrun.launcher.trial import measure_plain_run
 from monetrun.machine.store import Store
 from monetrun.runtime.settings import MEASURE, Settings
 
+PLAIN_FILE = "plain.json"  # in the job's folder, once the plain run was measured
+
 
 def find_plain(
-    options: LaunchOptions, ranks: Ranks, settings: Settings, folder: Path, console: Console, store: Store | None
+    options: LaunchOptions,
+    ranks: Ranks,
+    settings: Settings,
+    folder: Path,
+    console: Console,
+    store: Store | None,
+    *,
+    look: bool = True,
 ) -> PlainPeaks | None:
     """The peaks of the plain run, from the cache or by a trial run.
 
@@ -29,6 +38,7 @@ def find_plain(
         folder: for the trial's files.
         console: where progress is shown.
         store: the cache, if any.
+        look: whether to look into it.
 
     Returns:
         None on a CPU, for a cost model, and where the plain run does not fit the device.
@@ -36,9 +46,9 @@ def find_plain(
     if ranks.kind != "cuda" or options.cost_model != "measured":
         return None
     key = keys.plain_key(options, ranks)
-    plain = store.get("plain", key, PlainPeaks) if store else None
+    plain = store.get("plain", key, PlainPeaks) if store and look else None
     if plain is None:
-        trial = replace(settings, mode=MEASURE, record_file=str(folder / "plain.json"))
+        trial = replace(settings, mode=MEASURE, record_file=str(folder / PLAIN_FILE))
         plain = measure_plain_run(options, ranks, trial, folder, console)
         if plain is not None and store is not None:
             store.put("plain", key, plain)

@@ -137,7 +137,7 @@ def measure_plain_run(
     """
     environment = trial_environment(options, ranks, settings, folder / "plain_error.json")
     with status(console, "trial run of the plain step", shown=not options.quiet):
-        run_process(options, environment, folder / "plain_stderr.txt", settings.record_file)
+        run_process(options, environment, folder / "plain_stderr.txt", settings.record_file, _MOST_SECONDS)
     text = _read(settings.record_file)
     return None if text is None else codec.loads(PlainPeaks, text)
 
@@ -228,12 +228,27 @@ def _worked_seconds(pid: int) -> float:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill what is left of the trial run, and wait for it: the run may need its ports and its devices."""
     deadline = time.monotonic() + _END_SECONDS
+    elsewhere = _in_other_sessions(process.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         while time.monotonic() < deadline:  # an error once there is none left
             os.killpg(process.pid, signal.SIGKILL)
             time.sleep(0.01)
+    for one in elsewhere:
+        with contextlib.suppress(psutil.Error):  # another process with its number is none of ours
+            one.kill()
+    psutil.wait_procs(elsewhere, timeout=_END_SECONDS)
+
+
+def _in_other_sessions(pid: int) -> list[psutil.Process]:
+    """What a process has started that its process group does not have: servers, a launcher's workers."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(ProcessLookupError):
+                found += [one] if os.getpgid(one.pid) != pid else []
+    return found
 
 
 def _command(options: LaunchOptions) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from monetrun.core import codec
 from monetrun.core.errors import MonetrunError, UsageError
-from monetrun.core.user_folders import user_cache
+from monetrun.core.user_folders import NO_LOCKS_HERE, user_cache
 from monetrun.machine.entry_file import checked, content_of, fields_of, header, write
 
 T = TypeVar("T")
@@ -37,7 +37,6 @@ LOCK_SECONDS = 10.0
 
 _MAPPING = "mapping"
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # some network file systems
 _log = logging.getLogger("monetrun")
 
 
@@ -262,7 +261,7 @@ class Store:
                         ) from None
                     time.sleep(0.01)
                 except OSError as failure:
-                    if failure.errno not in _NO_LOCKS_HERE:
+                    if failure.errno not in NO_LOCKS_HERE:
                         raise
                     # Files are still replaced whole: costs that two ranks add at once may be lost, but not corrupted.
                     self._warn(f"{self.root} is on a file system without locks: {failure}")

@@ -55,6 +55,8 @@ class PlainRun:
         self._began = 0.0  # when the first of them had ended
         self._seen: set[Any] = set()  # where blocks lay at the end of each
         self._backwards = 0
+        self._lifted = False  # the limit is, for evaluation
+        self._most = (0, 0)  # allocated and reserved in training steps before the last evaluation
         self._undo = contextlib.ExitStack()
         self._reporter = Reporter(settings)
         self._scalars = StepScalars(settings, self._reporter.warn, self._values)
@@ -89,11 +91,21 @@ class PlainRun:
         """Nothing to do."""
 
     def evaluates(self, module: nn.Module) -> None:
-        """Nothing to do."""
+        """Evaluation is no training step: the device's memory is not bounded until the next backward."""
+        if self.device is not None and self.settings.mode != MEASURE and not self._lifted:
+            self._most = self._most_in_training()
+            self._lifted = True
+            set_limit(self.device, None)
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """A trial ends with the second time if there is no optimizer, whose steps would end it."""
         self._backwards += 1
+        if self._lifted and self.device is not None:
+            if 0 < self.settings.budget_bytes < self._meter.peaks().reserved_now_bytes:
+                torch.cuda.empty_cache()  # what evaluation has left cached
+            self._meter.reset_peak()
+            self._lifted = False
+            set_limit(self.device, self.settings.budget_bytes or None)
         if self.settings.mode == MEASURE:
             probe.begin(self.settings.record_file)
         if self.settings.mode == MEASURE and self._backwards > 1 and not self._has_optimizer:
@@ -137,17 +149,24 @@ class PlainRun:
     def _peaks(self) -> PlainPeaks:
         assert self.device is not None
         peaks = self._meter.peaks()
+        allocated_bytes, reserved_bytes = self._most_in_training()
         return PlainPeaks(
-            allocated_bytes=peaks.allocated_bytes,
-            reserved_bytes=peaks.reserved_bytes,
+            allocated_bytes=allocated_bytes,
+            reserved_bytes=reserved_bytes,
             retries=peaks.retries,
             steps=max(self._steps.values(), default=0),
             device=self.device.index or 0,
             outside_bytes=self._outside_bytes(peaks.reserved_now_bytes),
         )
 
+    def _most_in_training(self) -> tuple[int, int]:
+        if self._lifted:
+            return self._most
+        peaks = self._meter.peaks()
+        return max(self._most[0], peaks.allocated_bytes), max(self._most[1], peaks.reserved_bytes)
+
     def _values(self, last: bool) -> dict[str, float | None]:
-        """The scalars: the most since the script began."""
+        """The scalars: the most in training steps since the script began."""
         peaks = self._peaks()
         return {
             "budget_bytes": self.settings.budget_bytes or None,

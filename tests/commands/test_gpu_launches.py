@@ -182,6 +182,54 @@ def test_the_plain_peak_has_what_the_allocator_takes_in_a_later_step(machine, tm
     assert report(done)["plain_reserved_bytes"] == pytest.approx(plain["reserved"], rel=0.005)
 
 
+BATCH_FROM_A_FILE = """
+import sys, torch
+from torch import nn
+batch = int(open(sys.argv[1]).read())
+layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(12)]
+model = nn.Sequential(*layers).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(13):
+    model.train()
+    optimizer.zero_grad()
+    model(torch.randn(batch, 512).cuda()).square().mean().backward()
+    optimizer.step()
+    if step in (9, 11) and len(sys.argv) > 2:
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(int(sys.argv[2]), 512).cuda())
+"""
+
+
+@pytest.mark.slow
+def test_what_an_earlier_launch_measured_of_another_batch_is_measured_anew_where_memory_runs_out(machine, tmp_path):
+    script, size = tmp_path / "from_a_file.py", tmp_path / "batch.txt"
+    script.write_text(BATCH_FROM_A_FILE)
+    size.write_text("1024")
+    done = launch(machine, "--budget", "400MiB", script, size)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "fits: nothing to plan" in done.stderr
+    size.write_text("8192")  # of 640 MiB
+    done = launch(machine, "--budget", "400MiB", script, size)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "measured anew" in done.stderr
+    assert report(done)["measured_reserved_bytes"] <= 400 * MIB
+    done = launch(machine, "--budget", "400MiB", script, size)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "measured anew" not in done.stderr
+
+
+@pytest.mark.slow
+def test_evaluation_in_a_plain_run_may_take_more_than_the_budget(machine, tmp_path):
+    script, size = tmp_path / "evaluates.py", tmp_path / "batch.txt"
+    script.write_text(BATCH_FROM_A_FILE)
+    size.write_text("1024")
+    done = launch(machine, "--budget", "400MiB", script, size, 1 << 17)  # 256 MiB each
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "fits: nothing to plan" in done.stderr
+    assert report(done)["measured_reserved_bytes"] <= 400 * MIB
+
+
 @pytest.mark.slow
 def test_a_script_that_trains_on_the_cpu_is_planned_there_and_its_trials_end(machine, tmp_path):
     """The plain trial finds no device to measure, and ends after its steps instead of training to the end."""
