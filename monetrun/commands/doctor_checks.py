@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-import os
 import platform
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from monetrun import __version__
 from monetrun.core.errors import MonetrunError
+from monetrun.launcher.trial_environment import hook_switched_off
 
 OK = "ok"
 WARNING = "warning"
@@ -108,8 +108,8 @@ def _hook() -> Check:
     points = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.value.startswith("monetrun")]
     if not points:
         return Check("hook", MISSING, "monetrun is not installed, only imported", "pip install . (or pip install -e .)")
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
-        return Check("hook", MISSING, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 stops torch from loading it", "unset it")
+    if switch := hook_switched_off():
+        return Check("hook", MISSING, f"{switch} stops torch from loading it", "unset it")
     return Check("hook", OK, points[0].value)
 
 

@@ -22,7 +22,7 @@ from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_collectives, with_excess, with_plain_peaks
 from monetrun.launcher import keys, memory, page, report
 from monetrun.launcher.decision import Decision
-from monetrun.launcher.kept import find_store, keep_measured_step, kept_plan, kept_record, kept_schedules
+from monetrun.launcher.kept import find_store, keep_measured_step, kept_plan, kept_record, kept_schedules, record_of
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.plain import PLAIN_FILE, budget_that_fits, find_plain, plain_instead
 from monetrun.launcher.plan_file import read_plan
@@ -30,9 +30,9 @@ from monetrun.launcher.process import exit_on_signals, full_disks_explained, res
 from monetrun.launcher.progress import SolverProgress
 from monetrun.launcher.ranks import find_ranks
 from monetrun.launcher.trial import end_outer_trial, run_trial
+from monetrun.launcher.trial_environment import hook_switched_off
 from monetrun.machine.store import Store
 from monetrun.planning import kept_parameters, planner
-from monetrun.planning.explain import describes
 from monetrun.planning.frontier import Frontier, frontier, spread
 from monetrun.planning.known import known_schedules
 from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings
@@ -130,8 +130,9 @@ class Job:
             raise _not_here(self.options.cost_model)
         if self.options.plan_file:
             self.plan = read_plan(self.options.plan_file)
-            record = kept_record(self._store, self._record_key)  # with it, workers measure intervals
-            self.record = record if record is not None and describes(record, self.plan) else None
+            self.record = record_of(self.plan, self._store, self._record_key)  # with it, workers measure intervals
+        elif switch := hook_switched_off():
+            report.warn(f"nothing is planned: {switch} keeps torch from loading monetrun's hook; unset it")
         elif self.options.probe:
             self.plain = self._find_plain()
             if budget_bytes := budget_that_fits(self.plain, self.budget, self.ranks):

@@ -15,6 +15,7 @@ from monetrun.core.step import StepRecord
 from monetrun.launcher import report
 from monetrun.launcher.keys import measured_key
 from monetrun.machine.store import Store, default_root
+from monetrun.planning.explain import describes
 from monetrun.planning.intervals import MeasuredStep
 from monetrun.planning.kept import check_plan, check_schedules, check_torch
 
@@ -33,6 +34,12 @@ def kept_record(store: Store | None, key: str) -> StepRecord | None:
     if store is None:
         return None
     return store.get("probe", key, StepRecord, lambda record: check_torch(record.torch_version, torch.__version__))
+
+
+def record_of(plan: Plan, store: Store | None, key: str) -> StepRecord | None:
+    """``kept_record``, if the plan, which was given, was made from it."""
+    record = kept_record(store, key)
+    return record if record is not None and describes(record, plan) else None
 
 
 def kept_plan(

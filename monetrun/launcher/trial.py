@@ -57,6 +57,8 @@ class Trial:
     as_is: str = ""
 
 
+RECORD_FILE = "MONETRUN_RECORD_FILE"  # of all that a trial starts
+
 _HOW_TO_START = "PYTHON_EXEC names the interpreter; with --no-python the script needs a line such as #!/bin/sh"
 
 
@@ -160,7 +162,8 @@ def run_process(
     """Run the script in a process of its own; gives its exit code.
 
     Once the record is there, or the reason why there is none, all processes that the script has started are ended. They
-    are found by their process group, which has this process's terminal no more: it also ends with this process.
+    are found by their process group, which has this process's terminal no more: it also ends with this process. Those
+    in sessions of their own are found by their environment.
 
     Raises:
         UsageError: the system cannot start the interpreter, or the program.
@@ -183,7 +186,7 @@ def run_process(
         try:
             code = _wait(process, found, Path(record_file + BEGUN), most_seconds)
         finally:
-            _end(process)
+            _end(process, record_file)
             trial_files.remove(record_file)
     if code and not stderr_file.stat().st_size:
         check_space(stderr_file.parent)
@@ -225,29 +228,27 @@ def _worked_seconds(pid: int) -> float:
     return seconds
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], record_file: str) -> None:
     """Kill what is left of the trial run, and wait for it: the run may need its ports and its devices."""
     deadline = time.monotonic() + _END_SECONDS
-    elsewhere = _in_other_sessions(process.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         while time.monotonic() < deadline:  # an error once there is none left
             os.killpg(process.pid, signal.SIGKILL)
             time.sleep(0.01)
-    for one in elsewhere:
-        with contextlib.suppress(psutil.Error):  # another process with its number is none of ours
+    for one in (elsewhere := _in_other_sessions(record_file)):
+        with contextlib.suppress(psutil.Error):
             one.kill()
     psutil.wait_procs(elsewhere, timeout=_END_SECONDS)
 
 
-def _in_other_sessions(pid: int) -> list[psutil.Process]:
-    """What a process has started that its process group does not have: servers, a launcher's workers."""
+def _in_other_sessions(record_file: str) -> list[psutil.Process]:
+    """What the trial with this record has started that its process group does not have: servers, launched workers."""
     found = []
-    with contextlib.suppress(psutil.Error):
-        for one in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(ProcessLookupError):
-                found += [one] if os.getpgid(one.pid) != pid else []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            found += [one] if one.environ().get(RECORD_FILE) == record_file and one.pid != os.getpid() else []
     return found
 
 

@@ -1,8 +1,9 @@
 """Files that a trial run must not leave: trackers' logs, locks and temporary files. They are removed after it.
 
 Without this a logger that numbers its runs would give the run itself the second number, and a lock whose owner was
-ended would never be released. All else that a script writes before its first step stays, as after a run that was
-stopped there: data sets that it downloads, caches, folders for its results.
+ended would never be released. Nor may there be a folder that a script demands to be new (``os.makedirs(out)``): it goes
+with what was written into it, where that is little. All else that a script writes before its first step stays, as after
+a run that was stopped there: data sets that it downloads, caches, folders for its results.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 # What is added to the path of a trial's record, for the file that lists these.
 LIST = ".files"
 
+_MAKERS = ("os", "pathlib", "pathlib._local")  # of the modules' own functions that call ``os.mkdir``
+
 # What these modules create is not to be left.
 _MODULES = (
     *("aim", "clearml", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tempfile", "tensorboard", "trackio"),
@@ -25,11 +28,16 @@ _MODULES = (
 )
 
 
+# What may have been written into folders that were to be new, for them to be removed: more is a data set.
+_LITTLE_BYTES = 16 << 20
+
+
 class TrialFiles:
     """Lists what this process creates and has to be removed.
 
     These are files and folders that a tracker or ``tempfile`` creates, files within such folders, and files that are
-    created with the demand that they do not exist yet, as locks are. What code outside of Python creates is not seen.
+    created with the demand that they do not exist yet, as locks are; folders of which that is demanded, and what is
+    created in them, each as a list of one. What code outside of Python creates is not seen.
 
     Args:
         record_file: of the trial run.
@@ -38,6 +46,7 @@ class TrialFiles:
     def __init__(self, record_file: str) -> None:
         self._list = os.open(record_file + LIST, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._folders: set[str] = set()
+        self._new: set[str] = set()  # folders that were to be new, and folders in them
 
     def watch(self) -> None:
         """Begin; there is no end but the process's."""
@@ -58,11 +67,22 @@ class TrialFiles:
             full = os.path.abspath(os.fsdecode(path))
             if os.path.lexists(full):
                 return
-            if not (flags & os.O_EXCL or os.path.dirname(full) in self._folders or _by_a_tracker()):
+            if flags & os.O_EXCL or os.path.dirname(full) in self._folders or _by_a_tracker():
+                folders, line = self._folders, json.dumps(full)
+            elif os.path.dirname(full) in self._new or (event == "os.mkdir" and _is_to_be_new()):
+                folders, line = self._new, json.dumps([full])
+            else:
                 return
             if event == "os.mkdir":
-                self._folders.add(full)
-            os.write(self._list, (json.dumps(full) + "\n").encode())
+                folders.add(full)
+            os.write(self._list, f"{line}\n".encode())
+
+
+def _is_to_be_new() -> bool:
+    """Whether the folder that is about to be made must not be there: by ``os.mkdir``, or without ``exist_ok``."""
+    frame = sys._getframe(2)  # of the call of os.mkdir
+    given = frame.f_locals.get("exist_ok") if frame.f_globals.get("__name__") in _MAKERS else None
+    return not given
 
 
 def _by_a_tracker() -> bool:
@@ -79,7 +99,17 @@ def _by_a_tracker() -> bool:
 def remove(record_file: str) -> None:
     """Remove what a trial run's processes have listed, the last first; folders only if nothing else is in them."""
     with contextlib.suppress(FileNotFoundError):
-        listed = Path(record_file + LIST).read_text().splitlines()
-        for path in reversed([json.loads(line) for line in listed]):
+        lines = [json.loads(line) for line in Path(record_file + LIST).read_text().splitlines()]
+        new = {line[0] for line in lines if isinstance(line, list)}
+        stay = new if sum(map(_size, new)) > _LITTLE_BYTES else set()
+        for path in reversed([line[0] if isinstance(line, list) else line for line in lines]):
+            if path in stay:
+                continue
             with contextlib.suppress(OSError):
                 os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+
+
+def _size(path: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.lstat(path).st_size
+    return 0

@@ -116,16 +116,28 @@ def test_a_steps_key_has_the_variables_that_the_script_names_and_all_of_a_packag
     (package / "__init__.py").write_text("raise AssertionError('imported')")
     main_file = package / "__main__.py"
     main_file.write_text("batch = 8\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # where ``python -m`` looks first
+    (tmp_path / "bare").mkdir()
+    bare_file = tmp_path / "bare" / "train.py"  # of a folder without an __init__.py
+    bare_file.write_text("batch = 8\n")
 
     def key(*words):
         options = launch_parser().parse_launch(["--budget", "0.7x", *words])[0]
         return keys.record_key(options, find_ranks(options))
 
-    of_script, of_module = key(str(script)), key("-m", "package")
+    of_script, of_module, of_bare, of_folder = (
+        key(str(script)),
+        key("-m", "package"),
+        key("-m", "bare.train"),
+        key("bare"),
+    )
     monkeypatch.setenv("OTHER", "16")
     assert (key(str(script)), key("-m", "package")) == (of_script, of_module)
     monkeypatch.setenv("BATCH", "16")
     main_file.write_text("batch = 16\n")
     assert key(str(script)) != of_script
     assert key("-m", "package") != of_module
+    bare_file.write_text("batch = 16\n")
+    assert key("-m", "bare.train") != of_bare
+    (tmp_path / "bare" / "__main__.py").write_text("batch = 16\n")
+    assert key("bare") != of_folder

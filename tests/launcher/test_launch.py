@@ -305,6 +305,7 @@ class FakeJob:
     """Replaces the planning before a launch and the report after it."""
 
     seen: ClassVar[list[object]] = []
+    mode = "run"
 
     def __init__(self, options):
         self.options = options

@@ -14,8 +14,7 @@ from monetrun.core.errors import PlanMismatch, UsageError
 from monetrun.core.options import Options
 from monetrun.core.plan import PLAN_SCHEMA, GraphPlan, Plan, Schedule, StepSchedules, plain_schedule
 from monetrun.launcher import keys
-from monetrun.launcher.job import _record_of
-from monetrun.launcher.kept import kept_plan, kept_record, kept_schedules
+from monetrun.launcher.kept import kept_plan, kept_record, kept_schedules, record_of
 from monetrun.launcher.parser import launch_parser
 from monetrun.launcher.plan_file import read_plan
 from monetrun.launcher.ranks import find_ranks
@@ -195,7 +194,7 @@ def test_a_plan_files_record_is_found_for_the_same_launch(tmp_path):
 
     def found(*words, plan=plan, store=store):
         options, _ = launch_parser().parse_launch(words)
-        return _record_of(plan, store, options, find_ranks(options))
+        return record_of(plan, store, keys.record_key(options, find_ranks(options)))
 
     assert found(str(script)) is None
     options, _ = launch_parser().parse_launch([str(script)])

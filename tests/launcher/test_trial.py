@@ -126,9 +126,11 @@ def test_a_script_that_trains_no_parameters_of_a_module_is_told_so_and_reads_no_
     assert "monetrun" not in printed.out
 
 
-def test_processes_that_a_trial_leaves_are_ended_before_the_workers_start(script, tmp_path):
+@pytest.mark.parametrize("session", [False, True], ids=["its group's", "others'"])
+def test_processes_that_a_trial_leaves_are_ended_before_the_workers_start(session, script, tmp_path):
     path = script(
-        "if where == 'trial': open('pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
+        f"words = dict(start_new_session={session})\n"
+        "if where == 'trial': open('pid', 'w').write(str(subprocess.Popen(['sleep', '60'], **words).pid))\n"
         "else: open('state', 'w').write(open(f'/proc/{open(\"pid\").read()}/stat').read().split()[2]\n"
         "     if os.path.exists(f'/proc/{open(\"pid\").read()}') else 'gone')\n"
     )
@@ -243,3 +245,17 @@ def test_a_terminal_is_asked_once_by_the_workers_only(standard_input):
     with stdin.lent() as lent:
         assert os.read(lent, 10) == b""
     assert os.read(0, 10) == b"yes\n"
+
+
+def test_a_script_may_end_with_any_code_and_runs_once(script, tmp_path):
+    path = script("print(where, file=open('runs', 'a'))\nsys.exit(96)\n")
+    assert main(["--quiet", path]) == 96
+    assert (tmp_path / "runs").read_text().split() == ["trial", "0"]
+
+
+def test_where_torch_is_told_to_load_no_hooks_nothing_is_tried(script, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    path = script("import torch\nprint(where, file=open('runs', 'a'))\n")
+    assert main([path]) == 0
+    assert (tmp_path / "runs").read_text().split() == ["0"]
+    assert "nothing is planned: TORCH_DEVICE_BACKEND_AUTOLOAD=0" in capfd.readouterr().err
