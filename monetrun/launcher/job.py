@@ -240,7 +240,9 @@ class Job:
         if self.plan is None:
             kept, self.from_cache = self.from_cache, False
             try:
-                self.plan = _solved(self, record, keys.smallest_budget_key(record_key, record), budget_bytes)
+                self.plan = _solved(
+                    self, record, keys.smallest_budget_key(self.options, record_key, record), budget_bytes
+                )
             except InfeasibleBudget:
                 if not kept:
                     raise

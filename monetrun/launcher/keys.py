@@ -79,9 +79,10 @@ def plan_key(options: LaunchOptions, record_key: str, budget_bytes: int | None, 
     )
 
 
-def smallest_budget_key(record_key: str, record: StepRecord) -> str:
-    """Key of the schedules that set the smallest feasible budget of a recorded step."""
-    return key("frugal", PLAN_SCHEMA, record_key, *(graph.fingerprint for graph in record.graphs))
+def smallest_budget_key(options: LaunchOptions, record_key: str, record: StepRecord) -> str:
+    """Key of the schedules that set the smallest feasible budget of a recorded step, with what the options allow."""
+    allowed = not options.recompute, options.implementations
+    return key("frugal", PLAN_SCHEMA, record_key, *allowed, *(graph.fingerprint for graph in record.graphs))
 
 
 def measured_key(plan: Plan) -> str:

@@ -14,7 +14,7 @@ from monetrun.core.round_graph import RoundGraph, join_round
 from monetrun.core.step import OUTSIDE, StepRecord, StepTimeline, replay
 from monetrun.planning.device_budget import plain_reserved_bytes
 from monetrun.planning.separate_graphs import SeparateRound
-from monetrun.solve import greedy
+from monetrun.solve import greedy, timing
 from monetrun.solve.tidy import in_place_where_legal
 
 
@@ -83,7 +83,9 @@ def baseline(
         graph, costs = record.graphs[0], record.costs[0]
         beside_bytes = plain.peak_bytes - plain_timeline(graph, costs).peak_bytes
         enough_bytes = max(0, far_below_bytes - beside_bytes)
-    known = tuple(frugal or (greedy.most_frugal(g, c, enough_bytes=enough_bytes) for g, c in pairs))
+    each = Options(seconds=timing.current().frugal_seconds / max(1, len(record.graphs)))
+    searched = (greedy.most_frugal(g, c, options=each, enough_bytes=enough_bytes) for g, c in pairs)
+    known = tuple(frugal or searched)
     fastest = replace(plain, seconds=replay(record, script).seconds)
     base = Baseline(fastest, replay(record, known), script, fast, known, rounds, record)
     if frugal is None:

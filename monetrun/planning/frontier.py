@@ -6,7 +6,6 @@ holds for every smaller one; with both applied the table is monotone, whatever t
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -101,15 +100,19 @@ def frontier(
         raise planner.BudgetBelowSmallest(record, max(descending, default=0), base)
     until = time.monotonic() + options.seconds
     plans: dict[int, Plan] = {}
+    refused: InfeasibleBudget | NoPlanInTime | None = None
     for i, budget_bytes in enumerate(reversed(descending)):  # plans of smaller budgets are starts for larger ones
         if on_point is not None:
             on_point(budget_bytes)
         share = max(0.1, until - time.monotonic()) / (len(descending) - i)
         starts = [[g.schedule for g in plan.graphs] for plan in plans.values()]
-        with contextlib.suppress(InfeasibleBudget, NoPlanInTime):
-            plans[budget_bytes] = kept_parameters.plan_step(
-                record, budget_bytes, algorithm, replace(options, seconds=share), base, starts
-            )
+        own = replace(options, seconds=share)
+        try:
+            plans[budget_bytes] = kept_parameters.plan_step(record, budget_bytes, algorithm, own, base, starts)
+        except (InfeasibleBudget, NoPlanInTime) as failure:
+            refused = failure
+    if not plans and refused is not None:
+        raise refused  # of the largest budget
     points = _monotone(descending, [plans.get(b) for b in descending], base, record)
     return Frontier(base.plain.peak_bytes, base.frugal.peak_bytes, algorithm, record.device, points)
 

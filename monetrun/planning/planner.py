@@ -314,18 +314,22 @@ def _solve_rounds(
     tight = [(b, joined) for b, joined in pairs if _peak_in(record, schedules, b) > budget_bytes]
     # the round that needs most comes first: its schedules then fit most of the others too
     tight.sort(key=lambda pair: -_peak_in(record, base.frugal_schedules, pair[0]))
+    alike, searched = {_graphs_and_calls(record, bounds)[0] for bounds, _ in tight}, set[tuple[int, ...]]()
     for bounds, joined in tight:
         candidates.append(schedules)
         if _peak_in(record, schedules, bounds) <= budget_bytes:
             continue
-        share = replace(options, seconds=options.seconds / len(tight), on_progress=None)
+        # rounds of the same graphs (an accumulation's) mostly need one search: the others are tried for a moment
+        graphs, calls = _graphs_and_calls(record, bounds)
+        parts = len(tight) if graphs in searched else len(alike)
+        searched.add(graphs)
+        share = replace(options, seconds=options.seconds / parts, on_progress=None)
         if isinstance(joined, SeparateRound):
             found = joined.solve(schedules, budget_bytes, solver, share)
             schedules = tuple(found.get(k, s) for k, s in enumerate(schedules))
             status = "feasible" if found else "unknown"
             continue
         timeline = replay(record, schedules)
-        graphs, calls = _graphs_and_calls(record, bounds)
         plain_seconds = _seconds_of(record, graphs, base.fast_schedules)
         rest_seconds = timeline.seconds - calls * _seconds_of(record, graphs, schedules)
         share = replace(share, on_progress=_of_the_step(options.on_progress, rest_seconds, calls))
@@ -339,7 +343,7 @@ def _solve_rounds(
         more = calls * (solution.bound_seconds - plain_seconds)
         added[graphs] = max(added.get(graphs, more), more)
         status = solution.status if status == "optimal" else status
-    if replay(record, schedules).peak_bytes > budget_bytes:
+    if replay(record, schedules).peak_bytes > budget_bytes and solve.algorithm(algorithm).uses_starts:
         half = replace(options, seconds=options.seconds / 2)
         if not _allowed(record, base.frugal_schedules, options):
             base = _allowed_baseline(record, half, base)

@@ -90,21 +90,25 @@ class _Writer:
 
     def _provide(self, t: int, s: int) -> bool:
         """Rerun what it takes to have tensor t; False if that is impossible."""
-        if t in self.present:
-            return True
-        op = self.graph.operators[self.graph.writer[t]]
-        if not op.replayable:
-            return False
-        k = self._choice(op.id, self.columns.picks_again.get((op.id, s), ()))
-        reads = op.implementations[k].inputs
-        while not self.present.issuperset(reads):  # providing one may free another, once
-            if not all(self._provide(u, s) for u in reads):
+        wanted = [t]  # each is read by the operator that writes the one before: thousands, in a deep network
+        while wanted:
+            if wanted[-1] in self.present:
+                wanted.pop()
+                continue
+            op = self.graph.operators[self.graph.writer[wanted[-1]]]
+            if not op.replayable:
                 return False
-        self.backward.append(Step(op.id, k))
-        self.present.update(op.outputs)
-        again = {self.graph.writer[u] for u in reads} & self.once_more
-        self.once_more.difference_update(again)
-        self.present.difference_update(*(self.graph.operators[w].outputs for w in again))
+            k = self._choice(op.id, self.columns.picks_again.get((op.id, s), ()))
+            reads = op.implementations[k].inputs
+            missing = next((u for u in reads if u not in self.present), None)
+            if missing is not None:  # providing one may free another, once
+                wanted.append(missing)
+                continue
+            self.backward.append(Step(op.id, k))
+            self.present.update(op.outputs)
+            again = {self.graph.writer[u] for u in reads} & self.once_more
+            self.once_more.difference_update(again)
+            self.present.difference_update(*(self.graph.operators[w].outputs for w in again))
         return True
 
     def _room_of(self, t: int, alive: set[int]) -> tuple[bool, int]:
@@ -112,14 +116,15 @@ class _Writer:
         graph = self.graph
         order: dict[int, None] = {}
 
-        def visit(u: int) -> None:
+        waiting = [(t, False)]
+        while waiting:
+            u, are_read = waiting.pop()
             w = graph.writer[u]
-            if u not in self.present and w not in order:
-                for read in graph.operators[w].inputs:
-                    visit(read)
-                order[w] = None
-
-        visit(t)
+            if are_read:
+                order.setdefault(w)
+            elif u not in self.present and w not in order:
+                waiting.append((u, True))
+                waiting += [(v, False) for v in reversed(graph.operators[w].inputs)]
         last = {u: w for w in order for u in graph.operators[w].inputs}
         held = most = 0
         for w in order:

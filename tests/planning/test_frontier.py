@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from monetrun.core.budget import parse
-from monetrun.core.errors import InfeasibleBudget
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.options import Options
 from monetrun.core.step import replay
 from monetrun.planning import planner
@@ -89,3 +89,11 @@ def test_the_next_command_has_the_budget_at_the_knee_that_can_be_typed():
 def test_budgets_are_spread_evenly_and_are_different():
     assert spread(100, 50, 3) == (100, 75, 50)
     assert spread(100, 99, 5) == (100, 99)
+
+
+def test_a_frontier_of_which_no_point_can_be_planned_is_refused():
+    record = chain_record(1 << 20)
+    base = planner.baseline(record)
+    budget_bytes = (base.frugal.peak_bytes + base.plain.peak_bytes) // 2
+    with pytest.raises((InfeasibleBudget, NoPlanInTime)):
+        frontier(record, [budget_bytes], "hierarchical", Options(seconds=1.0, recompute=False), base)

@@ -228,3 +228,32 @@ def test_of_many_rounds_only_those_with_the_peak_are_searched_for_the_lowest_one
     assert len(base.rounds) == 20
     assert len(searched) <= 3
     assert base.frugal.peak_bytes < base.plain.peak_bytes
+
+
+def test_an_accumulations_rounds_of_one_graph_share_no_time(monkeypatch):
+    """They need one search: it gets all of it."""
+    one = chain_record(1 << 20)
+    record = dataclasses.replace(one, events=one.events * 8)
+    given, solver = [], planner.solve.solver
+
+    def noted(name):
+        def run(graph, costs, budget_bytes, options, starts=()):
+            given.append(options.seconds)
+            return solver(name)(graph, costs, budget_bytes, options, starts)
+
+        return run
+
+    monkeypatch.setattr(planner.solve, "solver", noted)
+    base = planner.baseline(record)
+    assert len(record.rounds) == 8
+    budget_bytes = (base.frugal.peak_bytes + base.plain.peak_bytes) // 2
+    planner.plan_step(record, budget_bytes, "greedy", Options(seconds=2.0, implementations=("exact",)), base)
+    assert given[0] == 2.0
+
+
+def test_without_recomputation_no_plan_has_another_algorithms_name():
+    record = chain_record(1 << 20)
+    base = planner.baseline(record)
+    budget_bytes = (base.frugal.peak_bytes + base.plain.peak_bytes) // 2
+    with pytest.raises(NoPlanInTime, match="none has found no plan"):
+        planner.plan_step(record, budget_bytes, "none", Options(seconds=0.5), base)

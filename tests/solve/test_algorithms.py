@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from monetrun.core.errors import UsageError
+from monetrun.core.errors import NoPlanInTime, UsageError
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
 from monetrun.core.simulate import simulate
@@ -100,7 +101,8 @@ def test_the_planner_passes_starts_to_the_algorithms_that_use_them(name, monkeyp
 
     monkeypatch.setattr(planner.solve, "solver", lambda _: solve)
     budget_bytes = (base.frugal.peak_bytes + base.plain.peak_bytes) // 2
-    planner.plan_step(record, budget_bytes, name, Options(seconds=0.5, mip_solver="highs"), base)
+    with contextlib.suppress(NoPlanInTime):  # what recomputes nothing has none: no other algorithm's plan has its name
+        planner.plan_step(record, budget_bytes, name, Options(seconds=0.5, mip_solver="highs"), base)
     assert (base.frugal_schedules[0] in passed) == ALGORITHMS[name].uses_starts
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -14,7 +15,7 @@ from monetrun.solve.incumbent import Incumbent
 from monetrun.solve.mip.minimize import minimize
 from monetrun.solve.places import Places, first_places
 from monetrun.solve.relaxation import relax
-from monetrun.solve.relaxed_schedule import start_from
+from monetrun.solve.relaxed_schedule import _Writer, start_from
 from support.exhaustive import cheapest_seconds
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain, make
@@ -128,3 +129,15 @@ def test_memory_is_checked_first_where_the_schedule_has_its_peak():
         while before > len(schedule.forward) and steps[before - 1].operator < graph.forward_count:
             before -= 1
         assert max(timeline.during_bytes[before : at + 1]) == timeline.peak_bytes
+
+
+def test_a_chain_of_thousands_of_operators_is_run_again():
+    graph, _ = chain(3000)
+    writer = object.__new__(_Writer)
+    writer.graph, writer.forward, writer.backward, writer.once_more = graph, [], [], set()
+    writer.present = {tensor.id for tensor in graph.tensors if tensor.external}
+    writer.columns, writer._choice = SimpleNamespace(picks_again={}), lambda operator, picks: 0
+    (last,) = graph.operators[graph.forward_count - 1].outputs
+    assert writer._room_of(last, set()) == (False, -1)
+    assert writer._provide(last, 0)
+    assert [step.operator for step in writer.backward] == list(range(3000))
