@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -156,7 +157,7 @@ class Backend:
         self.captured = 0
         self._order = GradientOrder()  # of the graph that is being compiled
         self._traced = TracedBackward()  # the same graph's
-        self._guards: list[Guards] = []  # of the schedules that run under a plan, for each graph that has any
+        self._guards: list[weakref.ref[Guards]] = []  # of the schedules that run under a plan, for each graph with any
         self._aot = aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
@@ -189,7 +190,8 @@ class Backend:
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
-        return next((failed for guards in self._guards if (failed := guards.failed_lately())), None)
+        known = (guards for of in self._guards if (guards := of()) is not None)
+        return next((failed for guards in known if (failed := guards.failed_lately())), None)
 
     def _partition(
         self,
@@ -238,7 +240,7 @@ class Backend:
         self.captured += 1
         guards = joint.guards if self.meters is None else joint.guards.of(schedule)
         if guards.used and self.meters is not None:
-            self._guards.append(guards)
+            self._guards = [known for known in self._guards if known() is not None] + [weakref.ref(guards)]
         forward, backward = modules
         forward.meta["monetrun"] = (number, guards, of.forward_outputs)
         # it may be compiled much later, after other graphs

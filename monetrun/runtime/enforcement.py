@@ -73,6 +73,10 @@ class Enforcement:
         """Steps of a graph that the plan does not have need this one."""
         self._pools[fingerprint] = pool
 
+    def forget(self, fingerprint: str) -> None:
+        """Such steps need the plan's pool."""
+        self._pools.pop(fingerprint, None)
+
     def use_pool_of(self, fingerprint: str) -> None:
         """A step of this graph begins: on CUDA its pool is held, beside the one that is, where the budget allows it."""
         pool, held = self._pools.get(fingerprint, self._plan_pool), self._pool

@@ -99,6 +99,11 @@ class Room:
         fingerprint = step.graphs[0].fingerprint
         self._needs[fingerprint], self._beyond[fingerprint] = forward_needs(step, [schedule])[0], beyond_bytes
 
+    def forget(self, fingerprint: str) -> None:
+        """Steps of this graph are not looked at any more."""
+        self._needs.pop(fingerprint, None)
+        self._beyond.pop(fingerprint, None)
+
     def limit_of(self, fingerprint: str) -> int:
         """What a step of this graph may have allocated."""
         return self.limit_bytes + self._beyond.get(fingerprint, 0)

@@ -41,6 +41,10 @@ _log = logging.getLogger("monetrun")
 # stream has of its own. Where a page of a large segment more was taken, another one may be, beyond the budget.
 _TOLERATED = 8 << 20
 
+# Steps of the schedules of graphs that the plan does not have, in all: about 100 MB. More than those of the graphs that
+# ``OpenSizes`` keeps.
+_MOST_STEPS = 1_000_000
+
 _CORRECTED = "the first planned steps reserved more than was planned: planned again with what was seen"
 
 
@@ -326,6 +330,25 @@ def _make_ready(running: RunningPlan, step: StepRecord, schedule: Schedule, *, e
     running.steps.planned_too(allocated_bytes, allocated_bytes if pool is None else pool.planned_bytes)
     if pool is not None and not estimated:
         running.enforcement.graph_has(fingerprint, pool)
+    _forget_oldest(running)
+
+
+def _forget_oldest(running: RunningPlan) -> None:
+    """Of graphs that the plan does not have keep the last ones: a number that changes in each step makes each step's.
+
+    One that runs yet goes on; where it is captured again, it is planned again.
+    """
+    planned = {graph.fingerprint for graph in running.plan.graphs}
+    sizes = {f: len(s.forward) + len(s.backward) for f, s in running.schedules.items() if f not in planned}
+    left = sum(sizes.values())
+    for fingerprint, size in list(sizes.items())[:-1]:
+        if left <= _MOST_STEPS:
+            return
+        left -= size
+        del running.schedules[fingerprint]
+        running._estimated.discard(fingerprint)
+        running.room.forget(fingerprint)
+        running.enforcement.forget(fingerprint)
 
 
 def _search_for_kernels(running: RunningPlan, joint: JointGraph, schedule: Schedule) -> None:

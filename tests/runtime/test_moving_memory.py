@@ -10,7 +10,7 @@ from torch import nn
 from monetrun.capture import cost, cpu_allocator
 from monetrun.capture.meter import meter_for
 from monetrun.core.errors import BudgetExceeded, InfeasibleBudget
-from monetrun.runtime import adaptation
+from monetrun.runtime import adaptation, running_plan
 from monetrun.runtime.running_plan import RunningPlan
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
@@ -403,8 +403,10 @@ def test_a_new_batch_size_takes_no_rounding_implementation_that_saves_little(mon
     assert chosen == [[], []]  # the batch of 20 took convolutions in parts, which fit but are not needed
 
 
-def test_a_schedule_made_for_one_number_runs_for_the_next_ones(monkeypatch):
-    """A model that is given the number of the epoch, say: nothing is solved anew for each."""
+@pytest.mark.parametrize("most_steps", [1_000_000, 100])
+def test_a_schedule_made_for_one_number_runs_for_the_next_ones(most_steps, monkeypatch):
+    """A model that is given the number of the epoch, say: nothing is solved anew for each, and few are kept."""
+    monkeypatch.setattr(running_plan, "_MOST_STEPS", most_steps)
     solved, adapted = [], adaptation.adapted_schedule
     monkeypatch.setattr(adaptation, "adapted_schedule", lambda *given: (solved.append(given), adapted(*given))[1])
 
@@ -425,6 +427,7 @@ def test_a_schedule_made_for_one_number_runs_for_the_next_ones(monkeypatch):
 
         return [minimize(optimizer, loss, epoch) for epoch in range(7)]
 
-    plain, planned, _ = under("0.8x", script)
+    plain, planned, engine = under("0.8x", script)
     assert planned == plain
     assert len(solved) <= 2
+    assert len(engine.running.schedules) == (7 if most_steps > 100 else 2)
