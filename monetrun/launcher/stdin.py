@@ -1,19 +1,31 @@
-"""Standard input for a trial run: it reads what the workers will read, and takes nothing from them."""
+"""Standard input for a trial run: it reads what the workers will read, and takes nothing from them.
+
+Nor is anything taken that the trial does not read: the rest of a shell's ``while read`` loop, or of a script that is
+piped into a shell, comes after the launch.
+"""
 
 from __future__ import annotations
 
+import array
 import contextlib
+import ctypes
+import fcntl
 import os
 import select
 import shutil
+import socket
 import stat
+import sys
 import tempfile
+import termios
 import threading
 from collections.abc import Iterator
 from typing import IO
 
 _BLOCK_BYTES = 1 << 16
 _STDIN = 0
+_LOOK_SECONDS = 0.05  # how often it is looked whether a trial has begun to read
+_NOT_BLOCKING = 2  # SPLICE_F_NONBLOCK of Linux
 
 
 @contextlib.contextmanager
@@ -74,10 +86,12 @@ def _relayed() -> Iterator[int]:
 
 
 def _copy(into: int, wake: int, kept: IO[bytes]) -> None:
-    """Copy standard input to ``into`` and ``kept`` until it ends or ``wake`` can be read."""
+    """Copy standard input to ``into`` and ``kept`` until it ends or ``wake`` can be read; from its first reader on."""
     os.set_blocking(into, False)
     waiting = b""
     try:
+        if _can_show() and not _first_block_is_read(into, wake, kept):
+            return
         while True:
             source, sink = ([], [into]) if waiting else ([_STDIN], [])
             readable, _, _ = select.select([wake, *source], sink, [])
@@ -94,6 +108,49 @@ def _copy(into: int, wake: int, kept: IO[bytes]) -> None:
         return
     finally:
         os.close(into)
+
+
+def _can_show() -> bool:
+    return sys.platform == "linux"
+
+
+def _first_block_is_read(into: int, wake: int, kept: IO[bytes]) -> bool:
+    """Show the first block in ``into``, and take it from standard input once somebody has read of it there.
+
+    False where standard input ends, or ``wake`` can be read, before that.
+    """
+    readable, _, _ = select.select([wake, _STDIN], [], [])
+    if wake in readable:
+        return False
+    shown = _show(into)
+    while shown:
+        if _unread(into) < shown:
+            break
+        if select.select([wake], [], [], _LOOK_SECONDS)[0]:
+            return False
+    while shown:
+        block = os.read(_STDIN, shown)
+        kept.write(block)
+        shown -= len(block)
+    return kept.tell() > 0
+
+
+def _show(into: int) -> int:
+    """Write what can be read of standard input into a pipe, and leave it there; gives its bytes."""
+    if stat.S_ISSOCK(os.fstat(_STDIN).st_mode):
+        with socket.socket(fileno=os.dup(_STDIN)) as connection:
+            return os.write(into, block) if (block := connection.recv(_BLOCK_BYTES, socket.MSG_PEEK)) else 0
+    found = int(ctypes.CDLL(None, use_errno=True).tee(_STDIN, into, ctypes.c_size_t(_BLOCK_BYTES), _NOT_BLOCKING))
+    if found < 0:
+        raise OSError(ctypes.get_errno(), "tee")
+    return found
+
+
+def _unread(pipe: int) -> int:
+    """How many bytes nobody has read of a pipe."""
+    count = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]
 
 
 def _put_back(kept: IO[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -235,6 +236,23 @@ def test_an_input_that_nobody_writes_to_keeps_nothing_waiting(standard_input):
     os.close(0)
     with stdin.lent() as lent:
         assert os.read(lent, 1) == b""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what was not read is taken, too")
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_what_a_trial_does_not_read_is_not_taken(kind, standard_input):
+    ours, theirs = (one.detach() for one in socket.socketpair()) if kind == "socket" else reversed(os.pipe())
+    standard_input(theirs)
+    os.write(ours, b"first\nsecond\n")
+    with stdin.lent():
+        time.sleep(0.3)
+    assert os.read(theirs, 6) == b"first\n"  # the shell's, whose standard input this is
+    with stdin.lent() as lent:
+        assert os.read(lent, 3) == b"sec"
+        os.write(ours, b"third")
+    os.close(ours)
+    assert read_all() == b"second\nthird"
+    os.close(theirs)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo-terminal")
