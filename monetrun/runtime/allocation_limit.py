@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from typing import Any
+
 import torch
 
 from monetrun.capture import cpu_allocator
+from monetrun.core.patched import patched
+
+# Shares of each CUDA device's memory: that the script allows itself, and that is allowed now.
+_scripted: dict[int, float] = {}
+_allowed: dict[int, float] = {}
 
 
 def set_limit(device: torch.device, nbytes: int | None) -> None:
     """Limit what torch allocates (CPU) or reserves (CUDA) on ``device``; None lifts the limit.
 
-    Does nothing on a CPU whose allocations cannot be counted.
+    Never beyond what the script itself allows (``torch.cuda.set_per_process_memory_fraction``). Does nothing on a CPU
+    whose allocations cannot be counted.
     """
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total), device)
+        index = _index(device)
+        total = torch.cuda.get_device_properties(index).total_memory
+        _allowed[index] = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        torch.cuda.memory.set_per_process_memory_fraction(min(_allowed[index], _scripted.get(index, 1.0)), index)
     elif cpu_allocator.install():
         cpu_allocator.set_limit(nbytes)
+
+
+def keep_the_scripts(undo: contextlib.ExitStack) -> None:
+    """From now on a limit that the script sets holds beside ``set_limit``'s."""
+    original = torch.cuda.set_per_process_memory_fraction
+
+    @functools.wraps(original)
+    def observed(fraction: float, device: Any = None) -> None:
+        original(fraction, device)  # refuses what is no share
+        index = _index(device)
+        _scripted[index] = float(fraction)
+        original(min(_allowed.get(index, 1.0), _scripted[index]), index)
+
+    undo.enter_context(patched(torch.cuda, "set_per_process_memory_fraction", observed))
+
+
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    found = None if device is None else torch.device(device).index
+    return torch.cuda.current_device() if found is None else found

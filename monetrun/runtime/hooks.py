@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from monetrun.capture import output_inputs
 from monetrun.core.imports import without_collection
 from monetrun.core.patched import patched
+from monetrun.runtime import allocation_limit
 from monetrun.runtime.unplannable_use import OF_OUTPUTS
 
 
@@ -106,6 +107,7 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     _observes(True)
     undo.callback(_observes, False)
     _observe_gradients(observer, undo)
+    allocation_limit.keep_the_scripts(undo)
 
     def observed_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         with without_collection():
