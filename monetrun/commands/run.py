@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from monetrun.commands import SUMMARIES
 from monetrun.launcher.agent import launch_again, launch_until_decided
-from monetrun.launcher.job import Job, as_it_is, keep_plan, open_job
+from monetrun.launcher.job import Job, as_it_is, decide_anew, keep_plan, open_job
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.page import check_folder, check_tensorboard
@@ -48,7 +48,7 @@ def run_launch(options: LaunchOptions) -> int:
             with restored_environment():  # workers get only the variables that prepare() returns
                 environment = job.prepare()
             exit_code = _with_tighter_plans(job, environment, launch_until_decided(options, environment))
-            if ran_short_early(environment, exit_code) and (anew := job.decide_anew()) is not None:
+            if ran_short_early(environment, exit_code) and (anew := decide_anew(job)) is not None:
                 forget_reports(environment)
                 environment = job.follow(anew)
                 exit_code = _with_tighter_plans(job, environment, launch_again(options, environment))

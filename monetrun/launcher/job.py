@@ -144,18 +144,6 @@ class Job:
         found = self.plan, self.record, self.plain
         return Decision(RUN, self.budget, budget_bytes, *found, bool(self.options.plan_file), self.settings.as_is)
 
-    def decide_anew(self) -> Decision | None:
-        """``decide``, where memory has run out though the plain run fits by what an earlier launch has measured.
-
-        The script may read what is no part of the key: a file, or what it imports.
-        """
-        if self.mode != PLAIN or self.plain is None or (self.folder / PLAIN_FILE).exists():
-            return None
-        report.warn("memory ran out though the plain run fits by what an earlier launch has measured: measured anew")
-        self._find_plain(look=False)
-        self._find_record(needed=False, look=False)
-        return self.decide()
-
     def follow(self, decision: Decision, *, shown: bool = True) -> dict[str, str]:
         """Print what was decided, here or by another node; gives the variables of this node's workers."""
         self.plan, self.record, self.plain = decision.plan, decision.record, decision.plain
@@ -322,6 +310,19 @@ def _planned_or_as_it_is(job: Job, record: StepRecord) -> Decision | None:
             raise
         return instead
     return None
+
+
+def decide_anew(job: Job) -> Decision | None:
+    """``decide``, where memory has run out though the plain run fits by what an earlier launch has measured.
+
+    The script may read what is no part of the key: a file, or what it imports.
+    """
+    if job.mode != PLAIN or job.plain is None or (job.folder / PLAIN_FILE).exists():
+        return None
+    report.warn("memory ran out though the plain run fits by what an earlier launch has measured: measured anew")
+    job._find_plain(look=False)
+    job._find_record(needed=False, look=False)
+    return job.decide()
 
 
 def as_it_is(job: Job, why: str) -> Decision | None:

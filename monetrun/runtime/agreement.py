@@ -72,7 +72,9 @@ def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "", reco
     exchange.post(store, f"{prefix}/budget/{rank}", budget)
     keys = [f"{prefix}/budget/{k}" for k in range(size)]
     if rank:
-        if not exchange.wait_until(lambda: exchange.is_posted(store, keys[0]), _PATIENCE_SECONDS):
+        # what sharded modules keep is rank 0's choice, which trains with all others
+        patience = _PATIENCE_SECONDS if record is None or record.sharding is None else _PLANNING_SECONDS
+        if not exchange.wait_until(lambda: exchange.is_posted(store, keys[0]), patience):
             return make([budget])
         plan = _rank_0s(store, prefix, size)
         if record is None or _is_of(record, plan):

@@ -190,8 +190,7 @@ class Backend:
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
-        known = (guards for of in self._guards if (guards := of()) is not None)
-        return next((failed for guards in known if (failed := guards.failed_lately())), None)
+        return next((failed for of in self._guards if (g := of()) and (failed := g.failed_lately())), None)
 
     def _partition(
         self,
@@ -240,7 +239,7 @@ class Backend:
         self.captured += 1
         guards = joint.guards if self.meters is None else joint.guards.of(schedule)
         if guards.used and self.meters is not None:
-            self._guards = [known for known in self._guards if known() is not None] + [weakref.ref(guards)]
+            self._guards = [*filter(lambda known: known(), self._guards), weakref.ref(guards)]
         forward, backward = modules
         forward.meta["monetrun"] = (number, guards, of.forward_outputs)
         # it may be compiled much later, after other graphs

@@ -28,7 +28,7 @@ from monetrun.ops import kernels
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.known import known_schedules
 from monetrun.planning.summary import summary_lines
-from monetrun.runtime import agreement, collective_times
+from monetrun.runtime import agreement, collective_times, second_step
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.autocast import BackwardAutocast
 from monetrun.runtime.backend import Backend, PlannedCallMeters
@@ -111,7 +111,8 @@ class Engine(Recording, WithRoom):
     def close(self) -> None:
         """Lift the allocation limit, and drop what refers to parameters: torch keeps its last backend, and so this."""
         set_limit(self.device, None)
-        self.recorder = None if self.recorder is None else self.recorder.stop()
+        second_step.stop(self.recorder)
+        self.recorder = None
         if self.running is not None:
             self.running.collectives.close()
         self.scalars.close()
@@ -155,8 +156,6 @@ class Engine(Recording, WithRoom):
 
     def plan_without(self, failed: FailedGuards) -> None:
         """Plan again without implementations whose guards failed, and have all models compiled anew.
-
-        All ranks have the same weights, so that all of them get here in the same step.
 
         Raises:
             InfeasibleBudget, NoPlanInTime: without them nothing fits the budget.

@@ -184,12 +184,6 @@ class Recorder(WithoutCaptures):
         if self.memory is not None:
             self.memory.stretch_ended(kind)
 
-    def stop(self) -> None:
-        """Nothing is recorded from now on, and no record is made."""
-        if self.memory is not None:
-            self.memory.stop()
-        self.sharding.stop()
-
     # ---- the record
 
     def measure(self, store: Store | None) -> list[Costs]:

@@ -14,7 +14,15 @@ from monetrun.capture.cost import OperatorCost
 from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
 from monetrun.core.budget import format_bytes
-from monetrun.core.errors import InfeasibleBudget, MemoryShort, MonetrunError, NoPlanInTime, PlanMismatch, ScheduleError
+from monetrun.core.errors import (
+    InfeasibleBudget,
+    MemoryShort,
+    MonetrunError,
+    NoPlanInTime,
+    PlanMismatch,
+    ScheduleError,
+    own_faults,
+)
 from monetrun.core.graph import Graph
 from monetrun.core.keeping import as_planned
 from monetrun.core.plan import Plan, Schedule
@@ -111,7 +119,7 @@ class RunningPlan:
         self.steps.measure_a_settled_step(*counted_steps(self.record))
 
     def replan_without(self, failed: FailedGuards) -> None:
-        """Use implementations whose guards failed no more: plan again without them, in rank 0 for all ranks.
+        """Use implementations whose guards failed no more: plan again without them, in this rank; others may not.
 
         Without a record only the graph's schedule is dropped: it gets another one when it is captured again.
 
@@ -127,7 +135,7 @@ class RunningPlan:
             return
         self.record, self._frugal = record, None
         how = self.plan.budget_bytes, self.settings.algorithm, self.settings.solver_options()
-        self.follow(agreement.plan_in_rank_0(lambda _: planner.plan_step(record, *how), record=record))
+        self.follow(own_faults()(planner.plan_step)(record, *how))
         self.steps.forget_peaks()
 
     def correct(self, warn: Callable[[str], None]) -> bool:

@@ -93,10 +93,6 @@ class SecondStep(WithoutCaptures):
 
     # ---- as the recorder
 
-    def stop(self) -> None:
-        """See ``Recorder.stop``."""
-        self._recorder.stop()
-
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """See ``Recorder.choose``."""
         return self._recorder.choose(joint)
@@ -241,3 +237,13 @@ def freed_outputs(first: Sequence[Stretch], second: Sequence[Stretch], held_byte
             peak = max(freed[-1][0], min(held_bytes, one.peak_bytes - other.peak_bytes + begun))
             freed[-1] = peak, max(peak, min(held_bytes, one.end_bytes - other.end_bytes + begun))
     return freed
+
+
+def stop(recorder: Recorder | SecondStep | None) -> None:
+    """Nothing is recorded from now on, and no record is made."""
+    recorder = recorder._recorder if isinstance(recorder, SecondStep) else recorder
+    if recorder is None:
+        return
+    if recorder.memory is not None:
+        recorder.memory.stop()
+    recorder.sharding.stop()
