@@ -252,10 +252,7 @@ class Job:
         if self._store is not None and seen is not None and seen is not self.record:  # the next launch plans with it
             self._store.put("probe", self._record_key, seen)
         if self.options.report_folder:
-            try:
-                page.write_report(self.options, outcome, seen)
-            except UsageError as unwritable:
-                report.warn(f"no report: {unwritable.message}")
+            _write_report(self.options, outcome, seen)
         if self.options.json:
             print(json.dumps(report.outcome_json(outcome)))
         if not self.options.quiet:
@@ -288,6 +285,13 @@ def _solved(job: Job, record: StepRecord, smallest_key: str, budget_bytes: int |
         if job._store is not None:
             job._store.put("plan", smallest_key, refused.smallest_schedules)
         raise
+
+
+def _write_report(options: LaunchOptions, outcome: report.Outcome, seen: StepRecord | None) -> None:
+    try:
+        page.write_report(options, outcome, seen)
+    except UsageError as unwritable:
+        report.warn(f"no report: {unwritable.message}")
 
 
 def keep_plan(job: Job, tighter: Plan) -> None:
