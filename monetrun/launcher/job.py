@@ -185,8 +185,8 @@ class Job:
         """
         record = self.trial()
         base = planner.baseline(record)
-        plain = planner.plain_bytes(record, base)
-        wanted = [resolve(b, None, plain) for b in budgets] or spread(plain, base.frugal.peak_bytes, points)
+        plain, least = planner.plain_bytes(record, base), planner.smallest_bytes(record, base)
+        wanted = [resolve(b, None, plain) for b in budgets] or spread(plain, least, points)
         with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
             options = replace(self.options.solver_options(), on_progress=progress)
             return frontier(record, wanted, self.options.algorithm, options, base, progress.begin)

@@ -17,7 +17,7 @@ from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.planner import Baseline
-from monetrun.planning.summary import inexact_runs
+from monetrun.planning.summary import inexact_runs, planned_bytes
 
 DEFAULT_POINTS = 8
 DEFAULT_SECONDS = 60.0
@@ -51,7 +51,7 @@ class Frontier:
     """The table, the largest budget first, and the step and algorithm it is of.
 
     Attributes:
-        plain_peak_bytes: of the step without monetrun.
+        plain_peak_bytes: of the step without monetrun; as all bytes here allocated, on CUDA reserved.
         smallest_bytes: the smallest budget for which a plan is known.
         algorithm: name of the solver.
         device: for which the step was recorded.
@@ -96,7 +96,8 @@ def frontier(
     options = options or Options()
     base = known or planner.baseline(record)
     descending = sorted({*budgets}, reverse=True)
-    if not descending or descending[0] < base.frugal.peak_bytes:
+    smallest_bytes = planner.smallest_bytes(record, base)
+    if not descending or descending[0] < smallest_bytes:
         raise planner.BudgetBelowSmallest(record, max(descending, default=0), base)
     until = time.monotonic() + options.seconds
     plans: dict[int, Plan] = {}
@@ -113,12 +114,12 @@ def frontier(
             refused = failure
     if not plans and refused is not None:
         raise refused  # of the largest budget
-    points = _monotone(descending, [plans.get(b) for b in descending], base, record)
-    return Frontier(base.plain.peak_bytes, base.frugal.peak_bytes, algorithm, record.device, points)
+    points = _monotone(descending, [plans.get(b) for b in descending], smallest_bytes, record)
+    return Frontier(planner.plain_bytes(record, base), smallest_bytes, algorithm, record.device, points)
 
 
 def _monotone(
-    budgets: Sequence[int], plans: Sequence[Plan | None], base: Baseline, record: StepRecord
+    budgets: Sequence[int], plans: Sequence[Plan | None], smallest_bytes: int, record: StepRecord
 ) -> tuple[Point, ...]:
     """The points: at each budget the cheapest of the plans within it, and the highest of the bounds of larger ones."""
     bounds: list[float] = []
@@ -130,13 +131,13 @@ def _monotone(
         if plan is not None and (best is None or plan.overhead <= best.overhead):
             best = plan
         if best is None:
-            status = "infeasible" if budget_bytes < base.frugal.peak_bytes else "unknown"
+            status = "infeasible" if budget_bytes < smallest_bytes else "unknown"
             points.append(Point(budget_bytes, None, None, bound, None, status))
             continue
         proven = min(bound, best.overhead)
         status = "optimal" if best.overhead <= proven else best.status
         gap, rounding = best.overhead - proven, inexact_runs(best, record)
-        points.append(Point(budget_bytes, best.planned_peak_bytes, best.overhead, proven, gap, status, rounding))
+        points.append(Point(budget_bytes, planned_bytes(best), best.overhead, proven, gap, status, rounding))
     return tuple(reversed(points))
 
 

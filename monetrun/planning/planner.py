@@ -42,11 +42,9 @@ class BudgetBelowSmallest(InfeasibleBudget):
     """
 
     def __init__(self, record: StepRecord, budget_bytes: int, base: Baseline, options: Options | None = None) -> None:
-        smallest, plain, of_it = base.frugal.peak_bytes, base.plain.peak_bytes, ""
+        smallest, plain, of_it = smallest_bytes(record, base), plain_bytes(record, base), ""
         if record.memory is not None:
             of_it = f" reserved, of it {format_bytes(base.frugal.peak_bytes)} allocated"
-            smallest = reserved(record, base.frugal_schedules).peak_bytes
-            plain = plain_reserved_bytes(record)
         parts = ledger(record, base.frugal.peak_bytes)
         mostly_weights = 2 * sum(parts.get(name, 0) for name in WEIGHTS) > base.frugal.peak_bytes
         with_spare = max(smallest, min(plain, smallest + (smallest >> _SPARE_SHIFT) + 1))
@@ -170,6 +168,11 @@ def _allowed_baseline(record: StepRecord, options: Options, base: Baseline) -> B
 def plain_bytes(record: StepRecord, base: Baseline) -> int:
     """What the plain step takes, of which ``0.6x`` is a share: allocated bytes, on CUDA reserved ones."""
     return base.plain.peak_bytes if record.memory is None else plain_reserved_bytes(record)
+
+
+def smallest_bytes(record: StepRecord, base: Baseline) -> int:
+    """The smallest budget that is known to be feasible: allocated bytes, on CUDA reserved ones."""
+    return base.frugal.peak_bytes if record.memory is None else reserved(record, base.frugal_schedules).peak_bytes
 
 
 def _found_within(

@@ -10,7 +10,7 @@ from monetrun.core.options import Options
 from monetrun.core.step import replay
 from monetrun.planning import planner
 from monetrun.planning.frontier import Frontier, Point, frontier, next_budget, spread
-from support.step_records import chain_record
+from support.step_records import chain_record, on_a_device
 
 RECORD = chain_record(64)
 BASE = planner.baseline(RECORD)
@@ -97,3 +97,13 @@ def test_a_frontier_of_which_no_point_can_be_planned_is_refused():
     budget_bytes = (base.frugal.peak_bytes + base.plain.peak_bytes) // 2
     with pytest.raises((InfeasibleBudget, NoPlanInTime)):
         frontier(record, [budget_bytes], "hierarchical", Options(seconds=1.0, recompute=False), base)
+
+
+def test_on_a_gpu_all_bytes_are_reserved_ones_and_the_smallest_budget_has_a_plan():
+    record = on_a_device(chain_record(64))
+    base = planner.baseline(record)
+    budgets = spread(planner.plain_bytes(record, base), planner.smallest_bytes(record, base), 3)
+    found = frontier(record, budgets, "greedy", Options(seconds=1.5), base)
+    assert (found.plain_peak_bytes, found.smallest_bytes) == (budgets[0], budgets[-1])
+    assert found.smallest_bytes > base.frugal.peak_bytes  # allocated
+    assert all(p.planned_peak_bytes <= p.budget_bytes for p in found.points)
