@@ -117,9 +117,13 @@ def launch_until_decided(options: LaunchOptions, environment: Mapping[str, str],
 
 
 def launch_again(options: LaunchOptions, environment: Mapping[str, str], joined: Joined | None = None) -> int:
-    """``launch``, after another one in this process."""
-    gc.collect()  # frees that one's store, and with it the port
-    return launch(options, environment, joined)
+    """``launch``, after another one in this process; a second time as ``launch_until_decided``."""
+    for _ in range(2):
+        gc.collect()  # frees that one's store, and with it the port
+        exit_code = launch(options, environment, joined)
+        if exit_code != _ANEW:
+            break
+    return exit_code
 
 
 @contextlib.contextmanager

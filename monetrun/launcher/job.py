@@ -120,8 +120,8 @@ class Job:
         """
         return self.follow(self.decide())
 
-    def decide(self) -> Decision:
-        """Plan.
+    def decide(self, *, look: bool = True) -> Decision:
+        """Plan; ``look``: with what the cache has of trial runs.
 
         Raises:
             MonetrunError: there is no plan; see ``core.errors``.
@@ -134,10 +134,10 @@ class Job:
         elif switch := hook_switched_off():
             report.warn(f"nothing is planned: {switch} keeps torch from loading monetrun's hook; unset it")
         elif self.options.probe:
-            self.plain = self._find_plain()
+            self.plain = self._find_plain(look=look)
             if budget_bytes := budget_that_fits(self.plain, self.budget, self.ranks):
                 return Decision(PLAIN, self.budget, budget_bytes, None, None, self.plain, plan_given=False)
-            self._find_record(needed=False)
+            self._find_record(needed=False, look=look)
             if self.record is not None and (instead := _planned_or_as_it_is(self, self.record)) is not None:
                 return instead
         budget_bytes = self.plan.budget_bytes if self.plan else memory.given_bytes(self.budget)
@@ -324,9 +324,7 @@ def decide_anew(job: Job) -> Decision | None:
     if job.mode != PLAIN or job.plain is None or (job.folder / PLAIN_FILE).exists():
         return None
     report.warn("memory ran out though the plain run fits by what an earlier launch has measured: measured anew")
-    job._find_plain(look=False)
-    job._find_record(needed=False, look=False)
-    return job.decide()
+    return job.decide(look=False)
 
 
 def as_it_is(job: Job, why: str) -> Decision | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import re
 import sys
@@ -100,7 +101,8 @@ def _source(options: LaunchOptions) -> bytes:
 def _files_of_module(name: str) -> list[Path]:
     """The files that ``python -m name`` runs, where they are: the packages' ``__init__.py``, and the module."""
     first, *others = name.split(".")
-    spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd(), *sys.path])  # as ``python -m`` looks
+    # as ``python -m`` looks; an editable installation may have a finder of its own
+    spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd(), *sys.path]) or importlib.util.find_spec(first)
     if spec is None:
         return []
     if spec.origin is not None:

@@ -52,6 +52,8 @@ def find_plain(
         plain = measure_plain_run(options, ranks, trial, folder, console)
         if plain is not None and store is not None:
             store.put("plain", key, plain)
+        elif store is not None and not look:
+            store.remove("plain", key)
     return plain
 
 

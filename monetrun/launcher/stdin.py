@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import select
@@ -90,7 +91,7 @@ def _copy(into: int, wake: int, kept: IO[bytes]) -> None:
     os.set_blocking(into, False)
     waiting = b""
     try:
-        if _can_show() and not _first_block_is_read(into, wake, kept):
+        if not _first_block_is_read(into, wake, kept):
             return
         while True:
             source, sink = ([], [into]) if waiting else ([_STDIN], [])
@@ -110,10 +111,6 @@ def _copy(into: int, wake: int, kept: IO[bytes]) -> None:
         os.close(into)
 
 
-def _can_show() -> bool:
-    return sys.platform == "linux"
-
-
 def _first_block_is_read(into: int, wake: int, kept: IO[bytes]) -> bool:
     """Show the first block in ``into``, and take it from standard input once somebody has read of it there.
 
@@ -122,21 +119,31 @@ def _first_block_is_read(into: int, wake: int, kept: IO[bytes]) -> bool:
     readable, _, _ = select.select([wake, _STDIN], [], [])
     if wake in readable:
         return False
-    shown = _show(into)
+    try:
+        shown = _show(into)
+    except OSError:  # not allowed here
+        return True
     while shown:
         if _unread(into) < shown:
             break
         if select.select([wake], [], [], _LOOK_SECONDS)[0]:
             return False
-    while shown:
-        block = os.read(_STDIN, shown)
+    while shown and _STDIN in select.select([wake, _STDIN], [], [])[0]:
+        if not (block := os.read(_STDIN, shown)):  # somebody else has taken it
+            break
         kept.write(block)
         shown -= len(block)
     return kept.tell() > 0
 
 
 def _show(into: int) -> int:
-    """Write what can be read of standard input into a pipe, and leave it there; gives its bytes."""
+    """Write what can be read of standard input into a pipe, and leave it there; gives its bytes.
+
+    Raises:
+        OSError: the system cannot.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, "tee")
     if stat.S_ISSOCK(os.fstat(_STDIN).st_mode):
         with socket.socket(fileno=os.dup(_STDIN)) as connection:
             return os.write(into, block) if (block := connection.recv(_BLOCK_BYTES, socket.MSG_PEEK)) else 0

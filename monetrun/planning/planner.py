@@ -8,13 +8,12 @@ from dataclasses import replace
 from monetrun import solve
 from monetrun.core.budget import format_budget, format_bytes, format_share
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
-from monetrun.core.graph import EXACT, FORWARD, KINDS, Graph
+from monetrun.core.graph import EXACT, KINDS, Graph
 from monetrun.core.keeping import choice_of
 from monetrun.core.options import Options
 from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, each_once
 from monetrun.core.reserved import Reserved, reserved
-from monetrun.core.simulate import simulate
-from monetrun.core.step import OUTSIDE, StepRecord, replay
+from monetrun.core.step import StepRecord, replay
 from monetrun.planning import device_budget, placement, shared_graphs
 from monetrun.planning.baseline import Baseline as Baseline
 from monetrun.planning.baseline import baseline as baseline
@@ -23,6 +22,7 @@ from monetrun.planning.baseline import more_frugal as more_frugal
 from monetrun.planning.baseline import plain_in_place as plain_in_place
 from monetrun.planning.device_budget import Found, plain_allocated_bytes, plain_reserved_bytes
 from monetrun.planning.ledger import FRAGMENTATION, WEIGHTS, ledger, ledger_line
+from monetrun.planning.round_bounds import disjoint_sum, graphs_and_calls, least_more, seconds_of
 from monetrun.planning.separate_graphs import SeparateRound
 
 Progress = Callable[[float, float, float], None]
@@ -317,13 +317,13 @@ def _solve_rounds(
     tight = [(b, joined) for b, joined in pairs if _peak_in(record, schedules, b) > budget_bytes]
     # the round that needs most comes first: its schedules then fit most of the others too
     tight.sort(key=lambda pair: -_peak_in(record, base.frugal_schedules, pair[0]))
-    alike, searched = {_graphs_and_calls(record, bounds)[0] for bounds, _ in tight}, set[tuple[int, ...]]()
+    alike, searched = {graphs_and_calls(record, bounds)[0] for bounds, _ in tight}, set[tuple[int, ...]]()
     for bounds, joined in tight:
         candidates.append(schedules)
         if _peak_in(record, schedules, bounds) <= budget_bytes:
             continue
         # rounds of the same graphs (an accumulation's) mostly need one search: the others are tried for a moment
-        graphs, calls = _graphs_and_calls(record, bounds)
+        graphs, calls = graphs_and_calls(record, bounds)
         parts = len(tight) if graphs in searched else len(alike)
         searched.add(graphs)
         share = replace(options, seconds=options.seconds / parts, on_progress=None)
@@ -333,8 +333,8 @@ def _solve_rounds(
             status = "feasible" if found else "unknown"
             continue
         timeline = replay(record, schedules)
-        plain_seconds = _seconds_of(record, graphs, base.fast_schedules)
-        rest_seconds = timeline.seconds - calls * _seconds_of(record, graphs, schedules)
+        plain_seconds = seconds_of(record, graphs, base.fast_schedules)
+        rest_seconds = timeline.seconds - calls * seconds_of(record, graphs, schedules)
         share = replace(share, on_progress=_of_the_step(options.on_progress, rest_seconds, calls))
         free_bytes = budget_bytes - timeline.start_bytes[bounds[0]]
         solution = solver(joined.graph, joined.costs, free_bytes, share, [joined.join(s) for s in known])
@@ -352,29 +352,11 @@ def _solve_rounds(
             base = _allowed_baseline(record, half, base)
         schedules = shared_graphs.within(record, budget_bytes, base, [*candidates, schedules], solver, half)
         status = "feasible"
-    return Found(schedules, replay(record, base.fast_schedules).seconds + _disjoint_sum(added), status)
-
-
-def _disjoint_sum(added: dict[tuple[int, ...], float]) -> float:
-    """The largest values whose keys share no graph, added up: rounds that share a graph pay for it only once."""
-    total, counted = 0.0, set[int]()
-    for graphs, seconds in sorted(added.items(), key=lambda item: (-item[1], item[0])):
-        if counted.isdisjoint(graphs):
-            total += seconds
-            counted.update(graphs)
-    return total
-
-
-def _graphs_and_calls(record: StepRecord, bounds: tuple[int, int]) -> tuple[tuple[int, ...], int]:
-    """The graphs of a round, and how often a step calls each of them (1 where that differs)."""
-    graphs = tuple(sorted({e.graph for e in record.events[slice(*bounds)] if e.kind != OUTSIDE}))
-    calls = {sum(e.kind == FORWARD and e.graph == k for e in record.events) for k in graphs}
-    return graphs, calls.pop() if len(calls) == 1 else 1
-
-
-def _seconds_of(record: StepRecord, graphs: Sequence[int], schedules: Sequence[Schedule]) -> float:
-    """The seconds of one call of each of ``graphs``."""
-    return sum(simulate(record.graphs[k], record.costs[k], schedules[k]).seconds for k in graphs)
+    least = [least_more(record, k, base.fast_schedules, options) for k in range(len(schedules))]
+    more = disjoint_sum(added, least)
+    if more < 0 and status == "optimal" and not added:
+        status = "feasible"  # others may be faster
+    return Found(schedules, replay(record, base.fast_schedules).seconds + more, status)
 
 
 def _of_the_step(report: Progress | None, rest_seconds: float, calls: int) -> Progress | None:

@@ -104,7 +104,8 @@ class Enforcement:
         self._step_ended = True
         self.call_begins()
         self._paused = False
-        set_limit(self.device, self._limit_bytes())
+        if self.holds:
+            set_limit(self.device, self._limit_bytes())
         return True
 
     def call_begins(self) -> None:

@@ -181,6 +181,7 @@ class Engine(Recording, WithRoom):
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number (-1: none), and its schedule: see ``Recorder.choose`` and ``RunningPlan.choose``."""
         self.terms.graph_captured()
+        self.open_step.goes_on(self.running)
         chooser = self.recorder or self.running
         assert chooser is not None
         return chooser.choose(joint)

@@ -91,8 +91,14 @@ class PlainRun:
         """Nothing to do."""
 
     def evaluates(self, module: nn.Module) -> None:
-        """Evaluation is no training step: the device's memory is not bounded until the next backward."""
-        if self.device is not None and self.settings.mode != MEASURE and not self._lifted:
+        """Evaluation is no training step: the device's memory is not bounded until the next backward.
+
+        Only that of what is trained: not a teacher's, or a batch norm's that stays as it is.
+        """
+        if self.device is None or self.settings.mode == MEASURE or self._lifted:
+            return
+        trained = {id(p) for optimizer in hooks.optimizers() for g in optimizer.param_groups for p in g["params"]}
+        if 2 * sum(id(p) in trained for p in module.parameters()) >= len(trained):
             self._most = self._most_in_training()
             self._lifted = True
             set_limit(self.device, None)

@@ -62,7 +62,7 @@ def optimizer_ended() -> None:
     """Free what no backward has freed (a forward without one): the gathered parameters are not those of now."""
     while _kept:
         group = _kept.pop()
-        if group.is_unsharded:
+        if group.is_unsharded and group._training_state.name == "IDLE":  # not within a backward
             group.reshard()
 
 

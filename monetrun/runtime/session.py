@@ -321,7 +321,8 @@ class Session:
         if not self._backwards and self.engine is None and optimizer not in self._idle:
             self._idle.add(optimizer)  # no training step: loading a checkpoint makes one to allocate the state
             return
-        if optimizer in self.stepped and self.engine is not None and self.engine.waits_for_others():
+        waits = optimizer in self.stepped and not hooks.all_trained(self.optimizers - self._late, self.stepped)
+        if waits and self.engine is not None and self.engine.waits_for_others():
             self._late.update(one for one in self.optimizers if one not in self.stepped)
         self.stepped.add(optimizer)
         if self.engine is None and not self.reporter.warned and (unseen := self.models()):

@@ -1,9 +1,9 @@
 """Files that a trial run must not leave: trackers' logs, locks and temporary files. They are removed after it.
 
 Without this a logger that numbers its runs would give the run itself the second number, and a lock whose owner was
-ended would never be released. Nor may there be a folder that a script demands to be new (``os.makedirs(out)``): it goes
-with what was written into it, where that is little. All else that a script writes before its first step stays, as after
-a run that was stopped there: data sets that it downloads, caches, folders for its results.
+ended would never be released. Nor does an empty folder stay that the script may demand to be new, as by
+``os.makedirs(out)``. All else that a script writes before its first step stays, as after a run that was stopped there:
+data sets that it downloads, caches, folders for its results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 # What is added to the path of a trial's record, for the file that lists these.
 LIST = ".files"
 
-_MAKERS = ("os", "pathlib", "pathlib._local")  # of the modules' own functions that call ``os.mkdir``
+# Modules that call ``os.mkdir`` for those who call them.
+_MAKERS = ("os", "pathlib", "pathlib._local")
 
 # What these modules create is not to be left.
 _MODULES = (
@@ -28,16 +29,12 @@ _MODULES = (
 )
 
 
-# What may have been written into folders that were to be new, for them to be removed: more is a data set.
-_LITTLE_BYTES = 16 << 20
-
-
 class TrialFiles:
     """Lists what this process creates and has to be removed.
 
     These are files and folders that a tracker or ``tempfile`` creates, files within such folders, and files that are
-    created with the demand that they do not exist yet, as locks are; folders of which that is demanded, and what is
-    created in them, each as a list of one. What code outside of Python creates is not seen.
+    created with the demand that they do not exist yet, as locks are; and folders of which that is demanded, as lists of
+    one: they go where they are empty. What code outside of Python creates is not seen.
 
     Args:
         record_file: of the trial run.
@@ -46,7 +43,6 @@ class TrialFiles:
     def __init__(self, record_file: str) -> None:
         self._list = os.open(record_file + LIST, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._folders: set[str] = set()
-        self._new: set[str] = set()  # folders that were to be new, and folders in them
 
     def watch(self) -> None:
         """Begin; there is no end but the process's."""
@@ -67,14 +63,13 @@ class TrialFiles:
             full = os.path.abspath(os.fsdecode(path))
             if os.path.lexists(full):
                 return
-            if flags & os.O_EXCL or os.path.dirname(full) in self._folders or _by_a_tracker():
-                folders, line = self._folders, json.dumps(full)
-            elif os.path.dirname(full) in self._new or (event == "os.mkdir" and _is_to_be_new()):
-                folders, line = self._new, json.dumps([full])
-            else:
-                return
-            if event == "os.mkdir":
-                folders.add(full)
+            line = json.dumps(full)
+            if not (flags & os.O_EXCL or os.path.dirname(full) in self._folders or _by_a_tracker()):
+                if event != "os.mkdir" or not _is_to_be_new():
+                    return
+                line = json.dumps([full])
+            elif event == "os.mkdir":
+                self._folders.add(full)
             os.write(self._list, f"{line}\n".encode())
 
 
@@ -99,17 +94,8 @@ def _by_a_tracker() -> bool:
 def remove(record_file: str) -> None:
     """Remove what a trial run's processes have listed, the last first; folders only if nothing else is in them."""
     with contextlib.suppress(FileNotFoundError):
-        lines = [json.loads(line) for line in Path(record_file + LIST).read_text().splitlines()]
-        new = {line[0] for line in lines if isinstance(line, list)}
-        stay = new if sum(map(_size, new)) > _LITTLE_BYTES else set()
-        for path in reversed([line[0] if isinstance(line, list) else line for line in lines]):
-            if path in stay:
-                continue
+        for line in reversed(Path(record_file + LIST).read_text().splitlines()):
+            listed = json.loads(line)
+            path = listed[0] if isinstance(listed, list) else listed
             with contextlib.suppress(OSError):
                 os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
-
-
-def _size(path: str) -> int:
-    with contextlib.suppress(OSError):
-        return os.lstat(path).st_size
-    return 0

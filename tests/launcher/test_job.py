@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("plain_surroundings")
 def fails_with(monkeypatch, tmp_path):
     """Have planning raise this error, for a record that is known."""
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(jobs.Job, "_find_record", lambda self, needed=True: setattr(self, "record", chain_record(10)))
+    monkeypatch.setattr(jobs.Job, "_find_record", lambda self, **_: setattr(self, "record", chain_record(10)))
 
     def have(error):
         def fail(*args, **kwargs):
@@ -68,7 +68,7 @@ def test_a_budget_that_the_plain_run_keeps_is_not_refused(budget, cap, error, fa
     """The plan of a script that keeps what is saved on the host took 1.7 times what its plain run takes."""
     fails_with(error)
     with open_job(launch_parser().parse_launch(["--budget", budget, TINY])[0]) as job:
-        job._find_plain = lambda: PlainPeaks(90 * MIB, 100 * MIB, 0, 2)
+        job._find_plain = lambda look: PlainPeaks(90 * MIB, 100 * MIB, 0, 2)
         decision = job.decide()
         variables = job.follow(decision)
     assert (decision.mode, decision.budget_bytes) == (PLAIN, cap)
@@ -83,7 +83,7 @@ def test_a_budget_that_the_plain_run_keeps_is_not_refused(budget, cap, error, fa
 def test_a_smaller_one_is_and_so_is_each_under_strict(budget, words, fails_with):
     fails_with(InfeasibleBudget("too small"))
     with open_job(launch_parser().parse_launch(["--budget", budget, *words, TINY])[0]) as job:
-        job._find_plain = lambda: PlainPeaks(90 * MIB, 100 * MIB, 0, 2)
+        job._find_plain = lambda look: PlainPeaks(90 * MIB, 100 * MIB, 0, 2)
         with pytest.raises(InfeasibleBudget):
             job.decide()
 

@@ -12,7 +12,7 @@ from monetrun.core.options import Options
 from monetrun.launcher import progress as progress_module
 from monetrun.launcher.progress import SolverProgress, status
 from monetrun.planning import planner
-from monetrun.planning.planner import _disjoint_sum
+from monetrun.planning.round_bounds import disjoint_sum
 from support.step_records import chain_record
 
 
@@ -127,6 +127,7 @@ def test_progress_and_bound_are_of_the_whole_step(make):
 
 
 def test_rounds_that_share_a_graph_share_what_it_costs_more():
-    assert _disjoint_sum({(0,): 2.0, (1, 2): 1.0}) == 3.0
-    assert _disjoint_sum({(0, 1): 2.0, (1, 2): 1.5, (2,): 1.0}) == 3.0
-    assert _disjoint_sum({}) == 0.0
+    assert disjoint_sum({(0,): 2.0, (1, 2): 1.0}, [0.0] * 3) == 3.0
+    assert disjoint_sum({(0, 1): 2.0, (1, 2): 1.5, (2,): 1.0}, [0.0] * 3) == 3.0
+    assert disjoint_sum({}, []) == 0.0
+    assert disjoint_sum({(0, 1): 2.0, (1, 2): -1.5}, [-1.0, -1.0, -3.0]) == -1.0  # of graph 2 its own

@@ -19,7 +19,7 @@ from monetrun.planning import kept, planner
 from monetrun.solve import greedy
 from support.exhaustive import cheapest_seconds
 from support.random_graphs import joint_graphs
-from support.small_graphs import make
+from support.small_graphs import conv_norm_relu, make
 from support.step_records import chain_record, graph_record
 
 
@@ -257,3 +257,13 @@ def test_without_recomputation_no_plan_has_another_algorithms_name():
     budget_bytes = (base.frugal.peak_bytes + base.plain.peak_bytes) // 2
     with pytest.raises(NoPlanInTime, match="none has found no plan"):
         planner.plan_step(record, budget_bytes, "none", Options(seconds=0.5), base)
+
+
+def test_where_other_implementations_are_faster_the_bound_of_a_budget_that_fits_has_them():
+    graph, costs = conv_norm_relu(6)
+    faster = dataclasses.replace(costs, seconds=tuple((row[0], *(0.8 * s for s in row[1:])) for row in costs.seconds))
+    record = graph_record(graph, faster)
+    base = planner.baseline(record)
+    plan = planner.plan_step(record, base.plain.peak_bytes, "greedy", Options(seconds=1.0), base)
+    assert plan.bound < -0.01
+    assert plan.status == "feasible"

@@ -1,0 +1,43 @@
+"""What the rounds of a step cost at least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from monetrun.core.graph import FORWARD
+from monetrun.core.options import Options
+from monetrun.core.plan import Schedule
+from monetrun.core.simulate import simulate
+from monetrun.core.step import OUTSIDE, StepRecord
+from monetrun.solve.slot import floor_seconds
+
+
+def least_more(record: StepRecord, k: int, fast: Sequence[Schedule], options: Options) -> float:
+    """How much more than under ``fast`` all calls of graph ``k`` cost at least: other implementations may be faster."""
+    calls = sum(event.kind == FORWARD and event.graph == k for event in record.events)
+    return calls * (floor_seconds(record.graphs[k], record.costs[k], options) - seconds_of(record, [k], fast))
+
+
+def disjoint_sum(added: dict[tuple[int, ...], float], others: Sequence[float]) -> float:
+    """The largest values whose keys share no graph, and ``others`` of the graphs that none of these has, added up.
+
+    Rounds that share a graph pay for it only once.
+    """
+    total, counted = 0.0, set[int]()
+    for graphs, seconds in sorted(added.items(), key=lambda item: (-item[1], item[0])):
+        if counted.isdisjoint(graphs):
+            total += seconds
+            counted.update(graphs)
+    return total + sum(seconds for k, seconds in enumerate(others) if k not in counted)
+
+
+def graphs_and_calls(record: StepRecord, bounds: tuple[int, int]) -> tuple[tuple[int, ...], int]:
+    """The graphs of a round, and how often a step calls each of them (1 where that differs)."""
+    graphs = tuple(sorted({e.graph for e in record.events[slice(*bounds)] if e.kind != OUTSIDE}))
+    calls = {sum(e.kind == FORWARD and e.graph == k for e in record.events) for k in graphs}
+    return graphs, calls.pop() if len(calls) == 1 else 1
+
+
+def seconds_of(record: StepRecord, graphs: Sequence[int], schedules: Sequence[Schedule]) -> float:
+    """The seconds of one call of each of ``graphs``."""
+    return sum(simulate(record.graphs[k], record.costs[k], schedules[k]).seconds for k in graphs)
