@@ -19,7 +19,7 @@ from monetrun.capture.operators import Described, Inputs, describe
 from monetrun.capture.optional_operators import mark_optional
 from monetrun.capture.output_gradients import is_tangent, join_output_gradients
 from monetrun.capture.regions import Regions
-from monetrun.capture.storages import Storages, results_of
+from monetrun.capture.storages import Storages, mutated_inputs, results_of
 from monetrun.capture.tracing import split_convolution_backward, take_new_statistics
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.graph import BACKWARD, FORWARD, Graph
@@ -45,6 +45,7 @@ class JointGraph:
         gradients: the backward's outputs, in the same way.
         transient: external tensors that are neither parameters nor buffers: the batch, another graph's activations,
             tangents.
+        mutated: external tensors that the graph writes to.
         guards: of the implementations that depend on the weights.
     """
 
@@ -60,6 +61,7 @@ class JointGraph:
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
     transient: frozenset[int]
+    mutated: frozenset[int]
     guards: Guards
 
     @property
@@ -107,7 +109,9 @@ def capture(
     placeholders = module.graph.find_nodes(op="placeholder")
     inputs = Inputs({node: position for position, node in enumerate(placeholders)}, frozenset(static_inputs))
     regions = Regions()
-    described = describe(module, ((FORWARD, forward), (BACKWARD, backward)), storages, offered, inputs, regions)
+    mutated = mutated_inputs(module, storages)
+    phases = (FORWARD, forward), (BACKWARD, backward)
+    described = describe(phases, storages, offered, inputs, regions, mutated)
 
     nodes = tuple(d.node for d in described)
     tensors = tuple(storages.tensors)
@@ -127,6 +131,7 @@ def capture(
         outputs=results[:forward_outputs],
         gradients=results[forward_outputs:],
         transient=_transient(storages, inputs),
+        mutated=mutated,
         guards=Guards(graph, _guards(described, inputs)),
     )
 

@@ -82,12 +82,13 @@ class _Call:
         return found
 
     def note_versions(self, nodes: Iterable[Any], values: Iterable[Any]) -> None:
-        """Note the versions that inputs or outputs have now."""
+        """Note the versions that inputs or outputs have now, but no weights that the graph itself writes."""
         for node, value in zip(nodes, values, strict=True):
             t = self.joint.storage.get(node) if isinstance(node, fx.Node) else None
             if t is None or not isinstance(value, torch.Tensor) or value.is_inference():
                 continue
-            if self.external(t) or self.joint.graph.tensors[t].kept:
+            watched = t not in self.joint.mutated if self.external(t) else self.joint.graph.tensors[t].kept
+            if watched or t in self.joint.transient:
                 self.versions.append((t, _counter(value), value._version))
 
     def note_weights(self, values: Iterable[Any], writes: Counter[int]) -> None:
@@ -95,23 +96,20 @@ class _Call:
 
         Those of running statistics count as no new version (``buffer_versions``).
         """
-        own = written_by(self.joint)
         for node, value in zip(self.joint.primals, values, strict=True):
             t = self.joint.storage.get(node)
             if t is None or t in self.joint.transient or not isinstance(value, torch.Tensor):
                 continue
             storage = StorageWeakRef(value.untyped_storage())
-            if t in own:
+            if t in self.joint.mutated:
                 writes[storage.cdata] += 1
             else:
                 self.written.append((t, storage, writes[storage.cdata]))
 
     def changed(self, writes: Counter[int]) -> set[int]:
-        """The inputs and outputs that have other versions now, but for weights that the graph itself writes."""
-        own = written_by(self.joint)
+        """What was noted and has other versions, or was written by other calls, now."""
         found = {t for t, counter, version in self.versions if counter._version != version}
-        found |= {t for t, storage, before in self.written if writes[storage.cdata] != before}
-        return {t for t in found if t in self.joint.transient or not self.external(t) or t not in own}
+        return found | {t for t, storage, before in self.written if writes[storage.cdata] != before}
 
 
 class Lifetimes:
@@ -249,12 +247,6 @@ class Lifetimes:
             for t, at in call.ended.items()
             if at <= stretch and call.waits_at(stretch) and self._may_be_saved(call, t)
         )
-
-
-def written_by(joint: JointGraph) -> set[int]:
-    """The inputs that the graph writes: AOTAutograd copies their new values into them."""
-    copies = joint.module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    return {t for copy in copies if (t := joint.storage.get(copy.args[0])) is not None}
 
 
 def _counter(value: torch.Tensor) -> torch.Tensor:

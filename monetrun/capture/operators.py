@@ -16,7 +16,7 @@ from monetrun.capture.collective_operators import is_collective
 from monetrun.capture.marks import ONE_CALL_WITH_NEXT
 from monetrun.capture.output_gradients import OVERWRITES
 from monetrun.capture.regions import Regions
-from monetrun.capture.storages import Storages, mutated_inputs, mutates, tensors_in
+from monetrun.capture.storages import Storages, mutates, tensors_in
 from monetrun.core.graph import FORWARD, Implementation, Operator
 from monetrun.ops import random, replay
 from monetrun.ops.registry import Alternative, Call
@@ -61,25 +61,24 @@ class Described:
 
 
 def describe(
-    module: fx.GraphModule,
     phases: Iterable[tuple[str, Sequence[fx.Node]]],
     storages: Storages,
     offered: Mapping[fx.Node, Sequence[Alternative]],
     inputs: Inputs,
     regions: Regions,
+    mutated: frozenset[int],
 ) -> list[Described]:
     """All operators, in the order in which the plain step runs them.
 
     Args:
-        module: the joint module.
         phases: the name of each phase and its calls, in order; views among them are no operators.
-        storages: of the module.
+        storages: of the joint module.
         offered: for each node the alternatives that ``ops`` declares for it.
         inputs: of the module.
         regions: the checkpoint regions found so far.
+        mutated: see ``JointGraph``.
     """
     described: list[Described] = []
-    mutated = mutated_inputs(module, storages)
     readable = {t.id for t in storages.tensors if t.external}
     for phase, nodes in phases:
         for node in nodes:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from monetrun import __version__
 from monetrun.core.errors import MonetrunError
-from monetrun.launcher.trial_environment import hook_switched_off
+from monetrun.runtime.settings import hook_switched_off
 
 OK = "ok"
 WARNING = "warning"

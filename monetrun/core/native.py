@@ -263,9 +263,9 @@ def _locked(path: Path) -> Iterator[None]:
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600), "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
+        except OSError as error:  # without a lock several processes may make the file: each puts a whole one in place
             if error.errno not in NO_LOCKS_HERE:
-                raise  # without a lock several processes may make the file, and each puts a whole one in place
+                raise
         yield
 
 

@@ -32,9 +32,9 @@ from monetrun.runtime.settings import AS_IS_MARK, PROBED, Settings
 # both.
 INTERRUPT_GRACE_SECONDS = 5
 
-# What ``launch`` gives where a worker has ended so that the launch starts anew (``unplannable_use``).
-START_ANEW = PROBED
-_ANEW = -1  # what ``launch`` gives then; a script may end with any code of its own
+# With what a worker ends so that the launch starts anew (``unplannable_use``), and what ``launch`` gives then: a script
+# may end with any code of its own.
+START_ANEW, _ANEW = PROBED, -1
 
 # torch's messages that repeat what monetrun prints: (logger, how the message begins). LOGLEVEL shows them all.
 _REDUNDANT_MESSAGES = (
@@ -112,18 +112,15 @@ def launch_until_decided(options: LaunchOptions, environment: Mapping[str, str],
     """
     exit_code = launch(options, environment, joined)
     if exit_code == _ANEW:
-        exit_code = launch_again(options, environment, joined)
+        gc.collect()  # frees the first one's store, and with it the port
+        exit_code = launch(options, environment, joined)
     return exit_code
 
 
 def launch_again(options: LaunchOptions, environment: Mapping[str, str], joined: Joined | None = None) -> int:
-    """``launch``, after another one in this process; a second time as ``launch_until_decided``."""
-    for _ in range(2):
-        gc.collect()  # frees that one's store, and with it the port
-        exit_code = launch(options, environment, joined)
-        if exit_code != _ANEW:
-            break
-    return exit_code
+    """``launch_until_decided``, after another launch in this process."""
+    gc.collect()
+    return launch_until_decided(options, environment, joined)
 
 
 @contextlib.contextmanager

@@ -30,12 +30,11 @@ from monetrun.launcher.process import exit_on_signals, full_disks_explained, res
 from monetrun.launcher.progress import SolverProgress
 from monetrun.launcher.ranks import find_ranks
 from monetrun.launcher.trial import end_outer_trial, run_trial
-from monetrun.launcher.trial_environment import hook_switched_off
 from monetrun.machine.store import Store
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.frontier import Frontier, frontier, spread
 from monetrun.planning.known import known_schedules
-from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings
+from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings, hook_switched_off
 from monetrun.solve import timing
 
 _FROM_CACHE = "  (plan from the cache)"

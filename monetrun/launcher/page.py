@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan
 from monetrun.core.step import OUTSIDE, Event, StepRecord
 from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.process import replace_file
 from monetrun.launcher.report import Outcome, outcome_json
 from monetrun.planning.explain import describes, explain
 from monetrun.planning.intervals import MeasuredStep, as_plain
@@ -116,24 +116,14 @@ def write_report(options: LaunchOptions, outcome: Outcome, record: StepRecord | 
     found["ranks"] = [] if outcome.measured_step is None else as_plain(outcome.measured_step)
     title = " ".join(found["command"])
     try:
-        _replace(folder / "report.json", json.dumps(found, indent=1))
+        replace_file(folder / "report.json", json.dumps(found, indent=1))
         if outcome.plan is not None and record is not None and describes(record, outcome.plan):
             text = page_of(outcome.plan, record, outcome.measured_step, title)
-            _replace(folder / "report.html", text)
+            replace_file(folder / "report.html", text)
         else:  # an older launch's page is not this one's
             (folder / "report.html").unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable("--report", options.report_folder, error) from error
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file whole, or leave the one that is there."""
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _unwritable(option: str, folder: str, error: OSError) -> UsageError:

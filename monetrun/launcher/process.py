@@ -108,3 +108,17 @@ def _not_written(error: OSError) -> StorageFailed:
         f"a temporary file cannot be written: {where}{error.strerror}",
         "make room there, or set TMPDIR to a folder on another disk",
     )
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file whole, or leave the one that is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ trained again, from the script's start. Budget and batch stay as they are; the p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_more_held
 from monetrun.launcher import report
 from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.process import replace_file
 from monetrun.planning import planner
 from monetrun.planning.summary import rounding_note
 from monetrun.runtime.step_meter import SETTLING_STEPS
@@ -57,8 +57,8 @@ def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, 
         made = planner.plan_step(more, plan.budget_bytes, options.algorithm, options.solver_options(), base, [found])
     except (InfeasibleBudget, NoPlanInTime):
         return ""
-    _replace(plan_file, codec.dumps(made))
-    _replace(record_file, codec.dumps(more))
+    replace_file(plan_file, codec.dumps(made))
+    replace_file(record_file, codec.dumps(more))
     forget_reports(environment)
     return (
         f"memory ran out in training step {outcome.steps + 1}: starting again ({restarts + 1} of {MOST_RESTARTS}"
@@ -87,9 +87,3 @@ def forget_reports(environment: Mapping[str, str]) -> None:
     """Remove what the workers have reported: they start again."""
     for left in Path(environment["MONETRUN_REPORT_FOLDER"]).glob("rank*.json"):
         left.unlink()
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(text)
-    part.replace(path)

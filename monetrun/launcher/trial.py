@@ -34,7 +34,7 @@ from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.trial_environment import allocator_variables, trial_environment
 from monetrun.runtime import trial_files
 from monetrun.runtime.probe import BEGUN, NO_OPTIMIZER, UNSEEN
-from monetrun.runtime.settings import TRIAL, Settings
+from monetrun.runtime.settings import PREFIX, TRIAL, Settings
 
 # How often the launcher looks whether the trial has left its record, and how long its processes may take to end.
 _LOOK_SECONDS, _END_SECONDS = 0.1, 1.0
@@ -56,8 +56,6 @@ class Trial:
     record: StepRecord | None
     as_is: str = ""
 
-
-RECORD_FILE = "MONETRUN_RECORD_FILE"  # of all that a trial starts
 
 _HOW_TO_START = "PYTHON_EXEC names the interpreter; with --no-python the script needs a line such as #!/bin/sh"
 
@@ -248,7 +246,8 @@ def _in_other_sessions(record_file: str) -> list[psutil.Process]:
     found = []
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            found += [one] if one.environ().get(RECORD_FILE) == record_file and one.pid != os.getpid() else []
+            if one.pid != os.getpid() and one.environ().get(PREFIX + "RECORD_FILE") == record_file:
+                found.append(one)
     return found
 
 

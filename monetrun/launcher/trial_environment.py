@@ -75,9 +75,3 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
-
-
-def hook_switched_off() -> str:
-    """The setting of a variable with which torch loads no hooks, as torch reads it; empty: it loads them."""
-    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-    return "" if (given := os.environ.get(name, "1")) == "1" else f"{name}={given}"

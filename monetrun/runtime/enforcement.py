@@ -101,8 +101,7 @@ class Enforcement:
         """The step goes on. Gives whether it was paused."""
         if not self._paused:
             return False
-        self._step_ended = True
-        self.call_begins()
+        self._look_back()
         self._paused = False
         if self.holds:
             set_limit(self.device, self._limit_bytes())
@@ -110,9 +109,12 @@ class Enforcement:
 
     def call_begins(self) -> None:
         """A planned model is called in training: tell what was allocated since the last step, if that was much."""
-        if not self._step_ended:
-            return
-        self._step_ended = False
+        if self._step_ended:
+            self._step_ended = False
+            self._look_back()
+
+    def _look_back(self) -> None:
+        """Tell what was allocated outside of training steps, if that was much, and hold the pool again."""
         peaks = self.meter.peaks()
         peak = max(peaks.allocated_bytes, peaks.reserved_bytes) if self.meter.exact else 0
         if peak > max(self._budget_bytes + self._budget_bytes // 100, self._noted_bytes):

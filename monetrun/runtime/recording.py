@@ -47,7 +47,7 @@ class Recording:
         Gives whether it was so often (a GAN's critic makes several) that it waits no more: another step is recorded,
         without those others.
         """
-        self._waited += self.recorder is not None and not self._step_recorded
+        self._waited += not self._step_recorded
         self._record_again |= self._waited == _MOST_WAITED
         return self._waited == _MOST_WAITED
 

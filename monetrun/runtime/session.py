@@ -321,13 +321,13 @@ class Session:
         if not self._backwards and self.engine is None and optimizer not in self._idle:
             self._idle.add(optimizer)  # no training step: loading a checkpoint makes one to allocate the state
             return
-        waits = optimizer in self.stepped and not hooks.all_trained(self.optimizers - self._late, self.stepped)
-        if waits and self.engine is not None and self.engine.waits_for_others():
+        again = optimizer in self.stepped and self.engine is not None and self.engine.recorder is not None
+        if again and self.engine and not _all_stepped(self) and self.engine.waits_for_others():
             self._late.update(one for one in self.optimizers if one not in self.stepped)
         self.stepped.add(optimizer)
         if self.engine is None and not self.reporter.warned and (unseen := self.models()):
             self.reporter.give_up(unplannable_use.unseen(candidates.outermost_name(unseen), optimizer))
-        all_stepped = hooks.all_trained(self.optimizers - self._late, self.stepped)
+        all_stepped = _all_stepped(self)
         if self.engine is not None:
             self.engine.optimizer_ended(type(optimizer).__name__, all_stepped)
             self.reporter.write_now_and_then(self.engine.findings)
@@ -389,6 +389,10 @@ def _engine(session: Session, module: nn.Module) -> Engine:
     breaks.quiet_failures()
     device = candidates.device_of(module)
     return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan)
+
+
+def _all_stepped(session: Session) -> bool:  # that are waited for
+    return hooks.all_trained(session.optimizers - session._late, session.stepped)
 
 
 def _calls(session: Session) -> list[PlannedCall | Trigger]:

@@ -136,3 +136,9 @@ class Settings:
             return False
         os.environ[CLAIM] = str(os.getpid())
         return True
+
+
+def hook_switched_off() -> str:
+    """The setting of a variable with which torch loads no hooks, as torch reads it; empty: it loads them."""
+    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    return "" if (given := os.environ.get(name, "1")) == "1" else f"{name}={given}"

@@ -33,8 +33,8 @@ class TrialFiles:
     """Lists what this process creates and has to be removed.
 
     These are files and folders that a tracker or ``tempfile`` creates, files within such folders, and files that are
-    created with the demand that they do not exist yet, as locks are; and folders of which that is demanded, as lists of
-    one: they go where they are empty. What code outside of Python creates is not seen.
+    created with the demand that they do not exist yet, as locks are; and folders of which that is demanded, without
+    what is in them. What code outside of Python creates is not seen.
 
     Args:
         record_file: of the trial run.
@@ -63,14 +63,11 @@ class TrialFiles:
             full = os.path.abspath(os.fsdecode(path))
             if os.path.lexists(full):
                 return
-            line = json.dumps(full)
-            if not (flags & os.O_EXCL or os.path.dirname(full) in self._folders or _by_a_tracker()):
-                if event != "os.mkdir" or not _is_to_be_new():
-                    return
-                line = json.dumps([full])
-            elif event == "os.mkdir":
+            left = flags & os.O_EXCL or os.path.dirname(full) in self._folders or _by_a_tracker()
+            if left and event == "os.mkdir":
                 self._folders.add(full)
-            os.write(self._list, f"{line}\n".encode())
+            if left or (event == "os.mkdir" and _is_to_be_new()):
+                os.write(self._list, (json.dumps(full) + "\n").encode())
 
 
 def _is_to_be_new() -> bool:
@@ -94,8 +91,7 @@ def _by_a_tracker() -> bool:
 def remove(record_file: str) -> None:
     """Remove what a trial run's processes have listed, the last first; folders only if nothing else is in them."""
     with contextlib.suppress(FileNotFoundError):
-        for line in reversed(Path(record_file + LIST).read_text().splitlines()):
-            listed = json.loads(line)
-            path = listed[0] if isinstance(listed, list) else listed
+        listed = Path(record_file + LIST).read_text().splitlines()
+        for path in reversed([json.loads(line) for line in listed]):
             with contextlib.suppress(OSError):
                 os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
