@@ -40,7 +40,7 @@ from monetrun.capture.meter import CpuMeter
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.options import Options
 from monetrun.ops import kernels
-from step_pairs import Recorded, Reference, Trainer, run_planned
+from step_pairs import Recorded, Reference, Trainer, refusal, run_planned
 
 METER = CpuMeter()
 RECOMPUTE, IMPLEMENTATIONS, JOINT = "recomputation", "implementations", "joint"
@@ -120,7 +120,7 @@ def bench(name: str, targets: list[Target], args: argparse.Namespace) -> list[di
     rows = []
     for target in targets:
         options = Options(seconds=args.solver_seconds, **OPTIONS[target.kind])  # type: ignore[arg-type]
-        budget = plain.others().allocated + plain.held_bytes + int(target.share * plain.activation_bytes)
+        others, budget = plain.others().allocated, plain.held_bytes + int(target.share * plain.activation_bytes)
         found: dict[str, Any] = {
             "network": name,
             "kind": target.kind,
@@ -131,9 +131,9 @@ def bench(name: str, targets: list[Target], args: argparse.Namespace) -> list[di
         }
         started = time.perf_counter()
         try:
-            plan = recorded.plan(budget, args.algorithm, options)
+            plan = recorded.plan(others + budget, args.algorithm, options)
         except (InfeasibleBudget, NoPlanInTime) as error:
-            found |= {"status": "no plan", "reason": error.message.splitlines()[0]}
+            found |= {"status": "no plan", "reason": refusal(error, budget, others)}
         else:
             found |= {"status": "ok", "solver_seconds": time.perf_counter() - started}
             found |= run_planned(plain, recorded, plan, args.pairs)

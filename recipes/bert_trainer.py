@@ -77,7 +77,12 @@ def main() -> None:
     set_seed(arguments.seed)
     text = read(sizes.text)
     tokenizer = tokenizer_for(text, sizes.vocabulary)
-    texts = Texts(tokenizer(text)["input_ids"], sizes.length)
+    tokens = tokenizer(text)["input_ids"]
+    if len(tokens) < sizes.length:
+        raise SystemExit(
+            f"{len(tokens)} tokens do not fill a text of {sizes.length}: give a longer --text, or a smaller --length"
+        )
+    texts = Texts(tokens, sizes.length)
     train, test = random_split(texts, [0.9, 0.1])
     model = BertForMaskedLM(
         BertConfig(
@@ -97,6 +102,11 @@ def main() -> None:
         eval_dataset=test if arguments.eval_strategy != "no" else None,
     )
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    if not trainer.state.global_step:  # with --dataloader_drop_last
+        raise SystemExit(
+            f"no step was trained: {len(train)} texts do not fill a batch: give a longer --text, or a smaller "
+            "--per_device_train_batch_size"
+        )
     trainer.save_model()
 
 

@@ -35,6 +35,7 @@ from step_pairs import (
     measured,
     paired,
     peak_of,
+    refusal,
     release_cached,
     run_planned,
 )
@@ -205,11 +206,11 @@ class Planned:
         row: dict[str, Any] = {"method": method, "setting": target.of, "target_bytes": target.nbytes}
         if method == EXACT and (full := self.plans.get((FULL, target.of))) and self.exact(full):
             return {**row, "same_as": FULL}
-        budget = target.nbytes + self.others_bytes()
+        others = self.others_bytes()
         try:
-            plan = self.recorded.plan(budget, self.algorithm, self.options(method))
+            plan = self.recorded.plan(target.nbytes + others, self.algorithm, self.options(method))
         except (InfeasibleBudget, NoPlanInTime) as error:
-            return {**row, "reason": error.message.splitlines()[0]}
+            return {**row, "reason": refusal(error, target.nbytes, others)}
         self.plans[method, target.of] = plan
         row["solver_seconds"] = time.perf_counter() - started
         try:

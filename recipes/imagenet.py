@@ -5,7 +5,8 @@
     monetrun --budget 10GiB recipes/imagenet.py --data-path imagenet --preset monet-resnet50
 
 ``--list-presets`` prints the presets and the accuracies published for them. Without ImageNet: ``--data synthetic`` is
-noise, and ``--data pictures`` a small set of tiles of photographs that ship inside Python packages (lib/pictures.py).
+noise, and ``--data pictures`` a small set of tiles of photographs that ship inside Python packages (lib/pictures.py),
+made in the folder ``pictures``.
 
 The images of a step are the same for any number of devices and any division into forward passes, and a run that is
 resumed, in the middle of an epoch too, goes on as if it had not ended: all that is drawn at random follows from the
@@ -254,12 +255,12 @@ class Run:
         lr = state.optimizer.param_groups[0]["lr"]
         while state.step < steps.per_epoch:
             loss = self.step(batches, sums)
-            state.step += 1
-            self.steps_done += 1
-            if state.average is not None and state.step % args.model_ema_steps == 0:
+            if state.average is not None and state.step % args.model_ema_steps == 0:  # after an epoch's first step, too
                 state.average.update_parameters(state.model)
                 if state.epoch < args.lr_warmup_epochs:
                     state.average.n_averaged.fill_(0)  # the next update copies the weights
+            state.step += 1
+            self.steps_done += 1
             self.keep_loss(loss)
             if progress.step():
                 means = sums.means()
@@ -339,6 +340,8 @@ def main(words: list[str] | None = None) -> None:
         if args.resume and (args.resume != "auto" or checkpoint.is_file()):
             run.state.restore(checkpoint)
             place.say(f"resumed from {checkpoint} at epoch {run.state.epoch}, step {run.state.step}")
+        elif args.test_only:
+            raise SystemExit(f"--test-only: there is no checkpoint {checkpoint}")
         if args.test_only:
             run.evaluate_all()
         else:

@@ -6,7 +6,8 @@ The figure (``docs/overhead.svg``) has the points that torch's ``activation_memo
 within the same peaks, both by recomputation and in-place operators alone (``recipes/results/partitioner.json``). The
 table has, for each network of MONeT's paper, the least memory in the paper at which there is a plan
 (``recipes/results/paper_table.json``). Both are planned under ``roofline:p100``; neither was measured on a GPU. The
-table of ``docs/recipes.md`` was: it has the launches of ``gpu_check.py`` (``recipes/results/gpu_*.json``).
+table of ``docs/recipes.md`` was: it has the launches of ``gpu_check.py`` (``recipes/results/gpu_*.json``), and below it
+is what failed or was stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import click
 
-from lib.gpu_table import eager_of
+from lib.gpu_table import bad_ends, eager_of, is_estimate
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "recipes" / "results"
@@ -51,25 +52,34 @@ def table() -> str:
 
 
 def gpu_table() -> str:
-    """A line for each launch that trained on a GPU; the eager step is of the same network and batch."""
+    """A line for each launch that trained on a GPU; below them, what failed or was stopped.
+
+    The eager step is of the same network and batch.
+    """
     lines = ["| GPU | training | budget | reserved: plain | planned | measured | retries | step | eager's |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
+    bad = []
     for path in sorted(RESULTS.glob("gpu_*.json")):
         document = json.loads(path.read_text())
+        device = document["device"].removeprefix("NVIDIA ")
+        bad += [f"- {device}, {end}" for end in bad_ends(document)]
         for entry in document["sections"]:
-            report, training = (entry["figures"].get(name, {}) for name in ("report", "training"))
-            if report.get("planned_reserved_bytes") is None:
+            report, training = (entry.get("figures", {}).get(name, {}) for name in ("report", "training"))
+            if not training or report.get("planned_reserved_bytes") is None:
                 continue
             budget = entry["command"][entry["command"].index("--budget") + 1]
             name = " ".join(str(training[k]) for k in ("network", "batch", "precision"))
             name += " NCCL, one rank" * (entry["name"] == "nccl")
-            kinds = ("plain", "planned", "measured")
-            cells = [document["device"].removeprefix("NVIDIA "), name, budget]
-            cells += [f"{report[f'{kind}_reserved_bytes'] / 2**20:,.0f} MiB" for kind in kinds]
+            plain, *others = (report[f"{kind}_reserved_bytes"] for kind in ("plain", "planned", "measured"))
+            cells = [device, name, budget, _mib(plain) + ", estimated" * is_estimate(plain), *map(_mib, others)]
             cells += [str(report["allocation_retries"]), f"{training['step_seconds'] * 1e3:.1f} ms"]
             eager = eager_of(document, entry).get("step_seconds")
             lines.append(f"| {' | '.join([*cells, '' if eager is None else f'{eager * 1e3:.1f} ms'])} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *bad] if bad else lines)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"
 
 
 def with_table(text: str, made: str) -> str:

@@ -117,6 +117,11 @@ def main() -> None:
         enable_progress_bar=False,
     )
     trainer.fit(Classifier(args.model, classes, args.lr, args.epochs), data)
+    if not trainer.global_step:
+        raise SystemExit(
+            f"no step was trained: the images in {args.data_path}/train do not fill a batch of {args.batch_size} on "
+            "each device: give a smaller --batch-size"
+        )
 
 
 if __name__ == "__main__":

@@ -55,6 +55,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network, tokens = base(args.model, read(args.text), args.length)
+    if len(tokens) < args.batch_size * args.length:
+        raise SystemExit(
+            f"{len(tokens)} tokens do not fill {args.batch_size} texts of {args.length}: give a longer --text, or a "
+            "smaller --batch-size or --length"
+        )
     rows = torch.tensor(tokens[: len(tokens) // args.length * args.length]).view(-1, args.length)
     loader = DataLoader(TensorDataset(rows), args.batch_size, shuffle=True, drop_last=True)
     lora = LoraConfig(

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from monetrun.capture.meter import Meter
-from monetrun.core.errors import MonetrunError
+from monetrun.core.budget import format_bytes
+from monetrun.core.errors import InfeasibleBudget, MonetrunError, NoPlanInTime
 from monetrun.core.options import Options
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan, Schedule
@@ -279,6 +280,17 @@ def measured(plain: Reference, peak: Peak, rows: Sequence[tuple[float, float]]) 
         "ratio_quartiles": quartiles,
         "pairs": len(rows),
     }
+
+
+def refusal(error: InfeasibleBudget | NoPlanInTime, budget_bytes: int, others_bytes: int) -> str:
+    """Why there is no plan for a budget of one model, in its bytes; those of ``error`` are of the process.
+
+    ``others_bytes``: what the process holds beside the model.
+    """
+    budget = format_bytes(budget_bytes)
+    if isinstance(error, NoPlanInTime):
+        return f"no plan within {budget} was found in the solver's time"
+    return f"budget {budget} < smallest feasible {format_bytes(error.smallest_bytes - others_bytes, exact=True)}"
 
 
 def first_line(error: BaseException) -> str:

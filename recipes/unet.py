@@ -102,10 +102,13 @@ def criterion(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
-    """The mean overlap of thresholded predictions."""
+    """The mean overlap of thresholded predictions, over the images."""
     model.eval()
-    found = [dice((model(x.to(device)) > 0).float(), y.to(device)).item() for x, y in loader]
-    return sum(found) / len(found)
+    overlap, images = 0.0, 0
+    for x, y in loader:
+        overlap += len(x) * dice((model(x.to(device)) > 0).float(), y.to(device)).item()
+        images += len(x)
+    return overlap / images
 
 
 def parse() -> argparse.Namespace:
@@ -128,7 +131,11 @@ def parse() -> argparse.Namespace:
 
 
 def fit(args: argparse.Namespace, place: Place) -> None:
-    """Train as the options say."""
+    """Train as the options say.
+
+    Raises:
+        SystemExit: there are too few images for a step, or for a test.
+    """
     device = place.device
     data: Dataset = Masked(Path(args.data_path), args.size) if args.data_path else Ellipses(args.images, args.size)
     torch.manual_seed(args.seed)
@@ -137,6 +144,14 @@ def fit(args: argparse.Namespace, place: Place) -> None:
     same: dict[str, Any] = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
     loader = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True, **same)
     test_loader = DataLoader(test, args.batch_size, **same)
+    if not len(test):  # type: ignore[arg-type]
+        raise SystemExit(f"of {len(train)} images none is left for the test: give 10 or more")
+    if not len(loader):
+        devices = f"{place.world_size} device{'s' * (place.world_size > 1)}"
+        raise SystemExit(
+            f"{len(train)} images for training do not fill a batch of {args.batch_size} on {devices}: "
+            "give more images, or a smaller --batch-size"
+        )
 
     model = UNet(channels=args.channels).to(device)
     net: nn.Module = DistributedDataParallel(model) if place.world_size > 1 else model

@@ -19,11 +19,11 @@ from torch import fx
 
 from monetrun.capture import backward_autocast
 from monetrun.capture.gradient_terms import Edge, edge_of
-from monetrun.capture.storages import results_of
+from monetrun.capture.marks import AGAIN
+from monetrun.capture.storages import results_of, version_of
 from monetrun.core.errors import CaptureFailed
 from monetrun.ops.random import generator, uncounted_state
 
-KEY = "monetrun"  # in a node's metadata
 ABSENT = object()  # in the place of an input
 
 
@@ -115,14 +115,9 @@ def _referenced(value: Any, absent: Any) -> Any:
     return absent if found is None else found
 
 
-def version_of(value: Any) -> int:
-    """How often a tensor has been written to, as far as autograd knows; 0 for what is no tensor."""
-    return 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
-
-
 def again_of(node: Any) -> Again | None:
     """What runs the compiled call behind an autograd node again; None where it is no such node."""
-    again = node.metadata.get(KEY) if hasattr(node, "_forward_cls") else None
+    again = node.metadata.get(AGAIN) if hasattr(node, "_forward_cls") else None
     return again if isinstance(again, Again) else None
 
 

@@ -5,6 +5,8 @@ Uses the history that ``torch.cuda.memory._record_memory_history`` keeps, withou
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -13,6 +15,7 @@ import torch
 
 from monetrun.capture import device_peaks
 from monetrun.core.allocator_settings import AllocatorSettings, parse_settings, settings_text
+from monetrun.core.patched import patched
 from monetrun.core.plain_heap import calls_blas
 from monetrun.core.step import Segment
 
@@ -27,6 +30,12 @@ _CONVOLUTIONS = {"convolution", "conv1d", "conv2d", "conv3d"}
 def settings_from_environment() -> AllocatorSettings:
     """The allocator's settings, as torch reads them from the environment."""
     return parse_settings(settings_text())
+
+
+def other_allocator(device: torch.device) -> str:
+    """The name of the allocator of ``device``, where it is none of which this module can know anything; else empty."""
+    name = torch.cuda.memory.get_allocator_backend() if device.type == "cuda" else "native"
+    return "" if name == "native" else name
 
 
 def segments(device: torch.device) -> tuple[Segment, ...]:
@@ -58,7 +67,9 @@ def blocks(device: torch.device) -> dict[int, int]:
 
 
 def large_blocks(device: torch.device) -> frozenset[tuple[int, int, str]]:
-    """Where blocks of more than 1 MiB lie, on all streams: address, bytes and state."""
+    """Where blocks of more than 1 MiB lie, on all streams: address, bytes and state; none of another allocator."""
+    if other_allocator(device):
+        return frozenset()
     large = (s for s in _snapshot(device)["segments"] if s["segment_type"] == "large")
     return frozenset((b["address"], b["size"], b["state"]) for s in large for b in s["blocks"])
 
@@ -118,8 +129,10 @@ class AllocatorHistory:
         self._clear()
 
     def stop(self) -> None:
-        """Record no more."""
-        torch.cuda.memory._record_memory_history(enabled=None)
+        """Record no more, for monetrun; a history that the script keeps goes on, without what it had so far."""
+        _record(enabled=None)
+        for args, kwargs in _scripted:
+            _record(*args, **kwargs)
 
     def skip(self) -> tuple[int, ...]:
         """Leave out what was requested since the last piece ended; gives an empty piece."""
@@ -169,9 +182,28 @@ class AllocatorHistory:
         return [e for e in trace if every_stream or e["stream"] == _MAIN_STREAM]
 
     def _clear(self) -> None:
-        torch.cuda.memory._record_memory_history(
-            enabled="all", context=None, stacks="python", max_entries=1 << 40, clear_history=True
-        )
+        _record(enabled="all", context=None, stacks="python", max_entries=1 << 40, clear_history=True)
+
+
+def _record(*args: Any, **kwargs: Any) -> None:
+    inspect.unwrap(torch.cuda.memory._record_memory_history)(*args, **kwargs)
+
+
+# The script's own call of ``_record_memory_history``, if its history is on: arguments.
+_scripted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+
+def keep_the_scripts(undo: contextlib.ExitStack) -> None:
+    """Note from now on whether the script keeps the allocator's history, and how."""
+    original = torch.cuda.memory._record_memory_history
+
+    @functools.wraps(original)
+    def observed(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        off = (args[0] if args else kwargs.get("enabled", "all")) in (None, False)
+        _scripted[:] = [] if off else [(args, kwargs)]
+
+    undo.enter_context(patched(torch.cuda.memory, "_record_memory_history", observed))
 
 
 def requests_of(device: torch.device, call: Callable[[], T]) -> tuple[T, tuple[int, ...], dict[int, int]]:

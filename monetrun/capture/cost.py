@@ -65,7 +65,7 @@ class OperatorCost:
 def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) -> Costs:
     """Assemble the costs of a graph from those of its implementations' signatures.
 
-    An implementation in place costs at most as much as the same one out of place: elsewhere a higher figure is noise,
+    An implementation in place takes at most as long as the same one out of place: elsewhere a higher figure is noise,
     and on a CPU it is truly faster, since new pages take longer to get than to fill (a ReLU of 430 MB took 24 ms in
     place, 190 out of place, on 2 cores of a Zen 4, 2026-11). One marked as no faster than the default costs at least as
     much as the default; so does one that may differ from it by rounding, and was measured hardly faster.
@@ -77,7 +77,7 @@ def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) 
         pairs = [(costs[k], costs[counterpart(op, k)]) for k in range(len(costs))]
         floors = [_least_seconds(joint, op, k, costs) for k in range(len(costs))]
         seconds.append(tuple(max(s, min(c.seconds for c in pair)) for s, pair in zip(floors, pairs, strict=True)))
-        workspaces.append(tuple(max(least_workspace, min(c.workspace_bytes for c in pair)) for pair in pairs))
+        workspaces.append(tuple(max(least_workspace, c.workspace_bytes) for c in costs))
         requests.append(tuple(_fitting(c.requests, op, k) for k, c in enumerate(costs)))
     seen = any(r.results for row in requests for r in row)
     return Costs(device, tuple(seconds), tuple(workspaces), tuple(requests) if seen else ())
@@ -159,7 +159,7 @@ def measure(
                         memory[signature] = _memory(call, meter, timer, device)
                     if rounds:
                         seconds[signature].append(timer.seconds(call))
-                except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
+                except Exception as error:
                     if device_errors.is_sticky(error, meter.synchronize):
                         raise
                     _log.debug("%s cannot be timed alone (%s): estimated", call.target, error)

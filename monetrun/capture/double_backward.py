@@ -16,11 +16,13 @@ import torch
 from torch import fx
 
 from monetrun.capture import backward_autocast
-from monetrun.capture.again import KEY, Again, TracedBackward, again_of, gradients_of, run, version_of
+from monetrun.capture.again import Again, TracedBackward, again_of, gradients_of, run
 from monetrun.capture.gradient_order import give_instead, through_gates
 from monetrun.capture.gradient_terms import Edge, edge_of
+from monetrun.capture.marks import AGAIN
 from monetrun.capture.output_gradients import autograd_node
 from monetrun.capture.second_backward import repeat_backwards
+from monetrun.capture.storages import version_of
 from monetrun.core.errors import CaptureFailed
 from monetrun.ops.random import uncounted_state
 
@@ -54,7 +56,7 @@ def repeatable(
             repeat_backwards(node._forward_cls)
             places = tuple(r.output_nr if getattr(r, "grad_fn", None) is node else -1 for r in results)
             sums = tuple(edge for i in traced.sums if (edge := edge_of(given[i])) is not None)
-            node.metadata[KEY] = Again(module, inputs, places, sums, autocast, generators, traced, apart, versions)
+            node.metadata[AGAIN] = Again(module, inputs, places, sums, autocast, generators, traced, apart, versions)
         return results
 
     if hasattr(compiled, "_boxed_call"):

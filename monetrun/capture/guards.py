@@ -8,7 +8,7 @@ call with other parameters, before any of the graph's operators run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map_only
 
+from monetrun.capture.storages import version_of
 from monetrun.core.errors import GuardFailed
 from monetrun.core.graph import Graph
 from monetrun.core.plan import Schedule
@@ -99,6 +100,9 @@ class Guards:
         self._positions = sorted({p for guard in self.guards for p in guard.positions})
         self._last_inputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self._pending: tuple[torch.Tensor, Any] | None = None  # results being copied from a CUDA device, their event
+        self._stepped: tuple[int, ...] = ()  # versions of the inputs after the last optimizer step
+        self._condition = ""
+        _all_guards.add(self)
 
     def of(self, schedule: Schedule) -> Guards:
         """The same guards, of which those are ``used`` whose implementations ``schedule`` uses."""
@@ -130,22 +134,35 @@ class Guards:
             return None
         return None if all(_evaluate(self.used, inputs)) else self._all_failed(inputs)
 
+    @property
+    def condition(self) -> str:
+        """The same for guards of other graphs that are of the same tensors; empty: there is nothing to evaluate."""
+        if (inputs := self._inputs()) is None:
+            return ""
+        if not self._condition:
+            ids = {position: id(tensor) for position, tensor in inputs.items()}
+            read = tree_map_only(_Input, lambda i: ids[i.position], [guard.arguments for guard in self.used])
+            self._condition = repr([(str(guard.target), of) for guard, of in zip(self.used, read, strict=True)])
+        return self._condition
+
     def failed_lately(self) -> FailedGuards | None:
-        """As ``failed``; on a CUDA device, the result of the previous call of this method, to avoid a device sync."""
+        """As ``failed``; on a CUDA device, the result of the previous call of this method, to avoid a device sync.
+
+        It waits for the device only where something other than an optimizer has written to the weights since.
+        """
         inputs = self._inputs()
-        if inputs is None or not all(tensor.is_cuda for tensor in inputs.values()):
+        if inputs is None or not all(map(_on_cuda, inputs.values())):
             return self.failed()
-        before, self._pending = self._pending, None
-        on_device = torch.stack(_evaluate(self.used, inputs))
-        on_host = torch.empty(on_device.shape, dtype=torch.bool, pin_memory=True)
-        on_host.copy_(on_device, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending = on_host, event
-        if before is None:
-            return None
-        before[1].synchronize()  # recorded a step ago: no wait
-        return None if before[0].all() else self._all_failed(inputs)
+        before, self._pending = self._pending, _copied(torch.stack(_evaluate(self.used, inputs)))
+        trained_only = before is not None and self._stepped == _versions(inputs)
+        on_host, event = before if before is not None and trained_only else self._pending
+        event.synchronize()  # of one recorded a step ago: no wait
+        return None if on_host.all() else self._all_failed(inputs)
+
+    def stepped(self) -> None:
+        """An optimizer's step has ended."""
+        if self._pending is not None and (inputs := self._inputs()) is not None:
+            self._stepped = _versions(inputs)
 
     def _all_failed(self, inputs: Mapping[int, torch.Tensor]) -> FailedGuards | None:
         failed = tuple(g for g, holds in zip(self.guards, _evaluate(self.guards, inputs), strict=True) if not holds)
@@ -163,7 +180,7 @@ class Guards:
         same = bool(self._last_inputs) and all(self._last_inputs[p]() is owner for p, owner in owners.items())
         if not same:
             self._last_inputs = {p: weakref.ref(owner) for p, owner in owners.items()}
-            self._pending = None
+            self._pending, self._condition = None, ""
         return same
 
     def _before(self, run: Run, first: Callable[[Sequence[Any]], object]) -> Run:
@@ -173,6 +190,44 @@ class Guards:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+# of all graphs in this process
+_all_guards: weakref.WeakSet[Guards] = weakref.WeakSet()
+
+
+def optimizer_ended() -> None:
+    """An optimizer's step has ended."""
+    for guards in _all_guards:
+        guards.stepped()
+
+
+def first_failed(several: Iterable[Guards]) -> FailedGuards | None:
+    """What ``failed_lately`` gives for the first of them that do not hold; each condition is evaluated once."""
+    seen: set[str] = set()
+    for guards in several:
+        condition = guards.condition
+        if condition and condition not in seen and (failed := guards.failed_lately()):
+            return failed
+        seen.add(condition)
+    return None
+
+
+def _on_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _copied(on_device: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A copy on the host, and the event after which it is there."""
+    on_host = torch.empty(on_device.shape, dtype=torch.bool, pin_memory=True)
+    on_host.copy_(on_device, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return on_host, event
+
+
+def _versions(inputs: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
+    return tuple(map(version_of, inputs.values()))
 
 
 def _owner(tensor: torch.Tensor) -> torch.Tensor:

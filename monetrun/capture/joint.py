@@ -18,7 +18,7 @@ from monetrun.capture.open_strides import with_the_same_strides
 from monetrun.capture.operators import Described, Inputs, describe
 from monetrun.capture.optional_operators import mark_optional
 from monetrun.capture.output_gradients import is_tangent, join_output_gradients
-from monetrun.capture.regions import Regions
+from monetrun.capture.regions import Regions, refuse_updates
 from monetrun.capture.storages import Storages, mutated_inputs, results_of
 from monetrun.capture.tracing import split_convolution_backward, take_new_statistics
 from monetrun.core.errors import CaptureFailed
@@ -95,6 +95,7 @@ def capture(
     Raises:
         CaptureFailed: the module has symbolic shapes, or an operator whose outputs are not tensors.
     """
+    refuse_updates(module)
     if split_convolutions:
         split_convolution_backward(module)
     take_new_statistics(module)

@@ -16,6 +16,7 @@ from torch import fx
 
 from monetrun.capture.gradient_terms import EARLIER, shaped
 from monetrun.capture.in_turn import InTurn, Turns
+from monetrun.capture.marks import AGAIN
 from monetrun.ops.families.output_gradients import OPERATOR, add_output_gradient_
 
 aten = torch.ops.aten
@@ -129,11 +130,14 @@ def stay_absent(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def autograd_node(result: torch.Tensor) -> Any:
-    """The node of AOTAutograd's function, of which ``result`` is an output or a view of one."""
+    """The node of AOTAutograd's function that has just been called, of which ``result`` is an output or a view of one.
+
+    None for a view of an input, which may be an output of an earlier call.
+    """
     node: Any = result.grad_fn
     while node is not None and not hasattr(getattr(node, "_forward_cls", None), "_aot_id"):
         node = next((n for n, _ in node.next_functions if n is not None), None)
-    return node
+    return None if node is None or AGAIN in node.metadata else node
 
 
 class AbsentGradients:

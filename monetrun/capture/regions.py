@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from monetrun.ops import random
 # In a node's ``meta["custom"]``, which AOTAutograd copies to what it traces for the node, its derivative included: a
 # ``_Noted`` for each region that the node is in, the outermost first.
 _NOTED = "monetrun_regions"
+
+_UPDATES = "a checkpointed region that runs again updates its buffers again (a batch norm's)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ def note_regions(module: fx.GraphModule, around: tuple[_Noted, ...] = ()) -> Non
         if noted.reentrant and not any(v.requires_grad for v in given):
             raise CaptureFailed("a reentrant checkpoint, of which no argument needs a gradient, gives none")
         if _writes_arguments(region):
-            raise CaptureFailed("a checkpointed region that runs again updates its buffers again (a batch norm's)")
+            raise CaptureFailed(_UPDATES)
         if noted.reentrant:
             _add_gradients_within(region)
         note_regions(region, (*around, noted))
@@ -83,6 +86,21 @@ def _writes_arguments(region: Any) -> bool:
             if writes and user.args[0] is node:
                 return True
     return False
+
+
+def refuse_updates(module: fx.GraphModule) -> None:
+    """Look for inputs of a joint module that a region changes: what ``_writes_arguments`` did not see.
+
+    Raises:
+        CaptureFailed: there is one.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        if node.args[0].op != "placeholder" or not isinstance(node.args[1], fx.Node):
+            continue
+        value: Any = node.args[1]
+        made_by = value.args[0] if value.target is operator.getitem else value
+        if (made_by.meta.get("custom") or {}).get(_NOTED):
+            raise CaptureFailed(_UPDATES)
 
 
 def _add_gradients_within(region: Any) -> None:

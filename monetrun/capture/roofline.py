@@ -298,7 +298,10 @@ def _flops(target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], r
     packet = _COUNTED_AS.get(packet, packet)
     if packet not in flop_registry:
         return 0
-    flops: int = flop_registry[packet](*arguments, **keywords, out_val=result)
+    try:
+        flops: int = flop_registry[packet](*arguments, **keywords, out_val=result)
+    except AssertionError:  # torch 2.11's of attention does not know that several queries may share keys
+        return 0
     return flops
 
 

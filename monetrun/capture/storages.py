@@ -146,3 +146,8 @@ def mutated_inputs(module: fx.GraphModule, storages: Storages) -> frozenset[int]
     """Ids of the storages of inputs that the graph writes to: AOTAutograd copies their new values into them."""
     copies = module.graph.find_nodes(op="call_function", target=aten.copy_.default)
     return frozenset(t for copy in copies for t in storages.of(copy.args[0]))
+
+
+def version_of(value: Any) -> int:
+    """How often a tensor has been written to, as far as autograd knows; 0 for what is no tensor."""
+    return 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version

@@ -22,7 +22,7 @@ from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.parser import LaunchParser, command_parser
-from monetrun.planning.batch import SMALLEST_TRIAL, BatchRequest, Found, find
+from monetrun.planning.batch import MOST_OVERHEAD, SMALLEST_TRIAL, BatchRequest, Found, find
 from monetrun.planning.batch_sizes import Sizes, divisors
 
 PLACEHOLDER = "{batch}"
@@ -39,7 +39,7 @@ def prepare_parser() -> LaunchParser:
         "Find the largest batch that trains within a budget. "
         f"Write {PLACEHOLDER} for the batch size in the script's arguments."
     )
-    return command_parser("batch", description, _add_options)
+    return command_parser("batch", description, _add_options, not_reusable=["cost_model"])
 
 
 def _add_options(parser: argparse._ActionsContainer) -> None:
@@ -167,9 +167,10 @@ def read_limits(
     trials = (first, 2 * first)
     if args.trials:
         words = args.trials.split(",")
-        if len(words) != 2 or not all(w.strip().isdecimal() and int(w) > 0 for w in words) or len({*words}) != 2:
+        given = {int(w) for w in words if w.strip().isdecimal() and int(w) > 0}
+        if len(words) != 2 or len(given) != 2:
             raise UsageError(f"--trials {args.trials!r} is not two different batch sizes", "--trials 4,8")
-        trials = (min(map(int, words)), max(map(int, words)))
+        trials = (min(given), max(given))
     return BatchRequest(
         budget_bytes,
         _parse_share(args.max_overhead),
@@ -216,7 +217,7 @@ def _parse_share(text: str) -> float:
         value = float(digits) / (100 if digits != text.strip() else 1)
     except ValueError:
         value = -1.0
-    if not 0 <= value < (100 if digits != text.strip() else 1):
+    if not 0 <= value < (MOST_OVERHEAD if digits != text.strip() else 1):
         raise UsageError(f"--max-overhead {text!r} is not a share of the plain step's compute", "--max-overhead 20%")
     return value
 
@@ -243,18 +244,23 @@ def with_batch(options: LaunchOptions, batch: int, step: Accumulation = ONE_PASS
 
 def show(found: Found, step: Accumulation, console: Console) -> None:
     """Print the largest batch, its plan, and why the next batch does not fit."""
-    share = report.share(found.planned_peak_bytes, found.plain_peak_bytes)
+    plain, planned = found.plain_peak_bytes, found.planned_peak_bytes
+    if found.plain_reserved_bytes is not None and found.planned_reserved_bytes is not None:
+        plain, planned = found.plain_reserved_bytes, found.planned_reserved_bytes
     console.print(f"[bold]largest batch: {found.batch}[/bold]  (a trial run at {found.batch} was planned)")
     console.print(
-        f"  budget {format_bytes(found.budget_bytes)} | planned {format_bytes(found.planned_peak_bytes)} ({share}) | "
+        f"  budget {format_bytes(found.budget_bytes)} | planned {format_bytes(planned)} "
+        f"({report.share(planned, plain)}) | "
         f"overhead {found.overhead:+.1%} of {found.max_overhead:.0%} (bound {found.bound:.1%})"
     )
+    if found.planned_reserved_bytes is not None:
+        console.print(report.allocated_line(found.plain_peak_bytes, found.planned_peak_bytes))
     if step.total:
         passes = step.passes(found.batch)
         console.print(
             f"  {found.batch} samples x {step.world_size} devices x {passes} forward passes = {step.total} in a step"
         )
-    console.print(f"  without monetrun it takes {format_bytes(found.plain_peak_bytes)}")
+    console.print(f"  without monetrun it takes {format_bytes(plain)}")
     if not found.next_batch:
         console.print("  no larger one: it is all that a device has in a step")
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +25,15 @@ from monetrun.planning.summary import plain_bytes, planned_bytes
 
 def _store() -> Store:
     root = default_root()
-    if root.exists() and not root.is_dir():
-        raise UsageError(f"the cache {root} is not a folder", "set MONETRUN_CACHE to a folder")
+    try:
+        os.listdir(root)
+    except FileNotFoundError:  # the first launch makes it
+        pass
+    except NotADirectoryError as error:
+        raise UsageError(f"the cache {root} is not a folder", "set MONETRUN_CACHE to a folder") from error
+    except OSError as error:
+        hint = "set MONETRUN_CACHE to a folder of yours"
+        raise UsageError(f"the cache {root} cannot be read: {error.strerror}", hint) from error
     return Store(root)
 
 

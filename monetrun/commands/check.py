@@ -63,9 +63,8 @@ def as_json(found: CheckReport) -> dict[str, Any]:
     """The report, for ``--json``; a difference that is not finite is null."""
     plain: dict[str, Any] = {"passed": not found.problems, "problems": list(found.problems), **codec.to_plain(found)}
     for row, difference in zip(plain["differences"], found.differences, strict=True):
-        row |= {"relative": difference.relative, "within": difference.within}
+        row |= {"relative": difference.relative, "within": difference.within, "allowed": max(0.0, difference.allowed)}
         row |= {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-        row["allowed"] = max(0.0, difference.allowed)
     for row, time in zip(plain["operators"], found.operators, strict=True):
         row["difference"] = time.difference
     return plain

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -132,14 +134,14 @@ def _compiler() -> Check:
     except ModuleNotFoundError:
         return Check("compiler", WARNING, "this build of monetrun has no native part")
     try:
-        path = native.compiler()
+        command = native.compiler()
     except MonetrunError as error:
         return Check("compiler", WARNING, error.message, error.hint)
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Check("compiler", WARNING, f"{path} does not run: {error}", "set CXX to a C++ compiler")
-    return Check("compiler", OK, f"{answer.stdout.partition(chr(10))[0]} at {path}")
+        return Check("compiler", WARNING, f"{shlex.join(command)} does not run: {error}", "set CXX to a C++ compiler")
+    return Check("compiler", OK, f"{answer.stdout.partition(chr(10))[0]} at {shlex.join(command)}")
 
 
 def _allocator() -> Check:
@@ -276,7 +278,7 @@ def _cache() -> Check:
     except MonetrunError as error:
         return Check("cache", WARNING, error.message, error.hint)
     folder = root
-    while not folder.exists():  # the first plan makes the folder; a check does not
+    while not os.path.exists(folder):  # the first plan makes the folder; a check does not
         folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder):

@@ -60,6 +60,8 @@ def command(plan_file: str, as_json: bool, measured: bool, page_file: str | None
         step = explain_measured.find_measured_step(plan, store, plan_file)
         if as_json:
             peaks = {"budget_bytes": plan.budget_bytes, "planned_peak_bytes": plan.planned_peak_bytes}
+            if plan.pool is not None:
+                peaks["planned_reserved_bytes"] = plan.pool.planned_bytes
             print(json.dumps({**peaks, "ranks": as_plain(step)}))
         else:
             explain_measured.show(plan, step, plan_file, report.stdout_console())
@@ -99,12 +101,9 @@ def show(found: Explanation, title: str, console: Console) -> None:
     """Print what the peak consists of, and what each module adds in compute and saves in memory."""
     plain, planned, seconds = found.plain_peak_bytes, found.planned_peak_bytes, found.plain_seconds
     console.print(f"[bold]{escape(title)}[/bold]")
-    console.print(
-        f"  plain peak {format_bytes(plain)} | budget {format_bytes(found.budget_bytes)} | planned "
-        f"{format_bytes(planned)} ({report.share(planned, plain)}) | overhead {found.overhead:+.1%} "
-        f"(bound {found.bound:.1%}, gap {found.gap:.1%}) of {_milliseconds(seconds)}"
-    )
-    console.print("\n[bold]Memory over the step[/bold]")
+    for line in _peak_lines(found):
+        console.print(line)
+    console.print("\n[bold]Memory over the step[/bold]" + ", allocated" * (found.planned_reserved_bytes is not None))
     highest = max([plain, *found.plain_profile, 1])
     for name, profile in (("plain", found.plain_profile), ("planned", found.planned_profile)):
         console.print(f"  {name:8}{_chart(profile, highest)}  {format_bytes(max(profile, default=0))}")
@@ -144,6 +143,21 @@ def show(found: Explanation, title: str, console: Console) -> None:
         for used in found.implementations:
             rows.add_row(f"  {escape(used.implementation)}", used.target.removeprefix("aten."), str(used.count))
         console.print(rows)
+
+
+def _peak_lines(found: Explanation) -> list[str]:
+    """Peaks in the bytes that the budget bounds; on CUDA also the allocated ones, which all that follows is of."""
+    plain, planned = found.plain_peak_bytes, found.planned_peak_bytes
+    of_it = []
+    if found.plain_reserved_bytes is not None and found.planned_reserved_bytes is not None:
+        of_it = [report.allocated_line(plain, planned)]
+        plain, planned = found.plain_reserved_bytes, found.planned_reserved_bytes
+    return [
+        f"  plain peak {format_bytes(plain)} | budget {format_bytes(found.budget_bytes)} | planned "
+        f"{format_bytes(planned)} ({report.share(planned, plain)}) | overhead {found.overhead:+.1%} "
+        f"(bound {found.bound:.1%}, gap {found.gap:.1%}) of {_milliseconds(found.plain_seconds)}",
+        *of_it,
+    ]
 
 
 def _cost_cells(again: int, seconds: float, saved_bytes: int, whole_seconds: float) -> tuple[str, str, str, str]:

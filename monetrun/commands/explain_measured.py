@@ -46,8 +46,12 @@ def show(plan: Plan, step: MeasuredStep, title: str, console: Console) -> None:
     first, *others = step.ranks
     measured_bytes = first.intervals[first.largest_measured_peak].measured_peak_bytes
     console.print(f"[bold]{escape(title)}[/bold]")
+    begins = f"  budget {format_bytes(plan.budget_bytes)} | "
+    if plan.pool is not None:  # the budget bounds what is reserved on CUDA; what was measured is allocated
+        console.print(f"{begins}planned peak {format_bytes(plan.pool.planned_bytes)}, reserved on the device")
+        begins = "  of it allocated: "
     console.print(
-        f"  budget {format_bytes(plan.budget_bytes)} | planned peak {format_bytes(plan.planned_peak_bytes)} | "
+        f"{begins}planned peak {format_bytes(plan.planned_peak_bytes)} | "
         f"measured peak {format_bytes(measured_bytes)}, in one settled step of rank {first.rank}"
     )
     planned_bytes = max(interval.planned_peak_bytes for interval in first.intervals)

@@ -19,10 +19,9 @@ from monetrun.core.errors import UsageError
 from monetrun.launcher import report
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import LaunchParser, command_parser
+from monetrun.launcher.plan_file import check_file, write_file
 from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier, next_budget
 from monetrun.planning.summary import ROUNDING
-
-_WRITABLE_HINT = "name a file in a folder that can be written"
 
 
 def prepare_parser() -> LaunchParser:
@@ -31,8 +30,8 @@ def prepare_parser() -> LaunchParser:
         "Show what each budget costs, from the plain peak to the smallest feasible one; nothing is trained. "
         f"--solver-seconds is for all points together (default: {DEFAULT_SECONDS:g})."
     )
-    # --solver-seconds is for all points here, so the next command, which plans one point, leaves it out.
-    return command_parser("frontier", description, _add_options, not_reusable=["solver_seconds"])
+    # --solver-seconds is for all points here, so the next command, which plans one point and trains, leaves it out.
+    return command_parser("frontier", description, _add_options, not_reusable=["solver_seconds", "cost_model"])
 
 
 def _add_options(parser: argparse._ActionsContainer) -> None:
@@ -57,12 +56,12 @@ def run(words: Sequence[str]) -> int:
     with open_job(options) as job:
         title = " ".join([Path(options.script).name, *options.script_args])
         found = job.frontier(parse_budgets(args.budgets) if args.budgets else (), args.points)
-        if args.plot:
-            draw(found, title, args.plot)
+        if args.json_file != "-":  # first: what was planned is seen, also where a file can no longer be written
+            show(found, title, report.stdout_console())
         if args.json_file:
             write_json(found, args.json_file)
-        if args.json_file != "-":
-            show(found, title, report.stdout_console())
+        if args.plot:
+            draw(found, title, args.plot)
         if not options.quiet:
             print(f"  next: {options.command_line(next_budget(found))}", file=sys.stderr, flush=True)
     return 0
@@ -78,10 +77,15 @@ def check_options(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--points {args.points}: a frontier has at least 2", f"--points {DEFAULT_POINTS}, or --budgets 0.8x,0.6x"
         )
+    if budget_grammar.parse(args.budget).kind != budget_grammar.AUTO:
+        raise UsageError(
+            f"--budget {args.budget}: a frontier goes through many budgets",
+            f"leave it out, or name them: --budgets {args.budget}",
+        )
     if args.budgets:
         parse_budgets(args.budgets)
     if args.json_file and args.json_file != "-":
-        _check_folder("--json", args.json_file)
+        check_file("--json", args.json_file)
     if args.plot:
         _check_plot(args.plot)
 
@@ -165,11 +169,6 @@ def _times(factor: float) -> Callable[[Any], Any]:
     return lambda values: values * factor
 
 
-def _check_folder(option: str, path: str) -> None:
-    if not Path(path).resolve().parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no such folder", _WRITABLE_HINT)
-
-
 def _check_plot(path: str) -> None:
     try:
         import matplotlib  # noqa: F401
@@ -177,7 +176,7 @@ def _check_plot(path: str) -> None:
         raise UsageError(f"--plot {path} needs matplotlib: {error}", "pip install 'monetrun[report]'") from error
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot {path}: the suffix must name the format", "name a .png, .svg or .pdf")
-    _check_folder("--plot", path)
+    check_file("--plot", path)
 
 
 def write_json(found: Frontier, path: str) -> None:
@@ -189,10 +188,7 @@ def write_json(found: Frontier, path: str) -> None:
     if path == "-":
         print(codec.dumps(found))
         return
-    try:
-        Path(path).write_text(codec.dumps(found) + "\n")
-    except OSError as error:
-        raise UsageError(f"--json {path}: {error.strerror}", _WRITABLE_HINT) from error
+    write_file("--json", path, codec.dumps(found) + "\n")
 
 
 def show(found: Frontier, title: str, console: Console) -> None:

@@ -6,14 +6,15 @@ else and printed here, once, with the exit code that they carry.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
-import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any, TextIO
 
 import click
 
@@ -31,14 +32,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_warnings()
     with _Outcome() as outcome:
         outcome.exit_code = _dispatch(words)
+        print(end="", flush=True)  # here it is known whether stdout has a reader yet
     return outcome.exit_code
 
 
 def console() -> None:
     """The ``monetrun`` command, as a process of its own."""
+    if sys.stderr is not None:
+        sys.stderr = _Messages(sys.stderr)  # type: ignore[assignment]
     exit_code = main()
     gc.freeze()  # at its end Python looks for garbage several times: half a second for all that torch's import made
     sys.exit(exit_code)
+
+
+class _Messages:
+    """A stream for messages whose reader may go away: what is being done goes on without them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As of the stream."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As of the stream."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
 
 
 def _dispatch(words: list[str]) -> int:
@@ -87,8 +112,9 @@ class _Outcome:
             self.exit_code = 128 + signal.SIGINT
             print("monetrun: stopped by SIGINT", file=sys.stderr)
         elif isinstance(error, BrokenPipeError):
-            # The reader of our output has gone. The interpreter must not fail when it flushes stdout at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            from monetrun.launcher.report import leave_stdout  # imported here, so that help is fast
+
+            leave_stdout()
             self.exit_code = 128 + signal.SIGPIPE
         else:
             self.exit_code = MonetrunError.exit_code

@@ -20,13 +20,13 @@ from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.parser import LaunchParser, command_parser
-from monetrun.launcher.plan_file import write_plan
+from monetrun.launcher.plan_file import check_file, write_plan
 
 
 def prepare_parser() -> LaunchParser:
     """A launch's options, ``--out``, and the cluster to plan for."""
     description = "Plan a launch without training, and write the plan; --json prints it."
-    return command_parser("plan", description, _add_options)
+    return command_parser("plan", description, _add_options, not_reusable=["cost_model"])
 
 
 def _add_options(parser: argparse._ActionsContainer) -> None:
@@ -45,6 +45,7 @@ def _count(text: str) -> int:
 def run(words: Sequence[str]) -> int:
     """Plan, write the plan, and print it."""
     options, args = parse_dry_run("plan", prepare_parser(), words)
+    check_file("--out", args.out)
     over = None if args.link is None else link.parse(args.link)
     with open_job(_on_cluster(options, args)) as job:
         if over is not None:
@@ -64,11 +65,13 @@ def run(words: Sequence[str]) -> int:
 
 
 def _on_cluster(options: LaunchOptions, args: argparse.Namespace) -> LaunchOptions:
-    """The launch on ``--nodes`` and ``--gpus``."""
-    torchrun = copy.copy(options.torchrun)
-    torchrun.nnodes = torchrun.nnodes if args.nodes is None else str(args.nodes)
-    torchrun.nproc_per_node = torchrun.nproc_per_node if args.gpus is None else str(args.gpus)
-    return replace(options, torchrun=torchrun)
+    """The launch on ``--nodes`` and ``--gpus``, which replace torchrun's options."""
+    torchrun, words = copy.copy(options.torchrun), list(options.reusable_words)
+    for given, name in ((args.nodes, "nnodes"), (args.gpus, "nproc_per_node")):
+        if given is not None:
+            setattr(torchrun, name, str(given))
+            words.append(f"--{name.replace('_', '-')}={given}")  # of two, torchrun takes the last
+    return replace(options, torchrun=torchrun, reusable_words=tuple(words))
 
 
 def _clocks(job: Job, plan: Plan, over: link.Link) -> tuple[StepClocks, StepClocks]:
@@ -92,7 +95,7 @@ def show(job: Job, out: str) -> None:
     if options.quiet:
         return
     job.print_plan(f"DRY RUN  {Path(options.script).name}     nothing trained")
-    command = shlex.join(["monetrun", "--plan", out, options.script, *options.script_args])
+    command = shlex.join(["monetrun", "--plan", out, *options.reusable_words, options.script, *options.script_args])
     lines = [f"  wrote {out}      next: {command}"]
     if job.modelled_bytes:
         lines.append(

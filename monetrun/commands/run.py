@@ -6,12 +6,15 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from monetrun.commands import SUMMARIES
+from monetrun.core.errors import BudgetExceeded
+from monetrun.launcher import report
 from monetrun.launcher.agent import launch_again, launch_until_decided
 from monetrun.launcher.job import Job, as_it_is, decide_anew, keep_plan, open_job
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.page import check_folder, check_tensorboard
 from monetrun.launcher.parser import LaunchParser, launch_parser
+from monetrun.launcher.plain import has_run_short
 from monetrun.launcher.process import restored_environment
 from monetrun.launcher.restart import forget_reports, plan_that_lasted, ran_short_early, tighter_plan
 from monetrun.launcher.script import check_script
@@ -56,6 +59,8 @@ def run_launch(options: LaunchOptions) -> int:
             if short and (instead := as_it_is(job, "memory ran out under each plan")) is not None:
                 forget_reports(environment)
                 exit_code = launch_again(options, job.follow(instead))
+        if exit_code == BudgetExceeded.exit_code and job.mode == PLAIN and job.plain is not None:
+            report.warn(has_run_short(options, job.plain, job.budget, job.ranks))
         job.finish(exit_code)
     return exit_code
 

@@ -106,6 +106,8 @@ def parse_settings(text: str) -> AllocatorSettings:
                 found["divisions"] = _divisions(value)
         except ValueError:
             continue
+    if "large_segment_bytes" in found:
+        found.setdefault("max_rounding_bytes", found["large_segment_bytes"])
     return AllocatorSettings(**found)
 
 
@@ -127,15 +129,14 @@ def _divisions(value: str) -> tuple[int, ...]:
     if not value.startswith("["):
         return (int(value),) * _DIVISION_INTERVALS
     steps = [0] * _DIVISION_INTERVALS
-    largest = 0
+    largest = 1  # torch leaves the first interval out of ``>``
     for i, (size, count) in enumerate(pair.split(":") for pair in value.strip("[]").split(",")):
         if size == ">":
             steps[largest:] = [int(count)] * (_DIVISION_INTERVALS - largest)
             continue
-        index = int(size).bit_length() - 1
+        index = min(int(size).bit_length(), _DIVISION_INTERVALS) - 1
         if i == 0:
             steps[:index] = [int(count)] * index
-        if index < _DIVISION_INTERVALS:
-            steps[index] = int(count)
+        steps[index] = int(count)
         largest = index + 1
     return tuple(steps)

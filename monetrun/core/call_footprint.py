@@ -42,11 +42,14 @@ def call_footprint(graph: Graph, costs: Costs, schedule: Schedule, released: Seq
     cut = len(schedule.forward)
     saved = timeline.after_bytes[cut - 1] if cut else 0
     forward, backward = timeline.during_bytes[:cut], list(timeline.during_bytes[cut:])
-    freed = 0
+    freed_before = [0] * (len(backward) + 1)  # each step, since the one before it; at last, since the last one
     for t, last in freed_after(graph, schedule, released).items():
-        freed += graph.tensors[t].nbytes
-        for i in range(last + 1, len(backward)):
-            backward[i] -= graph.tensors[t].nbytes
+        freed_before[last + 1] += graph.tensors[t].nbytes
+    freed = 0
+    for i, nbytes in enumerate(freed_before[:-1]):
+        freed += nbytes
+        backward[i] -= freed
+    freed += freed_before[-1]
     high = (max(forward, default=0), max(backward, default=0))
     steps = (
         forward.index(high[0]) if forward else -1,

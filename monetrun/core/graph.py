@@ -309,6 +309,10 @@ def check(graph: Graph, costs: Costs | None = None) -> None:
         for seconds, spaces in zip(costs.seconds, costs.workspace_bytes, strict=True):
             for each, space in zip(seconds, spaces, strict=True):
                 check_cost(each, space)
+        for op, row in zip(graph.operators, costs.requests, strict=False):
+            for impl, requests in zip(op.implementations, row, strict=True):
+                if len(requests.results) not in (0, len(op.outputs) - (impl.in_place_of is not None)):
+                    raise ValueError(f"operator {op.id} asks for other results than its outputs")
 
 
 def check_cost(seconds: float, workspace_bytes: int) -> None:

@@ -65,20 +65,28 @@ def cache_folder() -> Path:
         raise NativeBuildFailed(f"there is no folder for libraries: {error}", "set XDG_CACHE_HOME") from error
 
 
-def compiler() -> str:
-    """The C++ compiler: ``$CXX``, else the first of g++, c++ and clang++ on the path.
+def compiler() -> list[str]:
+    """The C++ compiler's command: ``$CXX``, which may have several words, or the first of g++, c++ and clang++ found.
 
     Raises:
         NativeBuildFailed: there is none.
     """
     if named := os.environ.get("CXX"):
-        if found := shutil.which(named):
-            return found
+        words = [named] if shutil.which(named) else _words(named)
+        if words and (found := shutil.which(words[0])):
+            return [found, *words[1:]]
         raise NativeBuildFailed(f"CXX is {named!r}, which is not an executable", "unset CXX or name a C++ compiler")
     for name in ("g++", "c++", "clang++"):
         if found := shutil.which(name):
-            return found
+            return [found]
     raise NativeBuildFailed("there is no C++ compiler (g++, c++ or clang++)", "install g++, or set CXX")
+
+
+def _words(command: str) -> list[str]:
+    """Its words as a shell has them; none where quotes are left open."""
+    with contextlib.suppress(ValueError):
+        return shlex.split(command)
+    return []
 
 
 def build(
@@ -112,10 +120,11 @@ def build(
     links = [f"-L{folder}" for folder in library_folders]
     links += [f"-Wl,-rpath,{folder}" for folder in library_folders]
     links += [f"-l{name}" for name in libraries]
-    parts = [identity(cxx), *arguments, *links, key]
+    compilers = [identity(found) for word in cxx if (found := shutil.which(word))]  # CXX="ccache g++" has two
+    parts = [*compilers, *cxx[1:], *arguments, *links, key]
     if "-march=native" in flags:
         parts.append(_processor())
-    return cached(path, ".so", parts, lambda out: compile_by([cxx, *arguments, str(path), *links, "-o", str(out)]))
+    return cached(path, ".so", parts, lambda out: compile_by([*cxx, *arguments, str(path), *links, "-o", str(out)]))
 
 
 def cached(source: Path, suffix: str, parts: Iterable[str], make: Callable[[Path], None]) -> Path:

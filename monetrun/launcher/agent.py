@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from monetrun.core.errors import MonetrunError
+from monetrun.core.patched import patched
 from monetrun.launcher.failure import report_failure
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.process import restored_environment, restored_signal_handlers, temporary_folder
@@ -78,6 +79,7 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
     args = copy.copy(options.torchrun)  # run() writes into it
     with (
         restored_environment(environment),
+        _run_path(args),
         restored_signal_handlers(),
         _filtered_torch_logs(),
         _prompt_shutdown(args) as stopped_pids,
@@ -164,6 +166,23 @@ def _forget_store(handler: Any) -> None:
     for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
         if hasattr(handler, name):
             setattr(handler, name, None)
+
+
+@contextlib.contextmanager
+def _run_path(args: argparse.Namespace) -> Iterator[None]:
+    """Have workers of ``--run-path`` begin their session when they run: when they import torch they have no rank."""
+    if not args.run_path:
+        yield
+        return
+    from torch.distributed import run
+
+    from monetrun.runtime import autoload, run_path
+
+    with (
+        restored_environment({autoload.NO_RANK_YET: "1"}),
+        patched(run, "run_script_path", run_path.run_script_path),
+    ):
+        yield
 
 
 @contextlib.contextmanager

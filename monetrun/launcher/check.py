@@ -14,7 +14,7 @@ from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.launcher.differences import Values, difference, read_values, same_bits
 from monetrun.launcher.job import Job
-from monetrun.launcher.plan_file import read_plan
+from monetrun.launcher.plan_file import check_options, read_plan
 from monetrun.launcher.progress import status
 from monetrun.launcher.trial import how_it_failed, read_own_error, run_process
 from monetrun.launcher.trial_environment import allocator_variables, trial_environment
@@ -41,7 +41,8 @@ def check(job: Job, *, float64: bool) -> CheckReport:
         NeverTrained, ScriptFailed: there is no step to compare.
         PlanMismatch: the plan is of another step.
         BudgetExceeded: the planned step ran out of memory.
-        UsageError: the script's runs do not begin with the same weights, inputs and random state.
+        UsageError: the plan does not keep what was given beside it, or the script's runs do not begin with the same
+            weights, inputs and random state.
     """
     given = read_plan(job.options.plan_file) if job.options.plan_file else None
     record = job.trial()
@@ -51,6 +52,8 @@ def check(job: Job, *, float64: bool) -> CheckReport:
             f"the plan {job.options.plan_file} is of another step than {job.options.script}'s first one",
             "give the script and the arguments that were planned, or leave out --plan",
         )
+    if given is not None:
+        check_options(given, record, job.options, job.budget, job.ranks)
     planned, planned_values = _run(job, CHECK, "planned step", plan)
     plain, plain_values = _run(job, CHECK_PLAIN, "plain step")
     check_beginnings(job.options.script, planned, plain)

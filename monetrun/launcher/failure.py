@@ -31,8 +31,8 @@ def report_failure(options: LaunchOptions, failures: Mapping[int, Any], stopped_
     if isinstance(failure.message, dict):
         trace = failure.message.get("extraInfo", {}).get("py_callstack", "").rstrip()
     single_worker = args.nproc_per_node == "1" and args.nnodes in ("1", "1:1")
-    # With --run-path, only the error file has the traceback. Otherwise Python has printed it to the worker's stderr.
-    if trace and single_worker and not (options.keeps_worker_logs or args.local_ranks_filter or args.run_path):
+    # Python has printed it to the worker's stderr
+    if trace and single_worker and not (options.keeps_worker_logs or args.local_ranks_filter):
         return _exit_code(failure)
     line = f"monetrun: rank {first} failed{'' if single_worker else ' first'}: {_describe_exit(failure)}"
     for rank, other in sorted(failures.items()):

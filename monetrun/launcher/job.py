@@ -25,7 +25,7 @@ from monetrun.launcher.decision import Decision
 from monetrun.launcher.kept import find_store, keep_measured_step, kept_plan, kept_record, kept_schedules, record_of
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.plain import PLAIN_FILE, budget_that_fits, find_plain, plain_instead
-from monetrun.launcher.plan_file import read_plan
+from monetrun.launcher.plan_file import check_options, read_plan
 from monetrun.launcher.process import exit_on_signals, full_disks_explained, restored_environment, temporary_folder
 from monetrun.launcher.progress import SolverProgress
 from monetrun.launcher.ranks import find_ranks
@@ -130,6 +130,7 @@ class Job:
         if self.options.plan_file:
             self.plan = read_plan(self.options.plan_file)
             self.record = record_of(self.plan, self._store, self._record_key)  # with it, workers measure intervals
+            check_options(self.plan, self.record, self.options, self.budget, self.ranks)
         elif switch := hook_switched_off():
             report.warn(f"nothing is planned: {switch} keeps torch from loading monetrun's hook; unset it")
         elif self.options.probe:
@@ -145,8 +146,7 @@ class Job:
 
     def follow(self, decision: Decision, *, shown: bool = True) -> dict[str, str]:
         """Print what was decided, here or by another node; gives the variables of this node's workers."""
-        self.plan, self.record, self.plain = decision.plan, decision.record, decision.plain
-        self.mode = decision.mode
+        self.plan, self.record, self.plain, self.mode = decision.plan, decision.record, decision.plain, decision.mode
         if shown:
             _print_decision(self, decision)
         return decision.environment(self.settings, self.folder, self.ranks.kind)
@@ -253,7 +253,7 @@ class Job:
         if self.options.report_folder:
             _write_report(self.options, outcome, seen)
         if self.options.json:
-            print(json.dumps(report.outcome_json(outcome)))
+            report.print_last(json.dumps(report.outcome_json(outcome)))
         if not self.options.quiet:
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)

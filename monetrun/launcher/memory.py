@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from monetrun.core.budget import AUTO, BYTES, CUDA_RESERVE_BYTES, SHARE_OF_FREE, Budget, format_bytes, resolve
+from monetrun.core.budget import (
+    AUTO,
+    BYTES,
+    CUDA_RESERVE_BYTES,
+    SHARE_OF_FREE,
+    SHARE_OF_PLAIN,
+    Budget,
+    format_bytes,
+    resolve,
+)
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
 from monetrun.launcher.ranks import Ranks
@@ -75,7 +84,10 @@ def given_bytes(budget: Budget) -> int:
 
 
 def more_than_there_is(budget: Budget, ranks: Ranks) -> str:
-    """A warning where a budget in bytes is more than a rank's device has; else nothing."""
+    """A warning where a budget is more than the plain run takes, or in bytes than a rank's device has; else nothing."""
+    if budget.kind == SHARE_OF_PLAIN and budget.value > 1:
+        more = f"the budget {budget.text} is more than the plain run takes"
+        return f"{more}: it bounds nothing in a step like the recorded one"
     try:
         info = smallest(query(ranks.kind, ranks.local)) if budget.kind == BYTES else None
     except DeviceQueryFailed:

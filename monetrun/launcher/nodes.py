@@ -24,10 +24,10 @@ from monetrun.core.errors import MonetrunError
 from monetrun.launcher import keys, report
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.job import Job
+from monetrun.launcher.kept import find_store
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
 from monetrun.machine.device import query
-from monetrun.machine.store import Store, default_root
 from monetrun.runtime import exchange
 from monetrun.runtime.exchange import Refusal
 
@@ -198,10 +198,11 @@ def _take(job: Job, budget: Budget) -> None:
 
 def _keep(job: Job, decision: Decision) -> None:
     """Keep what another node has decided in this node's cache: this node may decide at the next launch."""
-    if not job.options.use_cache or decision.plan is None or decision.record is None or decision.plan_given:
+    store = find_store() if job.options.use_cache else None
+    if store is None or decision.plan is None or decision.record is None or decision.plan_given:
         return
     _take(job, decision.budget)
-    store, record_key = Store(default_root()), keys.record_key(job.options, job.ranks)
+    record_key = keys.record_key(job.options, job.ranks)
     store.put("probe", record_key, decision.record)
     plan_key = keys.plan_key(job.options, record_key, job.budget_bytes(), decision.record)
     store.put("plan", plan_key, decision.plan)

@@ -53,7 +53,7 @@ def page_of(plan: Plan, record: StepRecord, measured: MeasuredStep | None, title
         "cuts": _cuts(planned, record),
         "plain": _columns(plain, record),
         "planned": _columns(planned, record),
-        "ranks": [] if measured is None else as_plain(measured),
+        "intervals": [] if measured is None else as_plain(measured),
     }
     template = files("monetrun.launcher").joinpath("page.html").read_text(encoding="utf-8")
     # "</script>" in a module's name must not end the data
@@ -113,7 +113,7 @@ def write_report(options: LaunchOptions, outcome: Outcome, record: StepRecord | 
     """
     folder = Path(options.report_folder)
     found = {"command": [options.script, *options.script_args], **outcome_json(outcome)}
-    found["ranks"] = [] if outcome.measured_step is None else as_plain(outcome.measured_step)
+    found["intervals"] = [] if outcome.measured_step is None else as_plain(outcome.measured_step)
     title = " ".join(found["command"])
     try:
         replace_file(folder / "report.json", json.dumps(found, indent=1))

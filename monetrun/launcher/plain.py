@@ -10,6 +10,7 @@ from rich.console import Console
 from monetrun.core.budget import SHARE_OF_PLAIN, Budget, format_bytes, resolve
 from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import keys, memory
+from monetrun.launcher.kept import find_store
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.trial import measure_plain_run
@@ -61,6 +62,23 @@ def budget_that_fits(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> 
     """The budget in bytes, if the plain run fits it with room, so that there is nothing to plan."""
     budget_bytes = _in_bytes(plain, budget, ranks)
     return budget_bytes if plain is not None and plain.fits(budget_bytes) else None
+
+
+def has_run_short(options: LaunchOptions, plain: PlainPeaks, budget: Budget, ranks: Ranks) -> str:
+    """Memory ran out in a plain run that was to fit ``budget``: keep that it takes more, so that the next launch plans.
+
+    Returns:
+        What is said of it.
+    """
+    budget_bytes = _in_bytes(plain, budget, ranks)
+    if options.use_cache and (store := find_store()) is not None:
+        more = replace(plain, reserved_bytes=max(plain.reserved_bytes, budget_bytes + 1))
+        store.put("plain", keys.plain_key(options, ranks), more)
+    first, given = format_bytes(plain.reserved_bytes), format_bytes(budget_bytes)
+    return (
+        f"a later step takes more than {given}, where the first ones took {first} and nothing was planned:"
+        " the next launch plans"
+    )
 
 
 def plain_instead(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> tuple[str, int] | None:

@@ -1,15 +1,29 @@
-"""A plan as a file: ``monetrun plan`` writes it, ``monetrun --plan`` and ``monetrun explain`` read it."""
+"""A plan as a file: ``monetrun plan`` writes it, ``monetrun --plan`` and ``monetrun explain`` read it.
+
+And what files that options name have in common: they are tried before planning, and written whole.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 from monetrun.core import codec
+from monetrun.core.budget import AUTO, Budget, format_bytes, resolve
 from monetrun.core.errors import PlanMismatch, UsageError
+from monetrun.core.graph import EXACT, Implementation
+from monetrun.core.options import parse_kinds
 from monetrun.core.plan import Plan, parse_plan
+from monetrun.core.step import StepRecord
+from monetrun.launcher import memory, report
+from monetrun.launcher.options import LaunchOptions
+from monetrun.launcher.process import replace_file
+from monetrun.launcher.ranks import Ranks
+from monetrun.planning.summary import plain_bytes
 
+_WRITABLE_HINT = "name a file in a folder that can be written"
 _MOST_BYTES = 256 << 20  # the plan of a network of 1,823 operators has 0.2 MiB
 
 
@@ -34,15 +48,103 @@ def read_plan(path: str) -> Plan:
         raise PlanMismatch(message, "monetrun plan SCRIPT writes one") from error
 
 
+def check_options(plan: Plan, record: StepRecord | None, options: LaunchOptions, budget: Budget, ranks: Ranks) -> None:
+    """Check that a plan from a file keeps what was given beside ``--plan``.
+
+    Args:
+        plan: from ``read_plan``.
+        record: of its step, where known: it says which implementations are exact.
+        options: of the launch.
+        budget: of the launch; ``auto``, the default, leaves it to the plan.
+        ranks: whose free memory a budget may be a share of.
+
+    Raises:
+        UsageError: the budget is less than the plan's, or the plan does what ``--implementations`` or
+            ``--no-recompute`` excludes. Where only the record says whether it does, a warning says so.
+    """
+    name = f"the plan {options.plan_file}"
+    if budget.text.lower() != AUTO:
+        given = memory.budget_bytes(budget, ranks, 0)
+        given = resolve(budget, None, plain_bytes(plan)) if given is None else given
+        if given < plan.budget_bytes:
+            made_for = f"{name} was made for {format_bytes(plan.budget_bytes)}"
+            raise _not_kept(f"--budget {budget.text}", f"is {format_bytes(given)}, {made_for}", options)
+    kinds, given_kinds = parse_kinds(options.implementations), f"--implementations {options.implementations}"
+    if excluded := _excluded(plan, record, kinds):
+        raise _not_kept(given_kinds, f"excludes what {name} uses: {', '.join(excluded)}", options)
+    if record is None and EXACT in (kinds or ()) and any(own.implementations for own in plan.graphs):
+        report.warn(f"{given_kinds}: whether {name} keeps it is not known, its trial run is not in the cache")
+    if not options.recompute and any(own.schedule.runs_again() for own in plan.graphs):
+        raise _not_kept("--no-recompute", f"excludes what {name} does: operators run again", options)
+
+
+def _not_kept(given: str, what: str, options: LaunchOptions) -> UsageError:
+    hint = f"leave it out, or make a plan that keeps it: monetrun plan {given} {options.script} ..."
+    return UsageError(f"{given} {what}", hint)
+
+
+def _excluded(plan: Plan, record: StepRecord | None, kinds: tuple[str, ...] | None) -> list[str]:
+    """Names of the implementations that the plan uses and ``kinds`` do not allow; unknown ones are taken for exact."""
+    exact = {
+        (k, op.id, i.name, i.inputs)
+        for k, graph in enumerate(() if record is None else record.graphs)
+        for op in graph.operators
+        for i in op.implementations
+        if i.exact
+    }
+    used = [
+        Implementation(n.name, n.inputs, n.in_place_of, record is None or (k, n.operator, n.name, n.inputs) in exact)
+        for k, own in enumerate(plan.graphs)
+        for n in own.implementations
+    ]
+    return list(dict.fromkeys(i.name for i in used if not i.allowed_by(kinds)))
+
+
 def write_plan(plan: Plan, path: str) -> None:
     """Write a plan to ``path`` in one step: the file is either the new one or as before.
 
     Raises:
         UsageError: it cannot be written.
     """
-    part = Path(f"{path}.{os.getpid()}")
+    write_file("--out", path, codec.dumps(plan) + "\n")
+
+
+def check_file(option: str, path: str) -> None:
+    """Check that the file that an option names can be written, before planning, which takes minutes.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    folder, name = os.path.split(path)
+    if os.path.isdir(path):
+        raise UsageError(f"{option} {path}: it is a folder", _WRITABLE_HINT)
+    if not name or not os.path.isdir(folder or "."):
+        raise UsageError(f"{option} {path}: there is no such folder", _WRITABLE_HINT)
+    if _is_other(path):
+        return
     try:
-        part.write_text(codec.dumps(plan) + "\n")
-        part.replace(path)
+        with tempfile.TemporaryFile(dir=folder or "."):
+            pass
     except OSError as error:
-        raise UsageError(f"--out {path}: {error.strerror}", "name a file in a folder that can be written") from error
+        raise UsageError(f"{option} {path}: {error.strerror}", _WRITABLE_HINT) from error
+
+
+def write_file(option: str, path: str, text: str) -> None:
+    """Write a file that an option names.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    file = Path(path)
+    try:
+        if _is_other(path):
+            file.write_text(text, encoding="utf-8")
+        else:
+            replace_file(file, text)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}", _WRITABLE_HINT) from error
+
+
+def _is_other(path: str) -> bool:
+    """Whether it is there and no file, but a device or a pipe, which is not to be replaced."""
+    return os.path.exists(path) and not os.path.isfile(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,14 +32,24 @@ from monetrun.planning.summary import share as share
 _PIPE_WIDTH = 200
 
 
+class _PipeConsole(Console):
+    """A console whose reader may go away: rich would end the process then, with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Of stdout, raise ``BrokenPipeError``, as ``print`` does; of stderr, print nothing from now on."""
+        self.quiet = True
+        if not self.stderr:
+            raise  # rich calls this where it has caught the error
+
+
 def stderr_console(file: TextIO | None = None) -> Console:
     """The console for reports: stderr or ``file``, without color if that is no terminal or ``NO_COLOR`` is set."""
-    return Console(file=file, stderr=file is None, highlight=False, soft_wrap=True)
+    return _PipeConsole(file=file, stderr=file is None, highlight=False, soft_wrap=True)
 
 
 def stdout_console() -> Console:
     """The console for a command's result: stdout; in a pipe, lines are not wrapped."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = _PipeConsole(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console
@@ -47,6 +58,22 @@ def stdout_console() -> Console:
 def warn(message: str) -> None:
     """Print a warning on stderr, also with ``--quiet``."""
     print(f"monetrun: warning: {message}", file=sys.stderr, flush=True)
+
+
+def print_last(text: str) -> None:
+    """Print to stdout after training. A reader that has gone changes nothing of how that has ended: it is told."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        leave_stdout()
+        warn("the report on stdout has no reader any more")
+
+
+def leave_stdout() -> None:
+    """Print nothing to stdout from now on: its reader has gone, and the interpreter must not fail at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def table(*columns: str) -> Table:
@@ -66,6 +93,12 @@ def plan_lines(plan: Plan, title: str, record: StepRecord | None = None) -> list
     parts = coverage(record) if record is not None else ""
     first, *others = map(escape, [*summary_lines(plan, title, record), *([f"  {parts}"] if parts else [])])
     return [f"[bold]{first}[/bold]", *others]
+
+
+def allocated_line(plain_bytes: int, planned_bytes: int) -> str:
+    """On CUDA, where the peaks above are of reserved bytes: those of allocated ones."""
+    plain, planned = format_bytes(plain_bytes), format_bytes(planned_bytes)
+    return f"  reserved on the device; of it allocated: plain {plain}, planned {planned}"
 
 
 def plain_lines(plain: PlainPeaks, budget_bytes: int, script: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -76,14 +77,14 @@ def _check_program(name: str) -> None:
 
 def _check_file(name: str) -> None:
     path = Path(name)
-    if not name or not path.exists():
+    if not os.path.exists(name):  # not Path.exists, which raises where a folder may not be entered
         if name.replace(".", "_").isidentifier() and not name.endswith(".py") and _find_module(name):
             raise ScriptNotFound(f"there is no script {name!r}", f"there is a module of that name: -m {name}")
         raise ScriptNotFound(f"there is no script {name!r}", _near_files(name))
-    if path.is_dir() and not (path / "__main__.py").is_file():
-        raise ScriptNotFound(f"{name} is a folder without a __main__.py", _near_files(os.path.join(name, "main.py")))
     if not os.access(path, os.R_OK):
         raise UsageError(f"{name} cannot be read", f"ls -l {name} shows who may")
+    if path.is_dir() and not os.path.isfile(path / "__main__.py"):
+        raise ScriptNotFound(f"{name} is a folder without a __main__.py", _near_files(os.path.join(name, "main.py")))
     if path.is_file() and not zipfile.is_zipfile(path) and path.suffix != ".pyc":
         with path.open("rb") as file:
             if b"\0" in file.read(1024):
@@ -94,7 +95,10 @@ def _near_files(name: str) -> str:
     folder, base = os.path.split(name)
     if not os.path.isdir(folder or "."):
         return f"there is no folder {folder!r} either"
-    names = [entry.name for entry in os.scandir(folder or ".") if not entry.name.startswith(".")]
+    try:
+        names = [name for name in os.listdir(folder or ".") if not name.startswith(".")]
+    except OSError as error:
+        return f"the folder {folder or os.getcwd()} cannot be read: {error.strerror}"
     if near := difflib.get_close_matches(base, names, 3):
         return f"did you mean {', '.join(os.path.join(folder, n) for n in near)}?"
     if scripts := sorted(n for n in names if n.endswith(".py")):
@@ -154,10 +158,11 @@ def _near_modules(name: str) -> str:
     *parents, last = name.split(".")
     folder = os.path.join(*parents) if parents else "."
     names: list[str] = []
-    if os.path.isdir(folder):
-        for entry in os.scandir(folder):
-            stem, extension = os.path.splitext(entry.name)
-            if stem.isidentifier() and (extension == ".py" or (entry.is_dir() and not stem.startswith("__"))):
+    with contextlib.suppress(OSError):  # there is no such folder, or it may not be read
+        for name in os.listdir(folder):
+            stem, extension = os.path.splitext(name)
+            is_folder = os.path.isdir(os.path.join(folder, name))
+            if stem.isidentifier() and (extension == ".py" or (is_folder and not stem.startswith("__"))):
                 names.append(stem)
     if near := difflib.get_close_matches(last, names, 3):
         return f"did you mean {', '.join('.'.join([*parents, n]) for n in near)}?"

@@ -197,12 +197,13 @@ class Store:
         return merged
 
     def entries(self) -> tuple[Entry, ...]:
-        """Every entry, unusable ones included, by kind and newest first."""
+        """Every entry, unusable ones included, by kind and newest first; none of a folder that may not be entered."""
         found = []
         for kind in KINDS:
-            for path in (self.root / kind).glob("*.json"):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
-                    found.append(_entry(kind, path))
+            with contextlib.suppress(PermissionError):
+                for path in (self.root / kind).glob("*.json"):
+                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
+                        found.append(_entry(kind, path))
         return tuple(sorted(found, key=lambda entry: (KINDS.index(entry.kind), -entry.modified_seconds, entry.key)))
 
     def remove(self, kind: str, key: str) -> bool:

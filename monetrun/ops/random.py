@@ -23,6 +23,10 @@ aten = torch.ops.aten
 # bytes of a generator's state: of the Mersenne twister, and of Philox's seed and offset
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
+# Namespaces of operators that have torch's tag if they draw random numbers. Those of other libraries (flash-attn's)
+# draw some without it.
+_TAGGED = frozenset({"aten", "prims", "monet", "torchvision", "_c10d_functional"})
+
 # in a random operator's meta: the node of its generator's state
 _STATE = "monetrun_generator_state"
 
@@ -113,12 +117,12 @@ def again(state: fx.Node, call: Call) -> Call:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws random numbers (attention kernels do so only with a dropout probability)."""
+    """Whether the operator may draw random numbers (attention kernels do so only with a dropout probability)."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True  # a higher-order operator may draw
     if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
+        return target.namespace not in _TAGGED
     return "dropout_p" not in _arguments(target) or bool(argument(node, "dropout_p") != 0.0)
 
 
@@ -148,8 +152,17 @@ def note_states(module: fx.GraphModule) -> None:
 
 def devices(module: fx.GraphModule) -> tuple[torch.device, ...]:
     """The devices from whose generators a joint module draws."""
-    drawn = {d for node in module.graph.nodes if node.op == "call_function" and (d := _draws_on(node)) is not None}
+    drawn = {d for node in module.graph.nodes if node.op == "call_function" for d in _may_draw_on(node)}
     return tuple(sorted(drawn, key=str))
+
+
+def _may_draw_on(node: fx.Node) -> set[torch.device]:
+    """The devices from whose default generators the node may draw."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace not in _TAGGED:
+        devices = {v.device for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)}
+        return {d for d in devices if d.type in STATE_BYTES}
+    return {d} if (d := _draws_on(node)) is not None else set()
 
 
 def _draws_on(node: fx.Node) -> torch.device | None:

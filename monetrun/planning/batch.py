@@ -16,13 +16,16 @@ from monetrun.core.budget import format_budget, format_bytes
 from monetrun.core.errors import InfeasibleBudget, NeverTrained, NoPlanInTime, ScheduleError, ScriptFailed
 from monetrun.core.options import Options
 from monetrun.core.plan import Plan, StepSchedules
+from monetrun.core.reserved import reserved
 from monetrun.core.step import StepRecord, StepTimeline, replay
 from monetrun.planning import planner
 from monetrun.planning.batch_sizes import Sizes
 from monetrun.planning.planner import Baseline
 from monetrun.planning.rescale import check_alike, difference, rescaled
+from monetrun.planning.summary import planned_bytes
 
 SMALLEST_TRIAL = 4  # with fewer samples, convolutions and normalizations run other kernels than in training
+MOST_OVERHEAD = 100.0  # added compute over the plain step's, as a fraction; no more can be asked for
 _MAX_VERIFIED = 6
 _MAX_EXTRAPOLATION = 1024  # no prediction goes beyond this multiple of the largest batch that was tried
 _MIN_GAIN = 0.01  # a batch larger by less than this share is not worth another trial run
@@ -94,6 +97,8 @@ class Found:
         overhead: of the plan.
         bound: no plan within the budget has less.
         verified: every batch that was verified on the way, in order.
+        plain_reserved_bytes: on CUDA, where the budget bounds what is reserved: the plain step's; else None.
+        planned_reserved_bytes: the same of the plan.
     """
 
     batch: int
@@ -105,6 +110,8 @@ class Found:
     overhead: float
     bound: float
     verified: tuple[Verified, ...]
+    plain_reserved_bytes: int | None = None
+    planned_reserved_bytes: int | None = None
 
 
 def find(request: BatchRequest, script: Script, report: Callable[[str], None]) -> Found:
@@ -190,7 +197,7 @@ class _Search:
             self.smallest_failing = batch if self.smallest_failing is None else min(self.smallest_failing, batch)
             return f"batch {batch} does not: {reason}"
         self.largest_fitting, self.plan = batch, plan
-        return f"batch {batch} fits: planned {format_bytes(plan.planned_peak_bytes)}, overhead {plan.overhead:+.1%}"
+        return f"batch {batch} fits: planned {format_bytes(planned_bytes(plan))}, overhead {plan.overhead:+.1%}"
 
     def found(self) -> Found:
         """The largest batch that fits.
@@ -215,6 +222,8 @@ class _Search:
             overhead=plan.overhead,
             bound=plan.bound,
             verified=tuple(self.verified),
+            plain_reserved_bytes=None if plan.pool is None else plan.pool.plain_bytes,
+            planned_reserved_bytes=None if plan.pool is None else plan.pool.planned_bytes,
         )
 
     def _tried(self, batch: int) -> tuple[Plan | None, str]:
@@ -236,8 +245,9 @@ class _Search:
         """The error that says what the smallest batch needs."""
         request = self.request
         first = request.sizes[1]
-        base = self.prediction.baseline(rescaled(self.samples, first))
-        smallest = base.frugal.peak_bytes
+        record = _step_at(self.samples, first)
+        base = self.prediction.baseline(record)
+        smallest = planner.smallest_bytes(record, base)
         budget = format_bytes(request.budget_bytes)
         hint = f"fits: --budget {format_budget(smallest)}"
         if smallest > request.budget_bytes:
@@ -246,8 +256,10 @@ class _Search:
         else:
             share = f"{request.max_overhead:.0%}"
             message = f"no batch from {first} on trains within {budget} at {share} overhead"
-            more = min(0.99, 2 * request.max_overhead or 0.1)
-            hint = f"give more (--budget), or allow more: --max-overhead {more:.0%}"
+            more = 2 * request.max_overhead or 0.1
+            hint = "give more (--budget)"
+            if more < MOST_OVERHEAD:
+                hint += f", or allow more: --max-overhead {100 * more:g}%"
         for one in self.verified:
             message += f"\n  batch {one.batch}: {one.reason}"
         return InfeasibleBudget(
@@ -305,15 +317,17 @@ class _Prediction:
     def within(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
         """Whether a plan within both limits is known for the step at ``batch``, or found now."""
         self._say(batch)
-        record = rescaled(samples, batch)
+        record = _step_at(samples, batch)
         base = self.baseline(record)
         budget_bytes = self.request.budget_bytes
-        if base.plain.peak_bytes <= budget_bytes:
+        if planner.plain_bytes(record, base) <= budget_bytes:
             return True
         most_seconds = (1 + self.request.max_overhead) * base.plain.seconds
         for schedules in self.found:
             timeline = _replayed(record, schedules)
-            if timeline is not None and timeline.peak_bytes <= budget_bytes and timeline.seconds <= most_seconds:
+            if timeline is None or timeline.peak_bytes > budget_bytes or timeline.seconds > most_seconds:
+                continue
+            if record.memory is None or _reserved_bytes(record, schedules) <= budget_bytes:
                 return True
         try:
             plan = planner.plan_step(record, budget_bytes, self.request.algorithm, self.options, base)
@@ -331,13 +345,16 @@ class _Prediction:
         return self._searched_baseline(record)
 
     def _feasible(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
-        """Whether the step at ``batch`` is known to fit the budget, whatever its overhead."""
-        return self.baseline(rescaled(samples, batch)).frugal.peak_bytes <= self.request.budget_bytes
+        """Whether the step at ``batch`` is known to allocate no more than the budget, whatever its overhead.
+
+        On CUDA, where more than that is reserved, it may not fit yet: ``within`` tells.
+        """
+        return self.baseline(_step_at(samples, batch)).frugal.peak_bytes <= self.request.budget_bytes
 
     def _feasible_after_search(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
         """``_feasible`` after a search at that batch: a schedule that is frugal at one need not be at another."""
         self._say(batch)
-        self._searched_baseline(rescaled(samples, batch))
+        self._searched_baseline(_step_at(samples, batch))
         return self._feasible(samples, batch)
 
     def _say(self, batch: int) -> None:
@@ -361,6 +378,18 @@ def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
         else:
             high = middle
     return low
+
+
+def _step_at(samples: Mapping[int, StepRecord], batch: int) -> StepRecord:
+    """``rescaled``, without what a trial run at another batch has measured of the plain run on CUDA."""
+    record = rescaled(samples, batch)
+    if batch in samples or record.memory is None:
+        return record
+    return replace(record, memory=replace(record.memory, plain_reserved_bytes=0, plain_allocated_bytes=0))
+
+
+def _reserved_bytes(record: StepRecord, schedules: StepSchedules) -> int:
+    return reserved(record, schedules.schedules_for(record.graphs)).peak_bytes
 
 
 def _replayed(record: StepRecord, schedules: StepSchedules) -> StepTimeline | None:

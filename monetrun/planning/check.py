@@ -113,14 +113,22 @@ class Difference:
 
     def share(self, distance: float) -> float:
         """A distance as a share of the plain value's norm."""
-        return 0.0 if distance == 0 else distance / self.norm if self.norm else math.inf
+        if distance == 0:
+            return 0.0
+        return distance / self.norm if self.norm and math.isfinite(self.norm) else math.inf
+
+    @property
+    def finite(self) -> bool:
+        """Whether the plain value, and its distance from float64's, are: one infinity or NaN makes norms infinite."""
+        return math.isfinite(self.norm) and math.isfinite(self.plain_float64 or 0.0)
 
 
 def is_another_step(differences: Sequence[Difference]) -> bool:
     """Whether the float64 run's gradients are so far from the plain ones that it was another step."""
     gradients = [d for d in differences if d.kind == GRADIENT and d.plain_float64 is not None]
-    whole = math.sqrt(sum(d.norm**2 for d in gradients))
-    return not math.sqrt(sum((d.plain_float64 or 0.0) ** 2 for d in gradients)) <= _ANOTHER_STEP * whole
+    gradients = [d for d in gradients if math.isfinite(d.norm)]  # others overflow in the model's own precision
+    far, whole = math.hypot(*(d.plain_float64 or 0.0 for d in gradients)), math.hypot(*(d.norm for d in gradients))
+    return not far <= _ANOTHER_STEP * whole
 
 
 def judged(differences: Sequence[Difference], *, bitwise: bool) -> tuple[Difference, ...]:
@@ -133,21 +141,24 @@ def judged(differences: Sequence[Difference], *, bitwise: bool) -> tuple[Differe
             the plain one is, or as all plain ones of its kind are as a share of their norm (where rounding moves the
             input of a ReLU across zero, gradients jump), or as one rounding of a value of its size. Without float64
             both may differ by the root of the dtype's epsilon, as a share. A value's size is its norm, or that of as
-            many elements of average size: a gradient that is zero but for rounding has none of its own.
+            many elements of average size: a gradient that is zero but for rounding has none of its own. A value that is
+            not ``finite`` has no size: there, bits are demanded, and it is no part of what others are measured by.
     """
     totals: dict[str, tuple[float, float, int]] = {}
     for d in differences:
-        far, square, elements = totals.get(d.kind, (0.0, 0.0, 0))
-        totals[d.kind] = far + (d.plain_float64 or 0.0) ** 2, square + d.norm**2, elements + d.elements
+        if d.finite:
+            far, norm, elements = totals.get(d.kind, (0.0, 0.0, 0))
+            far, norm = math.hypot(far, d.plain_float64 or 0.0), math.hypot(norm, d.norm)
+            totals[d.kind] = far, norm, elements + d.elements
 
     def allowed(d: Difference) -> float:
-        if bitwise and d.repeats:
+        if not d.finite or (bitwise and d.repeats):
             return -1.0
-        far, square, elements = totals[d.kind]
-        size = max(d.norm, math.sqrt(square / max(1, elements) * d.elements))
+        far, norm, elements = totals[d.kind]
+        size = max(d.norm, norm * math.sqrt(d.elements / max(1, elements)))
         if d.plain_float64 is None:
             return math.sqrt(d.epsilon) * size
-        share = math.sqrt(far / square) if square else 0.0
+        share = far / norm if norm else 0.0
         return FACTOR * max(d.plain_float64, share * d.norm, d.epsilon * size)
 
     return tuple(replace(d, allowed=allowed(d)) for d in differences)

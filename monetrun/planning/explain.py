@@ -37,7 +37,8 @@ class ModuleCost:
         module: its path in the model.
         again: runs of its forward operators in the backward pass, after one in the forward pass.
         seconds: of these runs, plus what its other implementations cost more than the defaults.
-        saved_bytes: saved for the backward by the plain step and not by the plan (negative: by the plan only).
+        saved_bytes: saved for the backward by the plain step and not by the plan (negative: by the plan only), of all
+            calls that wait for their backward at once, where most do.
     """
 
     module: str
@@ -66,7 +67,7 @@ class Large:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """How often the plan runs operators of one target with an implementation that is not the default."""
+    """How often operators of one target run in the planned step with an implementation that is not the default."""
 
     implementation: str
     target: str
@@ -76,6 +77,8 @@ class Used:
 @dataclass(frozen=True)
 class Explanation:
     """What ``explain`` computes; bytes are of the whole step on one device, seconds of its graphs' calls.
+
+    Bytes are allocated ones, those of the budget too, but on CUDA: it bounds reserved ones there.
 
     Attributes:
         plain_peak_bytes: of the step without monetrun.
@@ -94,6 +97,8 @@ class Explanation:
         implementations: all that are not the default, the most frequent first.
         plain_profile: the most bytes during each step of the plain schedules and each stretch of the script, in order.
         planned_profile: the same under the plan.
+        plain_reserved_bytes: on CUDA, what the plain step reserves of the device; else None.
+        planned_reserved_bytes: the same under the plan.
     """
 
     plain_peak_bytes: int
@@ -112,6 +117,8 @@ class Explanation:
     implementations: tuple[Used, ...]
     plain_profile: tuple[int, ...]
     planned_profile: tuple[int, ...]
+    plain_reserved_bytes: int | None = None
+    planned_reserved_bytes: int | None = None
 
 
 def explain(plan: Plan, record: StepRecord) -> Explanation:
@@ -144,6 +151,8 @@ def explain(plan: Plan, record: StepRecord) -> Explanation:
         implementations=_implementations(record, planned),
         plain_profile=_profile(*plain_step(record)),
         planned_profile=_profile(record, planned),
+        plain_reserved_bytes=None if plan.pool is None else plan.pool.plain_bytes,
+        planned_reserved_bytes=None if plan.pool is None else plan.pool.planned_bytes,
     )
 
 
@@ -204,7 +213,7 @@ def _modules(record: StepRecord, plain: Sequence[Schedule], planned: Sequence[Sc
     again: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     saved: Counter[str] = Counter()
-    calls = Counter(e.graph for e in record.events if e.kind == FORWARD)
+    calls, waiting = _calls(record), _most_waiting(record)
     for k, graph in enumerate(record.graphs):
         for operator, runs in planned[k].runs_again().items():
             again[module_of(graph.operators[operator].name)] += runs * calls[k]
@@ -214,18 +223,34 @@ def _modules(record: StepRecord, plain: Sequence[Schedule], planned: Sequence[Sc
                     module = module_of(graph.operators[step.operator].name)
                     seconds[module] += sign * calls[k] * record.costs[k].seconds[step.operator][step.implementation]
             for t in alive_before(graph, schedule, len(schedule.forward)):
-                saved[module_of(graph.operators[graph.writer[t]].name)] -= sign * graph.tensors[t].nbytes
+                saved[module_of(graph.operators[graph.writer[t]].name)] -= sign * waiting[k] * graph.tensors[t].nbytes
     rows = [ModuleCost(m, again[m], seconds[m], saved[m]) for m in seconds if again[m] or saved[m] or seconds[m]]
     return tuple(sorted(rows, key=lambda row: (-row.seconds, -row.saved_bytes, row.module)))
 
 
+def _calls(record: StepRecord) -> Counter[int]:
+    """How often the step calls each graph, by its index."""
+    return Counter(event.graph for event in record.events if event.kind == FORWARD)
+
+
+def _most_waiting(record: StepRecord) -> Counter[int]:
+    """How many calls of each graph wait for their backward at once at most: 1 where gradients are accumulated."""
+    now, most = Counter[int](), Counter[int]()
+    for event in record.events:
+        if event.kind != OUTSIDE:
+            now[event.graph] += 1 if event.kind == FORWARD else -1
+            most[event.graph] = max(most[event.graph], now[event.graph])
+    return most
+
+
 def _implementations(record: StepRecord, planned: Sequence[Schedule]) -> tuple[Used, ...]:
     used: Counter[tuple[str, str]] = Counter()
-    for graph, schedule in zip(record.graphs, planned, strict=True):
+    calls = _calls(record)
+    for k, (graph, schedule) in enumerate(zip(record.graphs, planned, strict=True)):
         for step in (*schedule.forward, *schedule.backward):
             if step.implementation:
                 op = graph.operators[step.operator]
-                used[op.implementations[step.implementation].name, op.target] += 1
+                used[op.implementations[step.implementation].name, op.target] += calls[k]
     rows = [Used(name, target, count) for (name, target), count in used.items()]
     return tuple(sorted(rows, key=lambda row: (-row.count, row.implementation, row.target)))
 

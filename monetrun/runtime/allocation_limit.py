@@ -11,7 +11,7 @@ import torch
 from monetrun.capture import cpu_allocator
 from monetrun.core.patched import patched
 
-# Shares of each CUDA device's memory: that the script allows itself, and that is allowed now.
+# Shares of each CUDA device's memory: that the script or PYTORCH_ALLOC_CONF allows, and that is allowed now.
 _scripted: dict[int, float] = {}
 _allowed: dict[int, float] = {}
 
@@ -19,14 +19,17 @@ _allowed: dict[int, float] = {}
 def set_limit(device: torch.device, nbytes: int | None) -> None:
     """Limit what torch allocates (CPU) or reserves (CUDA) on ``device``; None lifts the limit.
 
-    Never beyond what the script itself allows (``torch.cuda.set_per_process_memory_fraction``). Does nothing on a CPU
+    Never beyond what the script itself allows (``torch.cuda.set_per_process_memory_fraction``, or in
+    ``PYTORCH_ALLOC_CONF``). Does nothing on a CPU
     whose allocations cannot be counted.
     """
     if device.type == "cuda":
         index = _index(device)
         total = torch.cuda.get_device_properties(index).total_memory
+        if index not in _scripted:
+            _scripted[index] = torch.cuda.memory.get_per_process_memory_fraction(index)
         _allowed[index] = 1.0 if nbytes is None else min(1.0, nbytes / total)
-        torch.cuda.memory.set_per_process_memory_fraction(min(_allowed[index], _scripted.get(index, 1.0)), index)
+        torch.cuda.memory.set_per_process_memory_fraction(min(_allowed[index], _scripted[index]), index)
     elif cpu_allocator.install():
         cpu_allocator.set_limit(nbytes)
 

@@ -6,13 +6,16 @@ import os
 
 MODE = "MONETRUN_MODE"
 
+# Set in workers of --run-path until they run: the rank's variables are not there yet (``run_path``).
+NO_RANK_YET = "MONETRUN_NO_RANK_YET"
+
 
 def autoload() -> None:
     """Start a session if monetrun started this process, as a worker or for a trial run; otherwise do nothing.
 
     Never raises, since that would break ``import torch``: errors are logged, and the script runs as it is.
     """
-    if MODE not in os.environ:
+    if MODE not in os.environ or NO_RANK_YET in os.environ:
         return
     import logging
 

@@ -24,7 +24,7 @@ from monetrun.capture.autocast_cache import casts_once
 from monetrun.capture.buffer_versions import uncounted
 from monetrun.capture.double_backward import repeatable
 from monetrun.capture.gradient_order import GradientOrder
-from monetrun.capture.guards import FailedGuards, Guards
+from monetrun.capture.guards import FailedGuards, Guards, first_failed
 from monetrun.capture.in_turn import InTurn, Turns, in_turn
 from monetrun.capture.joint import JointGraph, capture
 from monetrun.capture.lowering import share_output_versions
@@ -190,7 +190,7 @@ class Backend:
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""
-        return next((failed for of in self._guards if (g := of()) and (failed := g.failed_lately())), None)
+        return first_failed([known for of in self._guards if (known := of()) is not None])
 
     def _partition(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from monetrun.capture.allocator_history import other_allocator
 from monetrun.runtime import sharding
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.trigger import Trigger
@@ -83,6 +84,12 @@ def _is_compiled(module: nn.Module) -> bool:
 def device_of(module: nn.Module) -> torch.device:
     """The device of the module's parameters: the first that is not the CPU, or the CPU."""
     return device_of_parameters(module.parameters())
+
+
+def of_another_allocator(module: nn.Module) -> str:
+    """Why a module cannot be planned whose memory is not of torch's caching allocator; empty where it is."""
+    name = other_allocator(device_of(module))
+    return f"its memory is of the allocator {name}, of which monetrun knows nothing" if name else ""
 
 
 def device_of_parameters(parameters: Iterable[torch.Tensor]) -> torch.device:

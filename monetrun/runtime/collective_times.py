@@ -11,6 +11,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from monetrun.core.plan import Plan
 from monetrun.core.sharding import CollectiveSeconds, seconds_known
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_collectives
-from monetrun.planning import kept_parameters
+from monetrun.planning import kept_parameters, planner
 from monetrun.runtime import agreement, collectives
 from monetrun.runtime.moved_memory import options_within_a_step
 from monetrun.runtime.settings import Settings
@@ -130,8 +131,24 @@ def weighed(record: StepRecord, plan: Plan, settings: Settings, found: Collectiv
         known = with_collectives(record, each)
         return _faster(known, plan, settings)
 
-    chosen = agreement.plan_in_rank_0(make, json.dumps(found))
-    return known, chosen
+    chosen = agreement.plan_in_rank_0(make, json.dumps(found), record=record)
+    rank = agreement.place()[0]
+    if not agreement.largest(int(rank == 0 and chosen != plan)):
+        return known, plan  # also where this rank's is another one than rank 0's: it planned again, alone
+    return known, chosen if rank == 0 else _with_own_schedules(record, plan, chosen, settings)
+
+
+def _with_own_schedules(record: StepRecord, plan: Plan, chosen: Plan, settings: Settings) -> Plan:
+    """``chosen``; planned again where it is this rank's ``plan``, of graphs of its own, with other parameters kept."""
+    kept = chosen.keeps_parameters
+    if chosen != replace(plan, keeps_parameters=kept) or kept == plan.keeps_parameters:
+        return chosen
+    starts, options = [tuple(g.schedule for g in plan.graphs)], options_within_a_step(settings)
+    try:
+        own = as_planned(record, kept)
+        return planner.plan_step(own, plan.budget_bytes, settings.algorithm, options, starts=starts)
+    except MonetrunError:
+        return chosen  # each forward finds out whether there is room for it
 
 
 def known(record: StepRecord | None) -> CollectiveSeconds:

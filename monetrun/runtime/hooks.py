@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from monetrun.capture import output_inputs
+from monetrun.capture import allocator_history, output_inputs
 from monetrun.core.imports import without_collection
 from monetrun.core.patched import patched
 from monetrun.runtime import allocation_limit
@@ -108,6 +108,7 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     undo.callback(_observes, False)
     _observe_gradients(observer, undo)
     allocation_limit.keep_the_scripts(undo)
+    allocator_history.keep_the_scripts(undo)
 
     def observed_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         with without_collection():

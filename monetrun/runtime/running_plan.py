@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from monetrun.capture import kernel_search
+from monetrun.capture import guards, kernel_search
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
@@ -147,17 +147,15 @@ class RunningPlan:
         memory = None if self.record is None else self.record.memory
         if self.record is None or memory is None or self.plan.pool is None:
             return False
-        other_shapes = not self.schedules.keys() <= {g.fingerprint for g in self.plan.graphs}  # which may have taken it
-        excess = 0 if other_shapes else _far_beyond(self.plan, self.steps, memory)
+        only_planned = self.schedules.keys() <= {g.fingerprint for g in self.plan.graphs}  # others may have taken it
+        excess = _far_beyond(self.plan, self.steps, memory) if only_planned else 0
         if not (excess := agreement.largest(excess)):
             return False
         self.excess_bytes = memory.excess_bytes + excess
         record = with_excess(self.record, self.excess_bytes)
-        budget_bytes, options = self.plan.budget_bytes, self.settings.solver_options()
+        how = self.plan.budget_bytes, self.settings.algorithm, self.settings.solver_options()
         try:
-            plan = agreement.plan_in_rank_0(
-                lambda _: planner.plan_step(record, budget_bytes, self.settings.algorithm, options), record=record
-            )
+            plan = agreement.plan_in_rank_0(lambda _: planner.plan_step(record, *how), record=record)
         except MonetrunError as failure:
             warn(f"planned steps reserve more than was planned, and go on: no other plan is known; {failure.hint}")
             return False
@@ -201,6 +199,7 @@ class RunningPlan:
         self.room.optimizer_ended()
         self.enforcement.lift()
         resharding.optimizer_ended()
+        guards.optimizer_ended()
 
     def check_room(self, fingerprint: str) -> None:
         """A graph's forward begins, and with it the budget holds; a call of which nothing was captured is not bounded.

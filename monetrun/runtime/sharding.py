@@ -41,10 +41,13 @@ def unplannable(module: nn.Module) -> str | None:
     if "torch.distributed.tensor" not in sys.modules:
         return None
     for owner in module.modules():
+        parameter: Any
         for parameter in owner._parameters.values():
             cuts = _cuts(parameter)
             if cuts is not None and (cuts > 1 or not getattr(owner, "_is_fsdp_managed_module", False)):
                 return "tensor parallelism splits its operators among ranks, which the plan of one rank does not see"
+            if cuts is not None and parameter.device.type == "cpu" != parameter.device_mesh.device_type:
+                return "its parameters are offloaded to the CPU (CPUOffloadPolicy): a plan is of one device's memory"
     return None
 
 

@@ -44,16 +44,19 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds what the others find, and silences it once it has run."""
 
     def __init__(self) -> None:
-        self._found: set[str] = set()
+        self._asked: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec of a tracker; None for all else."""
-        if name not in _SILENCERS or name in self._found:
+        if name not in _SILENCERS or name in self._asked:
             return None
-        self._found.add(name)  # the others are asked now
-        spec = importlib.util.find_spec(name)
+        self._asked.add(name)  # the others now
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asked.remove(name)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module

@@ -19,6 +19,7 @@ _COLUMNS = (
     *("plain\nreserved", "of\neager", "planned\nreserved", "measured\nreserved"),
     *("retries", "step\nms", "of\neager", "loss"),
 )
+SEGMENT_BYTES = 2 << 20  # CUDA's caching allocator reserves whole multiples of this
 COLORS = {OK: "green", FAILED: "red", TIMEOUT: "red", SKIPPED: "yellow"}
 
 
@@ -86,6 +87,18 @@ def eager_of(document: Mapping[str, Any], entry: Mapping[str, Any]) -> Mapping[s
         if other["name"].endswith(":eager") and same:
             return found
     return {}
+
+
+def is_estimate(reserved_bytes: int) -> bool:
+    """Whether so many bytes were estimated: no allocator has reserved a part of a segment."""
+    return reserved_bytes % SEGMENT_BYTES != 0
+
+
+def bad_ends(document: Mapping[str, Any]) -> list[str]:
+    """A line of Markdown for each section that failed or was stopped, with the reason."""
+    ends = {FAILED: "failed", TIMEOUT: "ran out of time"}
+    bad = [e for e in document["sections"] if e["status"] in ends]
+    return [f"`{e['name']}` {ends[e['status']]}: {note(e)}" for e in bad]
 
 
 def cells(entry: Mapping[str, Any], eager: Mapping[str, Any]) -> list[str]:

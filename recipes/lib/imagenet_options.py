@@ -55,7 +55,9 @@ def _data(group: argparse._ArgumentGroup) -> None:
     add("--data", choices=("imagefolder", "pictures", "synthetic"), default="imagefolder",
         help="imagefolder: folders train and val in --data-path; pictures: such folders are made there from "
         "pictures inside installed Python packages; synthetic: noise")  # fmt: skip
-    add("--data-path", default="imagenet", metavar="DIR", help="with folders train and val, a folder a class")
+    add("--data-path", default="", metavar="DIR",
+        help="with folders train and val, a folder a class; default: imagenet, with --data pictures: "
+        "pictures")  # fmt: skip
     add("--synthetic-images", type=positive, default=1281167, metavar="N", help="with --data synthetic")
     add("-j", "--workers", type=int, default=16, metavar="N", help="processes that load data, for each rank")
     add("--train-crop-size", type=size, default="224", metavar="SIZE", help="224, or 416x608 for height and width")
@@ -129,6 +131,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     if preset:
         options.set_defaults(**PRESETS[preset].options)
     args = options.parse_args(words)
+    args.data_path = args.data_path or ("pictures" if args.data == "pictures" else "imagenet")
     if args.list_presets:
         print(described("recipes/imagenet.py"))
         sys.exit(0)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -237,6 +238,36 @@ def test_a_checkpointed_batch_norm_is_not_captured():
     torch._dynamo.reset()
     norm.eval()
     torch.compile(lambda x: KEEPS["reentrant"](norm, x).sum(), backend=Backend(Runs(each_once), "case"))(x).backward()
+
+
+class Statistics(nn.Module):
+    """Updates a buffer, in one of the ways in which scripts do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("var", torch.ones(32))
+
+    def forward(self, x):
+        if self.how == "functional":
+            return torch.relu(F.batch_norm(x, self.mean, self.var, training=True))
+        if self.how == "data":
+            self.mean.data.lerp_(x.detach().mean(0), 0.1)
+        if self.how == "part":
+            self.mean[:4] = x.detach().mean(0)[:4]
+        return torch.relu(x * 2)
+
+
+@pytest.mark.parametrize("how", ["functional", "data", "part"])
+def test_other_updates_of_buffers_under_checkpoints_are_not_captured_either(how):
+    module, x = Statistics(how), torch.randn(64, 32, requires_grad=True)
+    torch._dynamo.reset()
+    keep = KEEPS["non-reentrant"]
+    compiled = torch.compile(lambda x: keep(module, x).sum(), backend=Backend(Runs(each_once), "case"))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="updates its buffers again"):
+        compiled(x)
+    torch._dynamo.reset()
 
 
 def test_a_checkpoint_that_draws_other_numbers_when_it_runs_again_is_not_captured():

@@ -70,9 +70,10 @@ def refuse_tanh(monkeypatch, error):
     monkeypatch.setattr(cost, "_memory", refuse)
 
 
-def test_a_call_that_fails_alone_is_estimated_with_its_results_as_workspace(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError("not alone"), AssertionError("lengths"), ZeroDivisionError()])
+def test_a_call_that_fails_alone_is_estimated_with_its_results_as_workspace(monkeypatch, error):
     joint = captured(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8).to(DEVICE))
-    refuse_tanh(monkeypatch, RuntimeError("not alone"))
+    refuse_tanh(monkeypatch, error)
     known = measured(joint)
     (tanh,) = (s for s, (call, _) in joint.timed.items() if call.target is torch.ops.aten.tanh.default)
     assert {s for s, c in known.items() if not c.measured} == {tanh}

@@ -8,7 +8,7 @@ import torch._dynamo  # before what it imports itself
 import torch.nn.functional as F
 from torch import fx, nn
 
-from monetrun.capture import cpu_allocator, gradient_forms
+from monetrun.capture import cpu_allocator, gradient_forms, output_gradients
 from monetrun.runtime.backend import Backend
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
@@ -225,3 +225,28 @@ def test_a_gradient_is_copied_where_its_strides_have_no_view_that_the_backward_t
     run([gradient])
     assert given[0].stride() == traced.stride()
     assert torch.equal(given[0], gradient)
+
+
+def test_a_parameter_behind_a_view_of_an_earlier_graphs_output_has_no_gradient_where_eager_has_none():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.used, self.unused, self.last = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            hidden = torch.tanh(self.trunk(x))
+            torch._dynamo.graph_break()
+            flat = hidden.view(-1, 8)
+            used, unused = self.used(flat), torch.tanh(self.unused(flat))
+            torch._dynamo.graph_break()
+            return self.last(flat) + used, unused
+
+    torch._dynamo.reset()
+    model, x = Parts(), torch.randn(4, 2, 8)
+    results = torch.compile(model, backend=Backend(Chooser(), "case"))(x)
+    again = [output_gradients.autograd_node(r) for r in results]
+    assert again == [None, None]  # each call has its own by now
+    results[0].sum().backward()
+    assert model.unused.weight.grad is None
+    assert model.used.weight.grad is not None
+    torch._dynamo.reset()

@@ -35,6 +35,9 @@ def test_the_batch_replaces_the_placeholder():
         (["--multiple", "0", "train.py", "{batch}"], "--multiple 0"),
         (["--trials", "4", "train.py", "{batch}"], "'4'"),
         (["--trials", "4,4", "train.py", "{batch}"], "'4,4'"),
+        (["--trials", "4, 4", "train.py", "{batch}"], "'4, 4'"),
+        (["--trials", "4,04", "train.py", "{batch}"], "'4,04'"),
+        (["--trials", "4,8,8", "train.py", "{batch}"], "'4,8,8'"),
         (["--trials", "0,4", "train.py", "{batch}"], "'0,4'"),
     ],
 )
@@ -93,5 +96,17 @@ def test_what_makes_up_a_step_is_shown():
     show(found, Accumulation(96, 2), out)
     assert "12 samples x 2 devices x 4 forward passes = 96 in a step" in out.file.getvalue()
     assert "batch 16: predicted not to fit" in out.file.getvalue()
+    assert "reserved" not in out.file.getvalue()
     show(Found(48, 0, 99, 0.2, 200, 90, 0.1, 0.05, ()), Accumulation(96, 2), out)
     assert "no larger one: it is all that a device has in a step" in out.file.getvalue()
+
+
+def test_on_a_device_the_reserved_bytes_stand_beside_the_budget_that_bounds_them():
+    found = Found(12, 16, 99, 0.2, 200, 80, 0.1, 0.05, (), plain_reserved_bytes=220, planned_reserved_bytes=99)
+    out = Console(file=io.StringIO(), width=120)
+    show(found, Accumulation(), out)
+    assert [line.partition(" | overhead")[0] for line in out.file.getvalue().splitlines()[1:4]] == [
+        "  budget 99 bytes | planned 99 bytes (0.45x)",
+        "  reserved on the device; of it allocated: plain 200 bytes, planned 80 bytes",
+        "  without monetrun it takes 220 bytes",
+    ]

@@ -200,6 +200,30 @@ def test_without_float64_the_root_of_epsilon_is_allowed():
     assert not judged([replace(ONE, distance=3.2e-4)], bitwise=False)[0].within
 
 
+@pytest.mark.parametrize("odd", [math.inf, math.nan])
+@pytest.mark.parametrize("float64", [False, True])
+def test_what_is_not_finite_needs_the_plain_steps_bits_and_excuses_no_other_value(odd, float64):
+    measured = {"planned_float64": 1.0, "plain_float64": 1e-7} if float64 else {}
+    wrong = replace(ONE, name="wrong", distance=1.0, **measured)
+    overflowed = replace(ONE, name="overflowed", norm=odd, **measured)
+    assert [d.within for d in judged([overflowed, wrong], bitwise=False)] == [False, False]
+    assert judged([replace(overflowed, bitwise=True)], bitwise=False)[0].within
+    if float64:
+        apart = replace(ONE, name="apart", planned_float64=odd, plain_float64=odd)
+        assert [d.within for d in judged([apart, wrong], bitwise=False)] == [False, False]
+
+
+def test_large_values_have_totals():
+    large = replace(ONE, norm=1e200, distance=1e190, planned_float64=1e190, plain_float64=1e190)
+    assert judged([large, large], bitwise=False)[0].within
+    assert not is_another_step([large])
+
+
+def test_a_gradient_that_overflows_does_not_hide_another_step():
+    assert is_another_step([replace(ONE, norm=math.inf, plain_float64=math.inf), replace(ONE, plain_float64=0.9)])
+    assert not is_another_step([replace(ONE, norm=math.inf, plain_float64=math.inf), replace(ONE, plain_float64=0.1)])
+
+
 def test_a_float64_run_with_other_random_numbers_is_recognized():
     assert is_another_step([replace(ONE, plain_float64=0.9)])
     assert is_another_step([replace(ONE, plain_float64=math.nan)])
@@ -277,5 +301,10 @@ def test_the_report_shows_ten_operators_and_the_values_that_differ():
         "only one of the two steps has gradient b",
         "the planned step takes 3.0 MiB of 2.0 MiB",
     ]
+    endless = replace(wrong, allowed=math.inf, norm=math.nan, distance=math.inf)
+    (row,) = json.loads(json.dumps(command.as_json(replace(report, differences=(endless,))), allow_nan=False))[
+        "differences"
+    ]
+    assert (row["allowed"], row["norm"], row["relative"]) == (None, None, None)
     endless = replace(report, differences=judged([replace(wrong, max_abs=math.inf)], bitwise=True))
     assert json.loads(json.dumps(command.as_json(endless), allow_nan=False))["differences"][0]["max_abs"] is None

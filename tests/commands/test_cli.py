@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import click
@@ -24,7 +25,7 @@ from monetrun.core.errors import MonetrunError, NeverTrained, ScriptNotFound, Us
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.parser import LaunchParser, help_text, launch_parser
 from monetrun.launcher.ranks import local_world_size
-from monetrun.launcher.script import check_script
+from monetrun.launcher.script import _near_modules, check_script
 from support.paths import SCRIPTS
 
 BEHAVE = str(SCRIPTS / "behave.py")
@@ -243,6 +244,58 @@ def test_the_script_is_checked_as_python_would_look_for_it(tmp_path, monkeypatch
             check_script(parsed(*words))
 
 
+@contextlib.contextmanager
+def closed_to(folder: Path):
+    """As a user who may not enter ``folder``."""
+    os.chmod(folder, 0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        os.chmod(folder, 0o700)
+
+
+@pytest.fixture
+def closed():
+    """A folder whose parents may be entered by all users."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_script_in_a_folder_that_may_not_be_entered_is_not_found(closed, monkeypatch):
+    (closed / "train.py").write_text("")
+    script, folder = parsed(str(closed / "train.py")), parsed(str(closed))
+    monkeypatch.chdir("/tmp")
+    with closed_to(closed):
+        with pytest.raises(ScriptNotFound) as refused:
+            check_script(script)
+        assert refused.value.hint == f"the folder {closed} cannot be read: Permission denied"
+        with pytest.raises(UsageError, match="cannot be read"):
+            check_script(folder)
+        assert _near_modules(f"{closed.name}.train") == "looked in /tmp and on Python's path"
+
+
+def test_a_cache_that_may_not_be_entered_is_named_and_has_no_entries(closed, monkeypatch):
+    from monetrun.commands import cache, doctor_checks
+    from monetrun.core.plan import Step
+    from monetrun.machine.store import Store
+
+    Store(closed / "kept").put("plan", "abc", Step(3))
+    monkeypatch.setenv("MONETRUN_CACHE", str(closed / "kept"))
+    for forbidden in (closed, closed / "kept", closed / "kept" / "plan"):
+        with closed_to(forbidden):
+            assert Store(closed / "kept").entries() == ()
+            if forbidden.name == "plan":
+                continue
+            with pytest.raises(UsageError, match=f"the cache {closed}/kept cannot be read: Permission denied"):
+                cache._store()
+            check = doctor_checks._cache()
+            assert (check.state, "cannot be written" in check.found) == ("warning", True)
+
+
 def test_checking_a_module_runs_none_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("open('ran', 'w')")
@@ -416,6 +469,67 @@ def test_a_click_command_whose_reader_has_gone_ends_as_by_sigpipe(tmp_path):
         words = [sys.executable, "-u", "-m", "monetrun", "cache", "list", "--json"]
         done = subprocess.run(words, stdout=gone, stderr=subprocess.PIPE, env=environment)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+ENDS_AT_ONCE = """
+import sys
+from monetrun.commands import cache, main
+from monetrun.launcher import report
+
+def run(words):
+    if words == ["report"]:
+        report.print_last("{}")
+    elif words == ["print"]:
+        print("printed when stdout is flushed")
+    else:
+        report.stdout_console().print("\\n" * int(words[0]))
+    report.stderr_console().print("still here")
+    print("here too", file=sys.stderr, flush=True)
+    open("ended", "w").close()
+    return 0
+
+cache.run = run
+sys.argv = ["monetrun", "cache", *sys.argv[1:]]
+main.console()
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+@pytest.mark.parametrize(
+    ("words", "gone", "code", "ends"),
+    [
+        (["1"], "stdout", 141, False),
+        (["99999"], "stdout", 141, False),
+        (["report"], "stdout", 0, True),
+        (["1"], "stderr", 0, True),
+        (["1"], "", 0, True),
+    ],
+)
+def test_a_command_whose_reader_has_gone_ends_as_by_sigpipe_and_does_without_a_reader_of_messages(
+    words, gone, code, ends, unbuffered, tmp_path
+):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as closed:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | ({gone: closed} if gone else {})
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        command = [sys.executable, "-c", ENDS_AT_ONCE, *words]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, text=True, **streams)
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "ended").exists() == ends
+    if gone == "stdout":
+        told = ["monetrun: warning: the report on stdout has no reader any more", "still here", "here too"]
+        assert done.stderr.splitlines() == (told if ends else [])
+
+
+def test_what_is_printed_at_the_end_is_flushed_before_the_exit_code_is_decided(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with open(writer, "wb") as closed:
+        words = [sys.executable, "-c", ENDS_AT_ONCE, "print"]
+        assert subprocess.run(words, env=environment, cwd=tmp_path, stdout=closed).returncode == 128 + signal.SIGPIPE
+    assert (tmp_path / "ended").exists()
 
 
 def test_doctor_lists_what_is_there_and_what_is_missing(monkeypatch, capsys, tmp_path):

@@ -1,17 +1,19 @@
 """Commands that plan without training, from the command line: each makes one trial run."""
 
+import importlib
 import json
 import re
 import shlex
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from monetrun.commands import main as cli
 from monetrun.commands import plan
 from monetrun.launcher.job import Job
-from monetrun.launcher.parser import command_parser
+from monetrun.launcher.parser import command_parser, launch_parser
 from support import launcher
 
 SCRIPT = """
@@ -186,6 +188,32 @@ def test_the_next_command_keeps_a_launchs_options_and_drops_the_commands():
     assert (args.points, args.out, launch.script_args) == (3, "f", ("--json", "c d"))
     assert launch.reusable_words == ("--nproc-per-node=2", "--strict", "-m")
     assert launch.command_line("2GiB") == "monetrun --budget 2GiB --nproc-per-node=2 --strict -m a.b --json 'c d'"
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["--budget=1GiB", "--cost-model", "roofline:h100", "--json"], "monetrun --plan p.json "),
+        (["--implementations", "in-place,conv", "-m"], "monetrun --plan p.json --implementations in-place,conv -m "),
+        (["--nproc-per-node=2", "--gpus", "4"], "monetrun --plan p.json --nproc-per-node=2 --nproc-per-node=4 "),
+        (["--nodes", "3", "--strict"], "monetrun --plan p.json --strict --nnodes=3 "),
+    ],
+)
+def test_the_command_after_plan_launches_what_was_planned(words, command, capsys):
+    options, args = plan.prepare_parser().parse_launch([*words, "--out=p.json", "a.b", "--lr", "c d"])
+    options = plan._on_cluster(options, args)
+    plan.show(SimpleNamespace(options=options, print_plan=lambda title: None, modelled_bytes=0), "p.json")
+    assert capsys.readouterr().err.splitlines()[0].endswith(f"next: {command}a.b --lr 'c d'")
+    again, _ = launch_parser().parse_launch(shlex.split(f"{command}a.b --lr 'c d'")[1:])
+    assert all(getattr(options.torchrun, name) == value for name, value in vars(again.torchrun).items())
+    assert again.implementations == options.implementations
+
+
+@pytest.mark.parametrize("name", ["frontier", "batch"])
+def test_what_frontier_and_batch_print_to_type_next_trains_here(name):
+    parser = importlib.import_module(f"monetrun.commands.{name}").prepare_parser()
+    options, _ = parser.parse_launch(["--cost-model", "roofline:h100", "--strict", "train.py"])
+    assert options.command_line("1GiB") == "monetrun --budget 1GiB --strict train.py"
 
 
 def test_plan_leaves_a_scripts_own_out_to_the_script(monkeypatch):

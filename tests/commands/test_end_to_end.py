@@ -81,6 +81,17 @@ def test_three_ranks_with_many_buckets_train_as_under_torchrun(tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_that_run_in_processes_of_multiprocessing_plan_as_others_do(plain):
+    options = ("--implementations=exact", "--solver-seconds=3", "--budget=0.75x", "--json", "--run-path")
+    done = monetrun(*options, "--nproc-per-node=2", TINY, "planned", "--ddp", "--steps=4")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["ranks"]) == 2
+    assert found["measured_peak_bytes"] <= found["budget_bytes"]
+    for rank in range(2):
+        same(plain / f"two.{rank}", f"planned.{rank}")
+
+
+@pytest.mark.slow
 def test_without_a_probe_rank_0_plans_at_the_first_step_for_all(plain):
     done = monetrun(
         *("--nproc-per-node=2", "--no-probe", "--budget", "0.75x", "--solver-seconds", "2", "--json"),

@@ -12,8 +12,9 @@ from rich.console import Console
 from monetrun.commands import explain_measured
 from monetrun.commands import main as cli
 from monetrun.commands.explain import show
+from monetrun.core.budget import format_bytes
 from monetrun.core.options import Options
-from monetrun.core.plan import Plan
+from monetrun.core.plan import Plan, Pool
 from monetrun.core.step import replay
 from monetrun.launcher.kept import keep_measured_step
 from monetrun.launcher.keys import measured_key
@@ -39,6 +40,22 @@ def test_the_peaks_operator_and_the_totals_are_printed():
     assert ACTIVATIONS in text
     assert "block0" in text
     assert "\x1b" not in text
+
+
+def test_on_a_device_peaks_are_reserved_as_the_budget_is_and_the_allocated_ones_stand_below():
+    found = explain(planner.plan_step(RECORD, 10**9, "greedy", Options(seconds=1.0)), RECORD)
+    allocated = format_bytes(found.plain_peak_bytes), format_bytes(found.planned_peak_bytes)
+    on_device = replace(found, budget_bytes=9 << 20, plain_reserved_bytes=16 << 20, planned_reserved_bytes=8 << 20)
+    out = io.StringIO()
+    show(on_device, "p.json", Console(file=out, width=160, highlight=False))
+    lines = out.getvalue().splitlines()
+    assert lines[1].startswith("  plain peak 16.0 MiB | budget 9.0 MiB | planned 8.0 MiB (0.50x) | overhead")
+    assert lines[2] == "  reserved on the device; of it allocated: plain {}, planned {}".format(*allocated)
+    assert "Memory over the step, allocated" in lines
+    out = io.StringIO()
+    show(found, "p.json", Console(file=out, width=160, highlight=False))
+    assert "reserved" not in out.getvalue()
+    assert "Memory over the step" in out.getvalue().splitlines()
 
 
 KIB = 1 << 10
@@ -70,6 +87,16 @@ def test_measured_prints_a_row_for_each_interval_of_rank_0_and_a_line_for_each_f
         "SGD.step 200.0 KiB 300.0 KiB 200.0 KiB 300.0 KiB 0 bytes +0.00%",
         "start: allocated when the interval begins; difference: measured peak minus planned peak",
         "rank 1: largest difference -7.0 KiB (-0.50%), between calls",
+    ]
+
+
+def test_on_a_device_measured_bytes_stand_beside_planned_ones_of_their_kind():
+    out = io.StringIO()
+    plan = replace(PLAN, pool=Pool(4000 * KIB, 512 * KIB, 2048 * KIB))
+    explain_measured.show(plan, STEP, "p.json", Console(file=out, width=160, highlight=False))
+    assert out.getvalue().splitlines()[1:3] == [
+        "  budget 2.0 MiB | planned peak 2.5 MiB, reserved on the device",
+        "  of it allocated: planned peak 1.9 MiB | measured peak 1.9 MiB, in one settled step of rank 0",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import sys
@@ -11,8 +12,10 @@ import pytest
 from rich.console import Console
 
 from monetrun.commands.frontier import check_options, draw, parse_budgets, show, write_json
+from monetrun.commands.main import main
 from monetrun.core import codec
 from monetrun.core.errors import BudgetSyntaxError, UsageError
+from monetrun.launcher.job import Job
 from monetrun.planning.frontier import Frontier, Point
 
 POINTS = (Point(1000, 1000, 0.0, 0.0, 0.0, "optimal"), Point(500, 490, 0.25, 0.2, 0.05, "feasible", 3),
@@ -21,7 +24,7 @@ MADE = Frontier(1000, 400, "greedy", "cpu", POINTS)
 
 
 def options(**given):
-    return argparse.Namespace(**{"points": 8, "budgets": "", "json_file": "", "plot": "", **given})
+    return argparse.Namespace(**{"points": 8, "budget": "auto", "budgets": "", "json_file": "", "plot": "", **given})
 
 
 def test_budgets_are_read_one_by_one():
@@ -64,6 +67,13 @@ def test_options_that_would_fail_after_planning_are_refused_before_it(tmp_path, 
     for option, name in (("plot", "plot"), ("json", "json_file")):
         with pytest.raises(UsageError, match=f"--{option} .*no such folder"):
             check_options(options(**{name: str(tmp_path / "none" / "f.png")}))
+        (tmp_path / "f.png").mkdir(exist_ok=True)
+        with pytest.raises(UsageError, match=f"--{option} .*it is a folder"):
+            check_options(options(**{name: str(tmp_path / "f.png")}))
+    (tmp_path / "f.png").rmdir()
+    with pytest.raises(UsageError, match="--budget 6GiB: a frontier goes through many budgets") as refused:
+        check_options(options(budget="6GiB"))
+    assert refused.value.hint.endswith("--budgets 6GiB")
     with pytest.raises(UsageError, match="--points 1"):
         check_options(options(points=1))
     with pytest.raises(BudgetSyntaxError, match="'much'"):
@@ -73,3 +83,18 @@ def test_options_that_would_fail_after_planning_are_refused_before_it(tmp_path, 
     with pytest.raises(UsageError, match="needs matplotlib") as refused:
         check_options(options(plot=str(tmp_path / "f.png")))
     assert "pip install" in refused.value.hint
+
+
+def test_the_table_is_shown_before_files_are_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Job, "frontier", lambda *_: MADE)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("monetrun.launcher.plan_file.replace_file", full)
+    assert main(["frontier", "--json", "f.json", "train.py"]) == 2
+    said = capsys.readouterr()
+    assert "smallest feasible 400 bytes" in said.out
+    assert "--json f.json: No space left on device" in said.err

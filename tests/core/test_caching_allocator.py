@@ -72,9 +72,15 @@ def test_loaded_segments_lie_as_they_were():
         ("", AllocatorSettings()),
         ("expandable_segments:True", EXPANDABLE),
         (" max_split_size_mb : 64 , garbage_collection_threshold:0.8", AllocatorSettings(max_split_bytes=64 * MIB)),
-        ("large_segment_size_mb:40", AllocatorSettings(large_segment_bytes=40 * MIB)),
+        ("large_segment_size_mb:40", AllocatorSettings(large_segment_bytes=40 * MIB, max_rounding_bytes=40 * MIB)),
+        (
+            "max_non_split_rounding_mb:30,large_segment_size_mb:40",
+            AllocatorSettings(large_segment_bytes=40 * MIB, max_rounding_bytes=30 * MIB),
+        ),
         ("roundup_power2_divisions:4", AllocatorSettings(divisions=(4,) * 16)),
         ("roundup_power2_divisions:[4:2,8:4,>:1]", AllocatorSettings(divisions=(2, 2, 2, 4, *(1,) * 12))),
+        ("roundup_power2_divisions:[>:4]", AllocatorSettings(divisions=(0, *(4,) * 15))),
+        ("roundup_power2_divisions:[131072:4]", AllocatorSettings(divisions=(4,) * 16)),
         ("nonsense", AllocatorSettings()),
     ],
 )
@@ -98,6 +104,7 @@ def test_requests_are_rounded_to_512_bytes_or_to_parts_of_a_power_of_two():
         pytest.param("max_split_size_mb:24,max_non_split_rounding_mb:25", marks=pytest.mark.slow),
         pytest.param("expandable_segments:True,max_split_size_mb:32", marks=pytest.mark.slow),
         pytest.param("large_segment_size_mb:40,expandable_segments:True", marks=pytest.mark.slow),
+        pytest.param("large_segment_size_mb:40,max_split_size_mb:64", marks=pytest.mark.slow),
     ],
 )
 def test_agrees_to_the_byte_with_torchs_own_allocator(settings):

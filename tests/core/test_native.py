@@ -143,3 +143,17 @@ def test_a_relative_cache_home_is_ignored(tmp_path, monkeypatch):
     assert native.cache_folder() == tmp_path / ".cache" / "monetrun" / "native"
     monkeypatch.setenv("XDG_CACHE_HOME", "/absolute")
     assert native.cache_folder() == Path("/absolute/monetrun/native")
+
+
+@needs_compiler
+def test_a_compiler_may_be_named_with_what_calls_it_or_with_options(folder, monkeypatch):
+    plain = native.compiler()
+    for words in (["env", *plain], [*plain, "-DUNUSED=1"]):
+        monkeypatch.setenv("CXX", " ".join(words))
+        assert native.compiler()[1:] == words[1:]
+        library, why = native.load("answer.cpp", ("-O1", f"-DNUMBER={len(words[0])}"))
+        assert (library is not None, why) == (True, "")
+    for named in ("no-such-compiler -O2", "g++ 'open"):
+        monkeypatch.setenv("CXX", named)
+        with pytest.raises(native.NativeBuildFailed, match="not an executable"):
+            native.compiler()

@@ -155,12 +155,13 @@ def test_the_traceback_of_a_script_run_with_run_path_is_printed():
     done = subprocess.run([*MONETRUN, "--run-path", BEHAVE, "0=raise"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert done.stdout == "ready\n"
-    assert done.stderr.count("monetrun: rank 0 failed: exit code 1") == 1
+    assert done.stderr.count("ValueError: a bad batch") == 1
     assert done.stderr.endswith("ValueError: a bad batch\n")
 
 
 def test_an_uncaught_monetrun_error_sets_the_exit_code_of_the_launch():
     assert launched(BEHAVE, "0=refuse") == 84
+    assert launched("--run-path", BEHAVE, "0=refuse") == 84
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch leaves the log files open

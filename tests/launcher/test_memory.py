@@ -43,11 +43,14 @@ def test_without_a_measured_plain_run_a_reserve_is_left(monkeypatch):
         assert found == FREE[0] - CUDA_RESERVE_BYTES
 
 
-def test_a_budget_that_is_more_than_the_device_has_is_warned_of(monkeypatch):
+def test_a_budget_that_is_more_than_the_device_has_or_the_plain_run_takes_is_warned_of(monkeypatch):
     query(monkeypatch)
     one = Ranks("cuda", 1, 1)
     assert memory.more_than_there_is(parse("17GiB"), one).startswith("the budget 17GiB is more than the 16.0 GiB")
-    for budget in ("16GiB", "2x", "auto"):
+    assert memory.more_than_there_is(parse("2x"), one) == (
+        "the budget 2x is more than the plain run takes: it bounds nothing in a step like the recorded one"
+    )
+    for budget in ("16GiB", "1.0x", "0.5x", "auto"):
         assert not memory.more_than_there_is(parse(budget), one)
 
     def failing(kind, ranks):

@@ -2,19 +2,22 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
+from monetrun.core import codec
 from monetrun.core.errors import UsageError
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.options import Options
-from monetrun.core.plan import plain_schedule
+from monetrun.core.plan import Pool, plain_schedule
 from monetrun.launcher.page import check_folder, page_of, write_report
 from monetrun.launcher.parser import launch_parser
+from monetrun.launcher.rank_figures import RankFigures
 from monetrun.launcher.report import Outcome
 from monetrun.planning import planner
 from monetrun.planning.explain import PARAMETERS, SCRIPT, STATE, WORKSPACE, explain
-from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
+from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals, as_plain
 from monetrun.planning.moments import moments
 from support.step_records import chain_record
 
@@ -70,7 +73,7 @@ def test_the_page_carries_its_data_and_no_name_can_end_it(plan):
     data = data_of(page)
     assert data["title"] == title
     assert data["explanation"]["planned_peak_bytes"] == plan.planned_peak_bytes
-    assert data["ranks"][0]["intervals"][0]["difference_bytes"] == -10
+    assert data["intervals"][0]["intervals"][0]["difference_bytes"] == -10
     for side in ("plain", "planned"):
         spans = data[side]["spans"]
         assert len(spans) == len(data["parts"]) == len(data["cuts"]) - 1 == len(RECORD.events)
@@ -81,16 +84,27 @@ def test_the_page_carries_its_data_and_no_name_can_end_it(plan):
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)", page), "it needs no network"
 
 
+def test_on_a_device_the_page_has_reserved_and_allocated_peaks(plan):
+    on_device = replace(plan, pool=Pool(9 << 20, 2 << 20, 6 << 20))
+    found = data_of(page_of(on_device, RECORD, None, "p"))
+    shown = {key: found["explanation"][key] for key in ("plain_reserved_bytes", "planned_reserved_bytes")}
+    assert (found["reserved"], shown) == (True, {"plain_reserved_bytes": 9 << 20, "planned_reserved_bytes": 8 << 20})
+    assert found["explanation"]["planned_peak_bytes"] == plan.planned_peak_bytes
+    assert not data_of(page_of(plan, RECORD, None, "p"))["reserved"]
+
+
 def test_a_report_folder_is_tried_before_training_and_filled_after_it(tmp_path, plan):
     options, _ = launch_parser().parse_launch(["--report", str(tmp_path / "a" / "b"), "train.py", "--lr", "1"])
     check_folder(options.report_folder)
-    outcome = Outcome(plan, 1990, None, None, 0, 0.1, 3, (), MEASURED)
+    figures = RankFigures(0, 2000, 1990, 0.5, 0.1)
+    outcome = Outcome(plan, 1990, None, None, 0, 0.1, 3, (), MEASURED, ranks=(figures,))
     write_report(options, outcome, RECORD)
     folder = tmp_path / "a" / "b"
     found = json.loads((folder / "report.json").read_text())
     assert found["command"] == ["train.py", "--lr", "1"]
     assert found["measured_peak_bytes"] == 1990
-    assert found["ranks"][0]["rank"] == 0
+    assert found["intervals"] == as_plain(MEASURED)
+    assert {key: found[key] for key in ("ranks", "steps")} == {"ranks": [codec.to_plain(figures)], "steps": 3}
     assert data_of((folder / "report.html").read_text())["title"] == "train.py --lr 1"
     write_report(options, outcome, None)  # planned in the worker: the launcher does not know the step
     assert [path.name for path in folder.iterdir()] == ["report.json"]

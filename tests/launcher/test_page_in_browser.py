@@ -7,6 +7,7 @@ After the page has been changed, keep new ones, and look at them; from the folde
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from monetrun.core.graph import BACKWARD, FORWARD
-from monetrun.core.plan import GraphPlan, Plan
+from monetrun.core.plan import GraphPlan, Plan, Pool
 from monetrun.core.step import replay
 from monetrun.launcher.page import page_of
 from monetrun.planning import planner
@@ -39,7 +40,7 @@ pytestmark = [
 ]
 
 
-def page() -> str:
+def page(pool: Pool | None = None) -> str:
     """The page of a plan that no search decides: what four operators give is computed again."""
     (graph,) = RECORD.graphs
     base = planner.baseline(RECORD)
@@ -58,6 +59,7 @@ def page() -> str:
         device="cpu",
         torch_version=RECORD.torch_version,
         ledger=ledger(RECORD, timeline.peak_bytes),
+        pool=pool,
     )
     ranks = [
         RankIntervals(rank, (Interval(FORWARD, "Net", 10, 2000, 10, 1990), Interval(BACKWARD, "Net", 9, 2100, 9, 2100)))
@@ -115,6 +117,19 @@ def test_a_browser_shows_the_chart_and_the_tables(tmp_path):
     ):
         assert text in shown
     assert shown.count("<path") == 3  # two profiles, of which one is filled
+
+
+def test_on_a_device_the_peaks_are_reserved_as_the_budget_is_and_say_what_is_allocated_of_it(tmp_path):
+    def tiles(pool: Pool | None) -> str:
+        dom = chromium(tmp_path, page(pool), "--dump-dom")
+        return " ".join(re.sub("<[^>]*>", " ", dom[dom.index('class="tiles"') : dom.index("<h2>")]).split())
+
+    told = tiles(Pool(64 << 10, 16 << 10, 32 << 10))
+    assert "plain peak, reserved 64.0 KiB without monetrun; " in told
+    assert "budget, reserved 21.0 KiB 0.33x planned peak, reserved 48.0 KiB 0.75x; " in told
+    assert told.count(" allocated") == 3
+    assert "measured peak, allocated 2.1 KiB 0." in told
+    assert not re.search("reserved|allocated", tiles(None))
 
 
 def test_the_arrow_keys_go_through_the_step(tmp_path):

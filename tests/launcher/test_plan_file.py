@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from monetrun.commands.main import main
 from monetrun.core import codec
 from monetrun.core.budget import parse
 from monetrun.core.errors import PlanMismatch, UsageError
@@ -16,7 +17,7 @@ from monetrun.core.plan import PLAN_SCHEMA, GraphPlan, Plan, Schedule, StepSched
 from monetrun.launcher import keys
 from monetrun.launcher.kept import kept_plan, kept_record, kept_schedules, record_of
 from monetrun.launcher.parser import launch_parser
-from monetrun.launcher.plan_file import read_plan
+from monetrun.launcher.plan_file import check_file, check_options, read_plan, write_plan
 from monetrun.launcher.ranks import find_ranks
 from monetrun.machine.store import Store
 from monetrun.planning import planner
@@ -208,3 +209,102 @@ def test_a_plan_files_record_is_found_for_the_same_launch(tmp_path):
     assert found(str(script), plan=dataclasses.replace(plan, planned_peak_bytes=1)) is None
     assert found("--nnodes=1:2", "--rdzv-endpoint=localhost:29400", str(script)) == record  # goes to the other nodes
     assert found(str(script), store=None) is None
+
+
+def plan_in_place(record):
+    """A plan at 0.9x of the plain peak, which runs ReLUs in place."""
+    budget_bytes = int(0.9 * planner.baseline(record).plain.peak_bytes)
+    plan = planner.plan_step(record, budget_bytes, "greedy", Options(seconds=1.0))
+    assert {n.name for n in plan.graphs[0].implementations} == {"in-place"}
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ([], ""),
+        (["--budget", "auto", "--implementations", "all"], ""),
+        (["--budget", "0.9x"], ""),
+        (["--budget", "1TiB"], ""),
+        (["--budget", "0.89x"], r"--budget 0\.89x is .*, the plan p\.json was made for .* KiB"),
+        (["--budget", "8KiB"], r"--budget 8KiB is 8\.0 KiB, the plan p\.json was made for"),
+        (["--implementations", "in-place,fused"], ""),
+        (["--implementations", "exact"], ""),
+        (["--implementations", "fused"], "--implementations fused excludes what the plan .* uses: in-place"),
+        (["--no-implementations"], "--implementations none excludes what"),
+        (["--no-recompute"], "--no-recompute excludes what the plan p.json does"),
+    ],
+)
+def test_what_is_given_beside_a_plan_must_allow_it(words, refused, capsys):
+    record = chain_record(64)
+    plan = plan_in_place(record)
+    again = plan.graphs[0].schedule.runs_again()
+    assert again
+    options, _ = launch_parser().parse_launch(["--plan", "p.json", *words, "train.py"])
+    for known in (record, None):
+        if not refused:
+            check_options(plan, known, options, parse(options.budget), find_ranks(options))
+            warned = "whether the plan p.json keeps it is not known, its trial run is not" in capsys.readouterr().err
+            assert warned == (known is None and words == ["--implementations", "exact"])
+            continue
+        with pytest.raises(UsageError, match=refused) as error:
+            check_options(plan, known, options, parse(options.budget), find_ranks(options))
+        assert "monetrun plan --" in error.value.hint
+
+
+def test_inexact_implementations_of_a_plan_are_excluded_by_exact():
+    record = chain_record(64)
+    plan, (graph,) = plan_in_place(record), record.graphs
+    rounding = [
+        dataclasses.replace(op, implementations=tuple(dataclasses.replace(i, exact=False) for i in op.implementations))
+        for op in graph.operators
+    ]
+    record = dataclasses.replace(record, graphs=(dataclasses.replace(graph, operators=tuple(rounding)),))
+    options, _ = launch_parser().parse_launch(["--plan", "p.json", "--implementations", "exact", "train.py"])
+    with pytest.raises(UsageError, match=r"--implementations exact excludes what the plan p\.json uses: in-place"):
+        check_options(plan, record, options, parse("auto"), find_ranks(options))
+
+
+def test_a_launch_with_a_plan_and_a_smaller_budget_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
+    write_plan(plan_in_place(chain_record(64)), "p.json")
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    assert main(["--plan", "p.json", "--budget", "8KiB", "train.py"]) == 2
+    assert "--budget 8KiB is 8.0 KiB, the plan p.json was made for" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("folder", "it is a folder"), ("folder/", "it is a folder"), ("none/p.json", "there is no such")],
+)
+def test_a_file_that_cannot_be_written_is_named_before_planning_and_leaves_no_part(
+    path, reason, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    with pytest.raises(UsageError):
+        write_plan(PLAN, path)
+    assert main(["plan", "--out", path, "train.py"]) == 2
+    assert f"--out {path}: {reason}" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["folder", "train.py"]
+
+
+def test_a_plan_may_go_into_a_pipe_and_replaces_a_file_whole(tmp_path):
+    pipe, file = tmp_path / "pipe", tmp_path / "p.json"
+    os.mkfifo(pipe)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(read_plan(str(pipe))))
+    reader.start()
+    check_file("--out", str(pipe))
+    write_plan(PLAN, str(pipe))
+    reader.join()
+    assert read == [PLAN]
+    assert pipe.is_fifo()
+    file.write_text("before")
+    check_file("--out", str(file))
+    assert file.read_text() == "before"
+    write_plan(PLAN, str(file))
+    assert read_plan(str(file)) == PLAN

@@ -12,11 +12,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from monetrun.ops import registry
 from monetrun.ops.families import layout
-from support.captured import CASES, captured, computed, normalized_conv, pool, strides
+from support.captured import CASES, Wave, captured, computed, normalized_conv, pool, strides
 from support.convolutions import assert_within_rounding
 from support.kernel_cases import DEVICE
 
@@ -144,3 +145,14 @@ def test_a_mask_takes_a_bit_and_an_index_a_byte_per_element(dtype):
         "monet.range_mask.default": math.ceil(3 * 5 * 7 * 6 / 8),
         "monet.max_pool2d_index.default": 3 * 5 * 3 * 3,
     }
+
+
+@pytest.mark.parametrize(("limit", "shown"), [(1.0, True), (0.7, False)])
+def test_limits_that_are_rounded_to_the_dtype_are_read_where_eager_reads_them(limit, shown):
+    """0.7 in bfloat16 is less: of an output at the limit, the backward would take it that the gradient passes."""
+    wave = Wave(lambda x: F.hardtanh(x, -limit, limit), torch.sin)
+    joint = captured(wave, torch.randn(3, 5, dtype=torch.bfloat16).to(DEVICE))
+    (backward,) = (op for op in joint.graph.operators if "hardtanh_backward" in op.target)
+    names = {i.name for i in backward.implementations}
+    assert "intermediate:mask" in names
+    assert ("output" in names or "output:input" in names) == shown

@@ -218,3 +218,39 @@ def test_a_bernoulli_is_what_eager_draws_into_a_tensor_of_that_form():
     given = monet.bernoulli([4, 5], [1, 4], 0.3, dtype=torch.float32, device=CPU)
     assert torch.equal(given, expected)
     assert given.stride() == expected.stride()
+
+
+@torch.library.custom_op("monetrun_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+noisy.register_fake(torch.empty_like)
+noisy.register_autograd(lambda ctx, grad: grad)
+
+
+def test_an_operator_of_a_library_may_draw_without_a_word_and_does_not_run_again():
+    """flash-attn's draws dropout masks, and has no tag that says so."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.last(torch.tanh(noisy(self.first(x))))
+
+    torch._dynamo.reset()
+    chooser = Again()
+    model, x = Model(), torch.randn(4, 8)
+    torch.manual_seed(3)
+    torch.compile(model, backend=Backend(chooser, "case"))(x).sum().backward()
+    (own,) = (op for op in chooser.joint.graph.operators if "noisy" in op.target)
+    assert not own.replayable
+    assert own.target not in chooser.again
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(3)
+    model(x).sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))
+    torch._dynamo.reset()

@@ -4,16 +4,18 @@ from dataclasses import replace
 
 import pytest
 
+from monetrun.core.budget import format_bytes
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScriptFailed, UsageError
 from monetrun.core.graph import Implementation, check
 from monetrun.core.options import Options
 from monetrun.core.plan import StepSchedules
+from monetrun.core.reserved import reserved
 from monetrun.core.step import Event, replay
 from monetrun.planning import planner
-from monetrun.planning.batch import BatchRequest, Verified, _replayed, find
+from monetrun.planning.batch import BatchRequest, Verified, _Prediction, _replayed, _Search, find
 from monetrun.planning.batch_sizes import Sizes, divisors
 from monetrun.planning.rescale import check_alike, rescaled
-from support.step_records import chain_record
+from support.step_records import chain_record, on_a_device
 
 OPTIONS = Options(seconds=0.3)
 
@@ -279,3 +281,59 @@ def test_a_budget_for_no_batch_names_what_the_smallest_needs():
     with pytest.raises(InfeasibleBudget):
         search(limits(smallest - 1, 5.0))
     assert search(limits(smallest, 5.0))[0].batch == 1
+
+
+@pytest.mark.parametrize(
+    ("overhead", "hint"),
+    [(0.0, "--max-overhead 10%"), (0.001, "--max-overhead 0.2%"), (1.5, "--max-overhead 300%"), (60.0, "(--budget)")],
+)
+def test_more_overhead_than_was_allowed_is_named_or_none(overhead, hint):
+    search = _Search(limits(1 << 40, overhead), None, {4: chain(4), 8: chain(8)}, print)
+    assert search._nothing_fits().hint.endswith(hint)
+
+
+GIB = 1 << 30
+
+
+def on_device(batch):
+    """15 GiB of weights and gradients, and 0.8 GiB for each sample."""
+    return on_a_device(chain(batch), plain_reserved_bytes=(batch + 20) * GIB, plain_allocated_bytes=20 * GIB)
+
+
+def test_on_a_device_all_bytes_beside_the_budget_are_reserved_ones():
+    wanted = limits(18 * GIB, 0.5, sizes=divisors(12, 1))
+    found, _, lines = search(wanted, on_device)
+    assert found.planned_peak_bytes < found.planned_reserved_bytes <= wanted.budget_bytes
+    assert found.plain_reserved_bytes == (found.batch + 20) * GIB
+    assert f"batch {found.batch} fits: planned {format_bytes(found.planned_reserved_bytes)}, overhead" in " ".join(
+        lines
+    )
+    with pytest.raises(InfeasibleBudget, match="batch 1 needs") as refused:
+        search(limits(GIB), on_device)
+    assert refused.value.smallest_bytes > planner.baseline(on_device(1)).frugal.peak_bytes
+
+
+def test_what_the_plain_run_reserves_at_another_batch_than_the_trials_is_modelled(monkeypatch):
+    def refused(*_):
+        raise NoPlanInTime("none")
+
+    monkeypatch.setattr(planner, "plan_step", refused)
+    samples = {4: on_device(4), 8: on_device(8)}
+    prediction = _Prediction(limits(19 * GIB), print)
+    assert prediction.within(samples, 2)
+    assert not prediction.within(samples, 4)  # it was measured there
+
+
+def test_schedules_found_at_another_batch_must_reserve_no_more_than_the_budget(monkeypatch):
+    samples = {4: on_device(4), 8: on_device(8)}
+    record = samples[4]
+    frugal = planner.baseline(record).frugal_schedules
+    budget = (replay(record, frugal).peak_bytes + reserved(record, frugal).peak_bytes) // 2
+    prediction = _Prediction(limits(budget, 100.0), print)
+    prediction.found.append(StepSchedules.of(record.graphs, frugal))
+
+    def refused(*_):
+        raise NoPlanInTime("none")
+
+    monkeypatch.setattr(planner, "plan_step", refused)
+    assert not prediction.within(samples, 4)

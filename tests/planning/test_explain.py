@@ -1,5 +1,7 @@
 """What `monetrun explain` says adds up to the plan, and a plan without its trial run is refused."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from monetrun.core.graph import FORWARD
 from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
 from monetrun.core.simulate import simulate
+from monetrun.core.step import replay
 from monetrun.planning import planner
 from monetrun.planning.explain import (
     GRADIENTS,
@@ -69,6 +72,21 @@ def test_in_place_runs_are_counted_by_kind():
     assert [(u.implementation, u.target, u.count) for u in found.implementations] == [
         ("in-place", "aten.relu", in_place)
     ]
+
+
+def test_runs_are_of_all_calls_and_what_is_saved_of_those_that_wait_for_their_backward_at_once():
+    plan, (forward, loss, backward, *_) = plan_at(0.3), RECORD.events
+    once = explain(plan, RECORD)
+    accumulating = (forward, loss, backward, forward, loss, backward)
+    both = (forward, forward, loss, backward, loss, backward)
+    for events, waiting in ((accumulating, 1), (both, 2)):
+        record = replace(RECORD, events=events)
+        peak = replay(record, [g.schedule for g in plan.graphs]).peak_bytes
+        twice = explain(replace(plan, planned_peak_bytes=peak, budget_bytes=10**9), record)
+        assert [u.count for u in twice.implementations] == [2 * u.count for u in once.implementations] != []
+        rows = {row.module: (2 * row.again, 2 * row.seconds, waiting * row.saved_bytes) for row in once.modules}
+        assert {row.module: (row.again, row.seconds, row.saved_bytes) for row in twice.modules} == rows
+    assert any(saved for _, _, saved in rows.values())
 
 
 @given(st.data())

@@ -2,17 +2,23 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 import compare as recipe
+import compare_network
 from lib import comparison, comparison_figure
 from lib.compared_networks import NETWORKS, checkpoint_blocks, checkpoint_segments
 from lib.other_methods import BLOCKS, EAGER, INDUCTOR_BUDGET, PARTITIONER
+from monetrun.core.budget import format_bytes
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.options import Options
 from support.paths import DOCS, ROOT
 
+MIB = 1 << 20
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -72,6 +78,30 @@ def test_a_tiny_network_is_trained_by_each_method_within_the_peaks_of_the_others
     assert run(*words, "--resume").exit_code == 0
     assert json.loads(out.read_text())["sections"][0] == found["sections"][0]
     assert "this run of '0.1'" in run(*words, "--resume", "--budgets", "0.1").output
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (
+            lambda budget: InfeasibleBudget("below", smallest_bytes=budget + 50 * MIB),
+            "budget 200.0 MiB < smallest feasible 250.0 MiB (262144000 bytes)",
+        ),
+        (
+            lambda budget: NoPlanInTime(f"no plan within {budget}"),
+            "no plan within 200.0 MiB was found in the solver's time",
+        ),
+    ],
+)
+def test_why_there_is_no_plan_is_said_in_bytes_of_one_model(refused, reason):
+    def plan(budget, algorithm, options):
+        assert budget == 500 * MIB
+        raise refused(budget)
+
+    beside = {"compared": None, "plans": {}, "algorithm": "greedy", "options": lambda method: Options()}
+    planned = SimpleNamespace(**beside, recorded=SimpleNamespace(plan=plan), others_bytes=lambda: 300 * MIB)
+    row = compare_network.Planned.row(planned, comparison.FULL, compare_network.Target(EAGER, 200 * MIB))
+    assert (row["target_bytes"], row["reason"]) == (200 * MIB, reason)
 
 
 def test_only_points_that_one_would_use_are_compared_and_two_percent_are_noise():
@@ -145,6 +175,17 @@ def test_the_committed_page_and_figure_are_those_of_the_results():
     command = "python recipes/compare.py --only-page"
     assert recipe.page(found, recipe.FIGURE) == (DOCS / recipe.PAGE).read_text(encoding="utf-8"), command
     assert comparison_figure.figure(found) == (DOCS / recipe.FIGURE).read_text(encoding="utf-8"), command
+
+
+def test_budgets_that_were_refused_are_the_targets_and_below_the_smallest_that_was_planned():
+    refused = []
+    for rows in comparison.networks(json.loads(recipe.RESULT.read_text(encoding="utf-8"))).values():
+        for one in (r for r in rows if r.get("reason", "").startswith("budget ")):
+            (smallest,) = (r for r in rows if (r["method"], r["setting"]) == (one["method"], "smallest"))
+            told = f"{format_bytes(one['target_bytes'])} < smallest feasible"
+            refused.append(one["reason"])
+            assert one["reason"] == f"budget {told} {format_bytes(smallest['planned_peak_bytes'], exact=True)}"
+    assert len(refused) == 2
 
 
 def test_the_readme_has_the_verdict_of_the_results():

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import gpu_check
+import landing
 from lib import gpu_sections, gpu_table, sections, wheels
 from lib.child import Ended
 from lib.sections import Check, Found, Section
@@ -231,6 +232,33 @@ def test_the_table_compares_a_launch_with_the_eager_run_of_the_same_training():
     assert cells[6:] == ["", "", "490.0", "498.0", "0", "120.0", "1.200", "1.0e-02"]
     assert gpu_table.eager_of(document, smaller) == {}
     assert gpu_table.table(document).row_count == 3
+
+
+def test_the_page_names_what_failed_and_marks_estimates(tmp_path, monkeypatch):
+    training = {"network": "n", "batch": 8, "precision": "fp32", "step_seconds": 0.1}
+    command = ["python", "-m", "monetrun", "--budget", "0.5x"]
+
+    def launch(name, plain_reserved, status="ok", *failures):
+        figures = {"training": training, "report": {**REPORT, "plain_reserved_bytes": plain_reserved}}
+        return {"name": name, "status": status, "command": command, "figures": figures, "failures": failures}
+
+    over = {"what": "measured peak <= planned peak + 0.5%: 2 > 1"}
+    late = {"what": "stopped after 36 s", "traceback": "monetrun: trial run\n"}
+    stopped = {"name": "m:0.5x", "status": "timeout", "command": command, "figures": {}, "failures": [late]}
+    skipped = {"name": "kernels", "status": "skipped", "reason": "no time was left"}
+    launches = [launch("n:0.5x", 1010 * MIB), launch("nccl", 1010 * MIB - 1, "failed", over)]
+    document = {"device": "NVIDIA X", "sections": [*launches, stopped, skipped]}
+    (tmp_path / "gpu_x.json").write_text(json.dumps(document))
+    monkeypatch.setattr(landing, "RESULTS", tmp_path)
+    header, _, measured, estimated, *rest = landing.gpu_table().splitlines()
+    assert header.startswith("| GPU | training |")
+    assert "| 0.5x | 1,010 MiB | 490 MiB | 498 MiB |" in measured
+    assert "NCCL, one rank | 0.5x | 1,010 MiB, estimated | 490 MiB |" in estimated
+    assert rest == [
+        "",
+        "- X, `nccl` failed: measured peak <= planned peak + 0.5%: 2 > 1",
+        "- X, `m:0.5x` ran out of time: stopped after 36 s: monetrun: trial run",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,20 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(train, tmp_path, ca
         train("other", f"--resume={tmp_path / 'whole' / 'checkpoint.pth'}", "-b=8")
 
 
+def test_the_average_is_updated_after_the_first_step_of_an_epoch_as_torchvisions_is(train, tmp_path):
+    lines = train("run", "-b=8", "--model-ema", "--model-ema-steps=1000", f"--output-dir={tmp_path}")
+    assert len(lines) < 1000
+    assert weights(tmp_path)["average"]["n_averaged"] == 2  # once in each epoch
+    train("more", "-b=8", "--model-ema", "--model-ema-steps=2", f"--output-dir={tmp_path}")
+    assert weights(tmp_path)["average"]["n_averaged"] == 2 * math.ceil(len(lines) / 2 / 2)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_test(train, tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"--test-only: there is no checkpoint .*checkpoint\.pth"):
+        train("run", "-b=8", "--test-only", "--resume=auto", f"--output-dir={tmp_path}")
+    assert "Acc@1" not in capsys.readouterr().out
+
+
 def test_a_checkpoint_that_is_not_finished_leaves_the_last_one(train, tmp_path, monkeypatch):
     train("run", "-b=8", f"--output-dir={tmp_path}", "--save-freq=1", "--max-steps=2")
     before = (tmp_path / "checkpoint.pth").read_bytes()
@@ -133,6 +147,12 @@ def test_a_preset_gives_the_options_that_are_not_given():
     assert (args.model, args.batch_size, args.train_crop_size) == ("unet", 11, (416, 608))
     known = set(vars(imagenet_options.parse([])))
     assert [(name, k) for name, p in presets.PRESETS.items() for k in p.options if k not in known] == []
+
+
+def test_pictures_have_a_folder_of_their_own():
+    assert imagenet_options.parse([]).data_path == "imagenet"
+    assert imagenet_options.parse(["--data=pictures"]).data_path == "pictures"
+    assert imagenet_options.parse(["--data=pictures", "--data-path=here"]).data_path == "here"
 
 
 def test_published_accuracies_are_those_of_torchvisions_weights():

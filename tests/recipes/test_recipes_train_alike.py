@@ -1,10 +1,16 @@
-"""Each training recipe at a small size: losses and weights under `monetrun --budget 0.7x` are those under torchrun."""
+"""Each training recipe at a small size: losses and weights under `monetrun --budget 0.7x` are those under torchrun.
 
+Where its data do not fill a step it says so, and ends.
+"""
+
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from support import launcher
 from support.launches import set_apart, skip_without
@@ -114,3 +120,40 @@ def test_a_recipe_trains_alike_under_torchrun_and_within_a_budget(script, tmp_pa
     assert ours.keys() == theirs.keys()
     assert len(ours) > 4
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+TOO_FEW = {
+    "lora": (
+        "--model random --text text --length 16 --batch-size 4 --steps 1",
+        r"48 tokens do not fill 4 texts of 16: give a longer --text, or a smaller --batch-size or --length",
+    ),
+    "bert_trainer": (
+        f"{BERT} {QUIET} --text text --dataloader_drop_last true --output_dir OUT --length 4",
+        r"no step was trained: \d texts do not fill a batch: give a longer --text, or a smaller --per_device_train",
+    ),
+    "bert_trainer, less than a text": (
+        f"{BERT} {QUIET} --text text --output_dir OUT",
+        r"\d+ tokens do not fill a text of 64: give a longer --text, or a smaller --length",
+    ),
+    "lightning_resnet": (
+        "--data-path images --size 16 --batch-size 4 --epochs 1 --workers 0 --output-dir OUT",
+        r"no step was trained: the images in images/train do not fill a batch of 4 on each device: give a smaller",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOO_FEW)
+def test_data_that_do_not_fill_a_step_are_refused(case, tmp_path, monkeypatch):
+    script = case.partition(",")[0]
+    skip_without(CASES[f"{script}.py"][0])
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("three little words, ".ljust(48, "x"))
+    for part in ("train", "val"):
+        Path("images", part, "a").mkdir(parents=True)
+        for k in range(3):
+            Image.new("RGB", (16, 16)).save(Path("images", part, "a", f"{k}.png"))
+    options, message = TOO_FEW[case]
+    monkeypatch.setattr(sys, "argv", [script, *options.split()])
+    with pytest.raises(SystemExit, match=message):
+        importlib.import_module(script).main()
+    assert [path for path in (*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("*.ckpt"))] == []

@@ -1,10 +1,14 @@
-"""The data of the U-Net's recipe: images with their masks, and what is drawn where there are none."""
+"""The data of the U-Net's recipe: images and their masks, what is drawn without them, and the overlap of a part."""
+
+import sys
 
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 import unet
+from lib.place import Place
 
 
 def test_masks_are_found_by_name_and_stay_zero_or_one_at_another_size(tmp_path):
@@ -47,3 +51,25 @@ def test_overlap_is_one_where_prediction_and_mask_are_the_same():
     mask[:, :, :2] = 1
     assert unet.dice(mask, mask) == 1
     assert unet.dice(1 - mask, mask) == pytest.approx(1 / 17)
+
+
+def test_the_overlap_of_the_test_set_is_the_mean_over_its_images():
+    mask = torch.zeros(3, 1, 4, 4)
+    mask[:, :, :2] = 1
+    logits = 2 * mask - 1
+    batches = [(logits[:2], mask[:2]), (-logits[:1], mask[:1])]  # the last one is smaller
+    assert unet.evaluate(nn.Identity(), batches, torch.device("cpu")) == pytest.approx((1 + 1 + 1 / 17) / 3)
+
+
+@pytest.mark.parametrize(
+    ("images", "ranks", "message"),
+    [
+        (20, 8, r"18 images for training do not fill a batch of 4 on 8 devices: give more images, or a smaller"),
+        (4, 1, r"of 4 images none is left for the test: give 10 or more"),
+    ],
+)
+def test_images_that_do_not_fill_a_step_or_leave_none_for_the_test_are_refused(images, ranks, message, monkeypatch):
+    words = f"unet.py --size 16x16 --channels 2 --workers 0 --batch-size 4 --epochs 1 --images {images}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(SystemExit, match=message):
+        unet.fit(unet.parse(), Place(0, ranks, torch.device("cpu")))

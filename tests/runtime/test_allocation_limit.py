@@ -4,7 +4,7 @@ from support.on_stand_in import needs_stand_in, printed_by
 
 pytestmark = needs_stand_in
 
-SCRIPT = """
+HELPERS = """
 import contextlib, json
 import torch
 from monetrun.runtime import allocation_limit
@@ -18,6 +18,9 @@ def allowed():
     return True
 
 device, seen = torch.device("cuda"), []
+"""
+
+SCRIPT = """
 with contextlib.ExitStack() as undo:
     allocation_limit.keep_the_scripts(undo)
     seen.append(allowed())
@@ -36,4 +39,17 @@ print(json.dumps(seen))
 
 
 def test_a_limit_that_the_script_sets_holds_beside_the_budgets():
-    assert printed_by(SCRIPT) == [True, False, False, False, True, False, False]
+    assert printed_by(HELPERS + SCRIPT) == [True, False, False, False, True, False, False]
+
+
+CONFIGURED = """
+for nbytes in (3 << 30, None):
+    allocation_limit.set_limit(device, nbytes)
+    seen.append(allowed())
+print(json.dumps(seen))
+"""
+
+
+def test_a_limit_in_the_allocators_settings_holds_beside_the_budgets(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "per_process_memory_fraction:0.1")
+    assert printed_by(HELPERS + CONFIGURED) == [False, False]

@@ -44,10 +44,12 @@ _OVERWRITE_ARGUMENT: dict[Any, Any] = {
     if hasattr(aten, name + "_") and overload in getattr(aten, name + "_").overloads()
 }
 
-# a + b and b + a are bitwise identical, as are a * b and b * a: these may also overwrite their second operand
+# a + b and b + a are bitwise identical, as are a * b and b * a of real numbers (of complex ones, a compiler may fuse
+# either product with the sum of the two): these may also overwrite their second operand
 _COMMUTATIVE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
 
-# backward kernels that write the gradient of their input over the gradient of their output
+# backward kernels that write the gradient of their input over the gradient of their output (hardswish_backward's makes
+# a new tensor, and copies it)
 _OVERWRITE_GRADIENT: dict[Any, tuple[Any, str]] = {
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
     aten.hardtanh_backward.default: (aten.hardtanh_backward.grad_input, "grad_input"),
@@ -57,7 +59,6 @@ _OVERWRITE_GRADIENT: dict[Any, tuple[Any, str]] = {
     aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
     aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
     aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
-    aten.hardswish_backward.default: (aten.hardswish_backward.out, "out"),
     aten.hardsigmoid_backward.default: (aten.hardsigmoid_backward.grad_input, "grad_input"),
 }
 
@@ -73,12 +74,16 @@ def may_overwrite(node: fx.Node, operand: Any, result: fx.Node | None = None) ->
     return storages.count(operand.meta["val"].untyped_storage()._cdata) == 1
 
 
+def _commutes(node: fx.Node) -> bool:
+    return bool(node.kwargs.get("alpha", 1) == 1 and not node.meta["val"].is_complex())
+
+
 @implementation(*_OVERWRITE_ARGUMENT)
 def _over_argument(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     if may_overwrite(node, node.args[0]):
         call = Call(_OVERWRITE_ARGUMENT[node.target], node.args, dict(node.kwargs))
         yield Alternative("in-place", call, node.args[0])  # type: ignore[arg-type]
-    if node.target in _COMMUTATIVE and node.kwargs.get("alpha", 1) == 1 and may_overwrite(node, node.args[1]):
+    if node.target in _COMMUTATIVE and _commutes(node) and may_overwrite(node, node.args[1]):
         call = Call(_COMMUTATIVE[node.target], (node.args[1], node.args[0]), dict(node.kwargs))
         yield Alternative("in-place", call, node.args[1])  # type: ignore[arg-type]
 

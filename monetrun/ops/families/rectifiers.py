@@ -91,12 +91,24 @@ def _limits(node: fx.Node) -> tuple[float, float] | None:
     return (float(node.args[2]), math.nan)  # type: ignore[arg-type]
 
 
+def _shown_by_both_ends(node: fx.Node) -> bool:
+    """Whether output and input are beyond the same limits.
+
+    Hardtanh's output has limits that are rounded to its dtype, where its backward compares in single precision.
+    """
+    if node.target is not aten.hardtanh_backward.default:
+        return True
+    return all(torch.tensor(a, dtype=node.meta["val"].dtype).item() == a for a in node.args[2:4])
+
+
 @implementation(*_FORWARD)
 def _from_other_end(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     if node.target is aten.threshold_backward.default and node.args[2] != 0:
         return
     if node.target is aten.leaky_relu_backward.default and _slope(node) <= 0:
         return  # the output's sign does not show the input's
+    if not _shown_by_both_ends(node):
+        return
     read = source(node.args[1])
     for end in dict.fromkeys(_ends(node)):
         if end is not read and alike(node, end):
