@@ -39,8 +39,8 @@ class Text:
 
     def batch(self, part: torch.Tensor, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens, and the next one of each."""
-        starts = torch.randint(len(part) - self.length, (size,), generator=generator).tolist()
-        rows = torch.stack([part[s : s + self.length + 1] for s in starts]).to(self.device).long()
+        starts = torch.randint(len(part) - self.length, (size, 1), generator=generator)
+        rows = part[starts + torch.arange(self.length + 1)].to(self.device).long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 

@@ -27,7 +27,7 @@ from monetrun.launcher.failure import report_failure
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.process import restored_environment, restored_signal_handlers, temporary_folder
 from monetrun.launcher.ranks import local_world_size
-from monetrun.runtime.settings import AS_IS_MARK, PROBED, Settings
+from monetrun.runtime.settings import AS_IS_MARK, KEEPS_LOGS, PROBED, Settings
 
 # After Ctrl-C, wait this long for workers that are stuck outside Python. torchrun waits 30 s; --shutdown-timeout sets
 # both.
@@ -258,6 +258,8 @@ def _log_folder(options: LaunchOptions, args: argparse.Namespace) -> Iterator[No
 
     torchrun would make such a folder in /tmp and leave it there.
     """
+    if args.log_dir or args.logs_specs or options.keeps_worker_logs:
+        os.environ[KEEPS_LOGS] = "1"  # workers inherit this process's environment
     if args.log_dir or args.logs_specs:
         yield
         return

@@ -31,7 +31,7 @@ _numbers = itertools.count()  # of agreements: all ranks come to the same ones i
 
 
 def largest(value: int) -> int:
-    """The largest ``value`` of all ranks, in all of them; 0 in a rank that waits in vain for another's."""
+    """The largest ``value`` of all ranks, in all of them; 0 where one waits in vain for another's."""
     if not several_ranks():
         return value
     distributed = torch.distributed
@@ -39,9 +39,10 @@ def largest(value: int) -> int:
     prefix = f"monetrun/largest/{next(_numbers)}"
     exchange.post(store, f"{prefix}/{rank}", str(value))
     keys = [f"{prefix}/{k}" for k in range(distributed.get_world_size())]
-    if not exchange.wait_until(lambda: all(exchange.is_posted(store, key) for key in keys), _PATIENCE_SECONDS):
-        return 0
-    return max(int(exchange.read(store, key)) for key in keys)
+    found = 0
+    if exchange.wait_until(lambda: all(exchange.is_posted(store, key) for key in keys), _PATIENCE_SECONDS):
+        found = max(int(exchange.read(store, key)) for key in keys)
+    return exchange.first_said(store, f"{prefix}/agreed", found)  # one that comes late does as those that waited
 
 
 def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "", record: StepRecord | None = None) -> Plan:

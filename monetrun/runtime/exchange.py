@@ -114,6 +114,11 @@ def read(store: Any, key: str) -> str:
     return zlib.decompress(data).decode()
 
 
+def first_said(store: Any, key: str, number: int) -> int:
+    """What the first process has said under ``key``: ``number``, if it is this one."""
+    return int(store.compare_set(key, "", str(number)))
+
+
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     """Poll ``condition`` until it holds or ``seconds`` have passed; gives whether it holds."""
     deadline = time.monotonic() + seconds

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from monetrun.capture.allocator_history import other_allocator
 from monetrun.core.budget import format_bytes
 from monetrun.core.errors import BudgetExceeded
 from monetrun.core.plan import Plan
 from monetrun.runtime import holdings
 from monetrun.runtime.running_plan import RunningPlan
+from monetrun.runtime.settings import KEEPS_LOGS
 from monetrun.runtime.traceback_file import ERROR_FILE
 
 # What the two allocators say that they were asked for; on a CPU monetrun's own words (cuda_ops/cpu_allocator.cpp).
@@ -53,12 +55,15 @@ def lines(running: RunningPlan) -> list[str]:
 
 
 def dump_snapshot(device: torch.device) -> str:
-    """Write torch's memory snapshot to the log folder; gives its path, empty where no history was recorded."""
-    folder = Path(os.environ.get(ERROR_FILE, "")).parent
-    if device.type != "cuda" or not os.environ.get(ERROR_FILE):
+    """Write torch's memory snapshot to the log folder; gives its path, empty where the launch keeps no such folder.
+
+    It has what lies in the allocator's segments, and who asked for it where the script records that.
+    """
+    if device.type != "cuda" or KEEPS_LOGS not in os.environ or other_allocator(device):
         return ""
-    if not any(torch.cuda.memory._snapshot(device).get("device_traces", ())):
+    path = Path(os.environ[ERROR_FILE]).parent / "memory_snapshot.pickle"
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except OSError:  # no space is left
         return ""
-    path = folder / "memory_snapshot.pickle"
-    torch.cuda.memory._dump_snapshot(str(path))
     return str(path)

@@ -19,6 +19,11 @@ _SLOW_SECONDS = 2.0  # what takes longer is told
 _EVERY_SECONDS = 120.0  # a report is left so often while training goes on
 
 
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone, the disk is full, the script has closed it
+        print(line, file=sys.stderr, flush=True)
+
+
 class Reporter:
     """Of one rank.
 
@@ -40,13 +45,13 @@ class Reporter:
     def tell(self, message: str) -> None:
         """As ``warn``, of what needs no attention; the caller sees to it that this is done once."""
         if self.settings.rank == 0 and self.settings.mode != PROBE and not self.settings.quiet:
-            print(f"monetrun: {worded(message)}", file=sys.stderr, flush=True)
+            _print(f"monetrun: {worded(message)}")
 
     def note(self, message: str) -> None:
         """Print a line on stderr about this rank's memory. A trial run prints nothing."""
         if self.settings.mode != PROBE and not self.settings.quiet:
             rank = f" (rank {self.settings.rank})" if self.settings.world_size > 1 else ""
-            print(f"monetrun{rank}: {worded(message)}", file=sys.stderr, flush=True)
+            _print(f"monetrun{rank}: {worded(message)}")
 
     @contextlib.contextmanager
     def if_slow(self, what: str) -> Iterator[None]:

@@ -87,9 +87,7 @@ def _out_of_memory(error: BaseException) -> None:
     from monetrun.runtime import out_of_memory
 
     _session.short = out_of_memory.findings(error, engine.running)
-    if isinstance(error, BudgetExceeded):
-        return
-    for line in out_of_memory.lines(engine.running):
+    for line in () if isinstance(error, BudgetExceeded) else out_of_memory.lines(engine.running):
         _session.reporter.note(line)
     if path := out_of_memory.dump_snapshot(engine.device):
         _session.reporter.note(f"torch's memory snapshot is in {path}")

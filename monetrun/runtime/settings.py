@@ -30,6 +30,9 @@ PROBED = 96
 # The file in the report folder where a worker leaves why models have to run as they are, before it ends with PROBED.
 AS_IS_MARK = "as_is"
 PREFIX = "MONETRUN_"
+
+# Set in workers whose log folder stays when the launch has ended.
+KEEPS_LOGS = PREFIX + "KEEPS_LOGS"
 CLAIM = PREFIX + "WORKER_PID"
 
 

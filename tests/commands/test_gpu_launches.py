@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -306,7 +307,11 @@ def test_what_a_plan_holds_beside_a_step_is_allocated_there_and_freed(machine, t
     assert figures[1]["measured_peak_bytes"] == figures[0]["measured_peak_bytes"]
     graph["schedule"]["holds"] = [{"step": 1, "nbytes": 8 << 30}]
     (tmp_path / "held.json").write_text(json.dumps(plan))
-    assert "out of memory" in launch(machine, "--plan", str(tmp_path / "held.json"), SCRIPT).stderr
+    done = launch(machine, f"--log-dir={tmp_path / 'logs'}", "--plan", str(tmp_path / "held.json"), SCRIPT)
+    assert "out of memory" in done.stderr
+    (snapshot,) = (tmp_path / "logs").rglob("memory_snapshot.pickle")
+    assert f"torch's memory snapshot is in {snapshot}" in done.stderr
+    assert sum(segment["total_size"] for segment in pickle.loads(snapshot.read_bytes())["segments"]) > 0
 
 
 GIVES_BACK = """

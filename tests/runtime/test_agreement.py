@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -194,6 +195,16 @@ def test_ranks_that_reserve_what_was_planned_keep_their_plans(ranks):
     two = [seen(DEVICE_PLAN.pool.planned_bytes - nbytes) for nbytes in (0, MIB)]
     assert ranks(*(partial(RunningPlan.correct, rank, pytest.fail) for rank in two)) == [False, False]
     assert [rank.followed for rank in two] == [[], []]
+
+
+def test_a_rank_that_comes_late_finds_what_those_have_done_that_waited(ranks, monkeypatch):
+    monkeypatch.setattr(agreement, "_PATIENCE_SECONDS", 0.2)
+
+    def late():
+        time.sleep(1)
+        return agreement.largest(7)
+
+    assert ranks(late, lambda: agreement.largest(3)) == [0, 0]
 
 
 def test_a_rank_that_waits_in_vain_knows_of_no_largest_value(ranks, monkeypatch):

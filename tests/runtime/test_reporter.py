@@ -1,5 +1,6 @@
 """What a rank leaves for the launcher."""
 
+import contextlib
 import json
 import time
 
@@ -25,3 +26,14 @@ def test_a_report_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     for steps in (1, 2):
         reporter.write({"steps": steps})
     assert capsys.readouterr().err.count("the report cannot be written") == 1
+
+
+def test_a_reader_of_the_screen_that_is_gone_ends_nothing(monkeypatch):
+    reporter = Reporter(Settings(mode=RUN))
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing it fails, too
+        monkeypatch.setattr("sys.stderr", full)
+        reporter.tell("a line")
+        reporter.note("another")
+    assert full.closed
+    reporter.warn("one after it was closed")
+    monkeypatch.undo()
