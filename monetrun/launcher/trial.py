@@ -201,15 +201,15 @@ def _wait(process: subprocess.Popen[bytes], found: Sequence[Path], begun: Path, 
     while not any(file.exists() for file in found):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_SECONDS)
-        now, reason = time.monotonic(), ""
+        now, reason, waits = time.monotonic(), "", False
         if now - looked >= _WAITING_SECONDS:
             before, worked = worked, _worked_seconds(process.pid)
             if worked - before < _WAITING_SHARE * (now - looked):
-                reason = f"it waits, for {now - looked:.0f} s now"
+                reason, waits = f"it waits, for {now - looked:.0f} s now", True
             looked = now
         if now - began > most_seconds:
             reason = f"it has called no model in training for {now - began:.0f} s"
-        if reason and not begun.exists():
+        if reason and (waits or not begun.exists()):
             found[-1].write_text(json.dumps({"reason": reason}))
     return 0
 

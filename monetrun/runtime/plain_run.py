@@ -114,8 +114,8 @@ class PlainRun:
             set_limit(self.device, self.settings.budget_bytes or None)
         if self.settings.mode == MEASURE:
             probe.begin(self.settings.record_file)
-        if self.settings.mode == MEASURE and self._backwards > 1 and not self._has_optimizer:
-            probe.leave_unseen(probe.NO_OPTIMIZER, self.settings.record_file)
+        if self.settings.mode == MEASURE and not self._steps:
+            probe.leave_without_steps(self._backwards, self._has_optimizer, self.settings.record_file)
 
     def plan_no_more(self, calls: Sequence[Any], use: str) -> None:
         """Nothing is planned."""

@@ -30,6 +30,9 @@ BEGUN = ".begun"
 VALUES = ".values"
 
 NO_OPTIMIZER = "it computes gradients without an optimizer of torch.optim"
+MOST_ROUNDS = 256
+"""So many backward passes without an optimizer's step are no gradient accumulation."""
+NO_STEP = f"no optimizer of torch.optim makes a step in {MOST_ROUNDS} backward passes"
 
 
 def stand_in_for_the_other_ranks(world_size: int, undo: contextlib.ExitStack, *, on_this_device: bool = True) -> None:
@@ -101,6 +104,14 @@ def leave_unseen(reason: str, path: str, *, as_is: bool = False) -> NoReturn:
     part.write_text(json.dumps({"reason": reason, "as_is": as_is}))
     part.replace(path + UNSEEN)
     leave(None, path)
+
+
+def leave_without_steps(backwards: int, has_optimizer: bool, path: str) -> None:
+    """``leave_unseen``, if after so many backward passes none of the optimizers can be expected to make a step."""
+    if backwards > 1 and not has_optimizer:
+        leave_unseen(NO_OPTIMIZER, path)
+    if backwards > MOST_ROUNDS:
+        leave_unseen(NO_STEP, path)
 
 
 def leave(record: StepRecord | PlainPeaks | CheckedRun | None, path: str) -> NoReturn:

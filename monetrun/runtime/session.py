@@ -272,10 +272,10 @@ class Session:
         if self.engine is not None:
             self.engine.backward_begins(roots)
         self._backwards += 1
-        if self.settings.mode == PROBE and self._backwards > 1 and not self.optimizers:
+        if self.settings.mode == PROBE and not self.stepped:
             from monetrun.runtime import probe
 
-            probe.leave_unseen(probe.NO_OPTIMIZER, self.settings.record_file)
+            probe.leave_without_steps(self._backwards, bool(self.optimizers), self.settings.record_file)
 
     def plan_no_more(self, calls: Sequence[Any], use: str) -> None:
         """These compiled calls run again for what the script makes of them; further ones do not."""

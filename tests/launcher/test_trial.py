@@ -83,6 +83,11 @@ def test_a_script_runs_whatever_becomes_of_its_trial_and_strict_gives_85(script,
     ("constant", "text", "reason"),
     [
         ("_WAITING_SECONDS", "time.sleep(600)", "it waits, for "),
+        (
+            "_WAITING_SECONDS",
+            "import torch; torch.nn.Linear(8, 8)(torch.ones(4, 8)); time.sleep(600)",
+            "it waits, for ",
+        ),
         ("_MOST_SECONDS", "while True: pass", "it has called no model in training for "),
     ],
 )
@@ -96,6 +101,18 @@ def test_a_trial_of_a_server_that_never_trains_and_never_ends_is_ended(
     printed = capfd.readouterr().err
     assert f"the trial run cannot see {path} train: {reason}" in printed
     assert printed.count("planning at the first step instead") == 1
+
+
+def test_a_trial_whose_optimizer_makes_no_step_ends(script, capfd):
+    """It may step in a hook of a process group that the trial does not have."""
+    text = (
+        "import os, torch\nmodel = torch.nn.Linear(8, 8)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(1000 if 'MONETRUN_TRIAL' in os.environ else 2):\n"
+        "    model(torch.ones(4, 8)).sum().backward()\n"
+        "assert 'MONETRUN_TRIAL' not in os.environ, 'the trial has not ended'\n"
+    )
+    assert main([script(text)]) == 0
+    assert "no optimizer of torch.optim makes a step in 256 backward passes" in capfd.readouterr().err
 
 
 def test_a_script_that_updates_its_parameters_itself_is_told_that_nothing_is_planned(script, capfd):
