@@ -211,9 +211,10 @@ def requests_of(device: torch.device, call: Callable[[], T]) -> tuple[T, tuple[i
 
     Returns:
         What it gives; its requests, as ``Requests.sizes``; by address the numbers of those that are not freed. Nothing
-        is seen while somebody else keeps torch's history of the allocator.
+        is seen while monetrun itself keeps torch's history of the allocator.
     """
-    if torch._C._cuda_isHistoryEnabled():  # type: ignore[attr-defined, unused-ignore]
+    others = torch._C._cuda_isHistoryEnabled() and not _scripted  # type: ignore[attr-defined, unused-ignore]
+    if others:
         return call(), (), {}
     history = AllocatorHistory(device)
     history.start()

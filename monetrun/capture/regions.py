@@ -139,7 +139,7 @@ class Regions:
             CaptureFailed: it draws random numbers, which eager's second run does not repeat.
         """
         around: tuple[_Noted, ...] = (node.meta.get("custom") or {}).get(_NOTED, ())
-        if random.is_random(node) and not all(noted.repeats_random_numbers for noted in around):
+        if random.draws(node) and not all(noted.repeats_random_numbers for noted in around):
             raise CaptureFailed("a checkpoint with preserve_rng_state=False draws other numbers when it runs again")
         number = None
         for end, noted in enumerate(around, 1):

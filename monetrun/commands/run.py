@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from monetrun.commands import SUMMARIES
 from monetrun.core.errors import BudgetExceeded
-from monetrun.launcher import report
+from monetrun.launcher import keys, report
 from monetrun.launcher.agent import launch_again, launch_until_decided
 from monetrun.launcher.job import Job, as_it_is, decide_anew, keep_plan, open_job
 from monetrun.launcher.nodes import Nodes
@@ -45,6 +45,7 @@ def run_launch(options: LaunchOptions) -> int:
     if options.tensorboard_folder:
         check_tensorboard(options.tensorboard_folder)
     with open_job(options) as job:
+        plain_key = keys.plain_key(options, job.ranks)  # of the script as it is now
         if options.several_nodes:  # other nodes' workers would not know of a start with a tighter plan
             exit_code = launch_until_decided(options, {}, Nodes(job).joined)
         else:
@@ -60,7 +61,7 @@ def run_launch(options: LaunchOptions) -> int:
                 forget_reports(environment)
                 exit_code = launch_again(options, job.follow(instead))
         if exit_code == BudgetExceeded.exit_code and job.mode == PLAIN and job.plain is not None:
-            report.warn(has_run_short(options, job.plain, job.budget, job.ranks))
+            report.warn(has_run_short(job.plain, job.plain_cap_bytes, plain_key, job.store))
         job.finish(exit_code)
     return exit_code
 

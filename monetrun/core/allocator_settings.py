@@ -129,14 +129,14 @@ def _divisions(value: str) -> tuple[int, ...]:
     if not value.startswith("["):
         return (int(value),) * _DIVISION_INTERVALS
     steps = [0] * _DIVISION_INTERVALS
-    largest = 1  # torch leaves the first interval out of ``>``
-    for i, (size, count) in enumerate(pair.split(":") for pair in value.strip("[]").split(",")):
+    largest, first = 1, True  # torch leaves the first interval out of ``>``
+    for size, count in (pair.split(":") for pair in value.strip("[]").split(",")):
         if size == ">":
             steps[largest:] = [int(count)] * (_DIVISION_INTERVALS - largest)
             continue
         index = min(int(size).bit_length(), _DIVISION_INTERVALS) - 1
-        if i == 0:
-            steps[:index] = [int(count)] * index
+        if first:
+            steps[:index], first = [int(count)] * index, False
         steps[index] = int(count)
         largest = index + 1
     return tuple(steps)

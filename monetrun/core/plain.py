@@ -21,6 +21,7 @@ class PlainPeaks:
         steps: how many training steps were measured.
         device: CUDA's number of the device.
         outside_bytes: what the process took of the device beside the allocator (its context, libraries); 0: unknown.
+        more_than_bytes: a later step has reserved more than that, in a launch without a plan; 0: none is known to.
     """
 
     allocated_bytes: int
@@ -29,6 +30,7 @@ class PlainPeaks:
     steps: int
     device: int = 0
     outside_bytes: int = 0
+    more_than_bytes: int = 0
 
     def check(self) -> None:
         """Check what was read.
@@ -37,9 +39,10 @@ class PlainPeaks:
             ValueError: a number cannot be right.
         """
         check_bytes(allocated=self.allocated_bytes, reserved=self.reserved_bytes, outside=self.outside_bytes)
+        check_bytes(more_than=self.more_than_bytes)
         if min(self.retries, self.steps, self.device) < 0:
             raise ValueError("retries, steps or device are negative")
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether the plain run stays within a budget, with room for what it does later."""
-        return self.reserved_bytes <= (1.0 - _ROOM) * budget_bytes
+        return self.reserved_bytes <= (1.0 - _ROOM) * budget_bytes and self.more_than_bytes < budget_bytes

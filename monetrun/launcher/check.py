@@ -53,7 +53,7 @@ def check(job: Job, *, float64: bool) -> CheckReport:
             "give the script and the arguments that were planned, or leave out --plan",
         )
     if given is not None:
-        check_options(given, record, job.options, job.budget, job.ranks)
+        check_options(given, record, job.options, job.budget)
     planned, planned_values = _run(job, CHECK, "planned step", plan)
     plain, plain_values = _run(job, CHECK_PLAIN, "plain step")
     check_beginnings(job.options.script, planned, plain)

@@ -88,14 +88,14 @@ class Job:
         self.plain: PlainPeaks | None = None
         self.record: StepRecord | None = None
         self.plan: Plan | None = None
-        self.mode = RUN
+        self.mode, self.plain_cap_bytes = RUN, 0
         self.from_cache, self._plan_key = False, ""  # the key of the plan that was looked for
-        self._store = find_store() if options.use_cache else None
+        self.store = find_store() if options.use_cache else None
         self.folder = temporary_folder("monetrun_")
         self._reports = self.folder / "reports"
         self._reports.mkdir()
-        self.settings = _settings(options, self._reports, self._store)
-        place = (self.settings, self.folder, self.console, self._store)
+        self.settings = _settings(options, self._reports, self.store)
+        place = (self.settings, self.folder, self.console, self.store)
         self._find_plain = functools.partial(find_plain, options, self.ranks, *place)
 
     @functools.cached_property
@@ -129,8 +129,8 @@ class Job:
             raise _not_here(self.options.cost_model)
         if self.options.plan_file:
             self.plan = read_plan(self.options.plan_file)
-            self.record = record_of(self.plan, self._store, self._record_key)  # with it, workers measure intervals
-            check_options(self.plan, self.record, self.options, self.budget, self.ranks)
+            self.record = record_of(self.plan, self.store, self._record_key)  # with it, workers measure intervals
+            check_options(self.plan, self.record, self.options, self.budget)
         elif switch := hook_switched_off():
             report.warn(f"nothing is planned: {switch} keeps torch from loading monetrun's hook; unset it")
         elif self.options.probe:
@@ -206,15 +206,15 @@ class Job:
         if self.record is not None:
             return
         key = self._record_key
-        self.record = kept_record(self._store, key) if look else None
+        self.record = kept_record(self.store, key) if look else None
         self.from_cache = self.record is not None
         if self.record is None:
             file, given = self.folder / "record.json", memory.given_bytes(self.budget)
             settings = replace(self.settings, mode=PROBE, budget_bytes=given, record_file=str(file))
             trial = run_trial(self.options, self.ranks, settings, self.folder, self.console, needed=needed)
             self.record, self.settings = trial.record, replace(self.settings, as_is=trial.as_is)
-            if self.record is not None and self._store is not None:
-                self._store.put("probe", key, self.record)
+            if self.record is not None and self.store is not None:
+                self.store.put("probe", key, self.record)
         if self.record is not None and self.plain is not None:
             self.record = with_plain_peaks(self.record, self.plain)
 
@@ -223,7 +223,7 @@ class Job:
         record_key = self._record_key
         budget_bytes = self.budget_bytes()
         self._plan_key = keys.plan_key(self.options, record_key, budget_bytes, record)
-        self.plan = kept_plan(self._store, self._plan_key, record, self.budget, budget_bytes)
+        self.plan = kept_plan(self.store, self._plan_key, record, self.budget, budget_bytes)
         if self.plan is None:
             kept, self.from_cache = self.from_cache, False
             try:
@@ -235,8 +235,8 @@ class Job:
                     raise
                 # the script may read what is no part of the key: a file, or what it imports
                 return self._find_plan(_recorded_anew(self))
-            if self._store is not None:
-                self._store.put("plan", self._plan_key, self.plan)
+            if self.store is not None:
+                self.store.put("plan", self._plan_key, self.plan)
         return self.plan
 
     def finish(self, exit_code: int) -> None:
@@ -245,11 +245,11 @@ class Job:
         A report that cannot be written changes nothing of how the training has ended: it is told.
         """
         outcome = report.read_outcome(self._reports)
-        if self._store is not None:
-            keep_measured_step(self._store, (self.plan, outcome.plan), outcome.measured_step)
+        if self.store is not None:
+            keep_measured_step(self.store, (self.plan, outcome.plan), outcome.measured_step)
         seen = self.record and with_collectives(with_excess(self.record, outcome.excess_bytes), outcome.collectives)
-        if self._store is not None and seen is not None and seen is not self.record:  # the next launch plans with it
-            self._store.put("probe", self._record_key, seen)
+        if self.store is not None and seen is not None and seen is not self.record:  # the next launch plans with it
+            self.store.put("probe", self._record_key, seen)
         if self.options.report_folder:
             _write_report(self.options, outcome, seen)
         if self.options.json:
@@ -274,15 +274,15 @@ def _solved(job: Job, record: StepRecord, smallest_key: str, budget_bytes: int |
     def budget_of(plain_bytes: int) -> int:
         return resolve(job.budget, None, plain_bytes) if budget_bytes is None else budget_bytes
 
-    base = planner.baseline(record, kept_schedules(job._store, smallest_key, record.graphs), budget_of)
+    base = planner.baseline(record, kept_schedules(job.store, smallest_key, record.graphs), budget_of)
     budget_bytes, known = budget_of(planner.plain_bytes(record, base)), _known(job, base)
     try:
         with SolverProgress(job.console, base.plain.seconds, shown=not job.options.quiet) as progress:
             options = replace(job.options.solver_options(), on_progress=progress)
             return kept_parameters.plan_step(record, budget_bytes, job.options.algorithm, options, base, known)
     except planner.BudgetBelowSmallest as refused:
-        if job._store is not None:
-            job._store.put("plan", smallest_key, refused.smallest_schedules)
+        if job.store is not None:
+            job.store.put("plan", smallest_key, refused.smallest_schedules)
         raise
 
 
@@ -295,9 +295,9 @@ def _write_report(options: LaunchOptions, outcome: report.Outcome, seen: StepRec
 
 def keep_plan(job: Job, tighter: Plan) -> None:
     """Keep a plan with which training went on after memory had run out: the next launch begins with it."""
-    if job._store is None or job.record is None or not job._plan_key:
+    if job.store is None or job.record is None or not job._plan_key:
         return
-    job._store.put("plan", job._plan_key, planner.of_step(job.record, tighter))
+    job.store.put("plan", job._plan_key, planner.of_step(job.record, tighter))
 
 
 def _planned_or_as_it_is(job: Job, record: StepRecord) -> Decision | None:
@@ -338,7 +338,7 @@ def as_it_is(job: Job, why: str) -> Decision | None:
 
 def _known(job: Job, base: planner.Baseline) -> list[tuple[Schedule, ...]]:
     """``known_schedules`` of the step; says how many there are."""
-    known = known_schedules(job._store, base.searched.graphs, job.options.solver_options())
+    known = known_schedules(job.store, base.searched.graphs, job.options.solver_options())
     if known and not job.options.quiet:
         job.console.print(f"monetrun: planning begins with {len(known)} known plans of these graphs")
     return known

@@ -24,7 +24,6 @@ from monetrun.core.errors import MonetrunError
 from monetrun.launcher import keys, report
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.job import Job
-from monetrun.launcher.kept import find_store
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
 from monetrun.machine.device import query
@@ -198,7 +197,7 @@ def _take(job: Job, budget: Budget) -> None:
 
 def _keep(job: Job, decision: Decision) -> None:
     """Keep what another node has decided in this node's cache: this node may decide at the next launch."""
-    store = find_store() if job.options.use_cache else None
+    store = job.store
     if store is None or decision.plan is None or decision.record is None or decision.plan_given:
         return
     _take(job, decision.budget)

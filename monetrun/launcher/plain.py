@@ -10,7 +10,6 @@ from rich.console import Console
 from monetrun.core.budget import SHARE_OF_PLAIN, Budget, format_bytes, resolve
 from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import keys, memory
-from monetrun.launcher.kept import find_store
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.trial import measure_plain_run
@@ -64,20 +63,24 @@ def budget_that_fits(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> 
     return budget_bytes if plain is not None and plain.fits(budget_bytes) else None
 
 
-def has_run_short(options: LaunchOptions, plain: PlainPeaks, budget: Budget, ranks: Ranks) -> str:
-    """Memory ran out in a plain run that was to fit ``budget``: keep that it takes more, so that the next launch plans.
+def has_run_short(plain: PlainPeaks, budget_bytes: int, key: str, store: Store | None) -> str:
+    """Memory ran out in a plain run that was to fit ``budget_bytes``: keep that it takes more.
+
+    Args:
+        plain: its first steps.
+        budget_bytes: what it could reserve.
+        key: of its peaks in the cache.
+        store: the cache, if any.
 
     Returns:
         What is said of it.
     """
-    budget_bytes = _in_bytes(plain, budget, ranks)
-    if options.use_cache and (store := find_store()) is not None:
-        more = replace(plain, reserved_bytes=max(plain.reserved_bytes, budget_bytes + 1))
-        store.put("plain", keys.plain_key(options, ranks), more)
-    first, given = format_bytes(plain.reserved_bytes), format_bytes(budget_bytes)
+    if store is not None:
+        store.put("plain", key, replace(plain, more_than_bytes=budget_bytes))
     return (
-        f"a later step takes more than {given}, where the first ones took {first} and nothing was planned:"
-        " the next launch plans"
+        f"a later step takes more than {format_bytes(budget_bytes)}, where the first ones took"
+        f" {format_bytes(plain.reserved_bytes)} and nothing was planned"
+        + (": the next launch plans" if store is not None else "")
     )
 
 
@@ -87,7 +90,7 @@ def plain_instead(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> tup
     A share of the plain run's peak is no cap for it (0): what it takes later is what the share is of.
     """
     budget_bytes = _in_bytes(plain, budget, ranks)
-    if plain is None or plain.reserved_bytes > budget_bytes:
+    if plain is None or max(plain.reserved_bytes, plain.more_than_bytes + 1) > budget_bytes:
         return None
     taken, given = format_bytes(plain.reserved_bytes), format_bytes(budget_bytes)
     line = f"models run as they are: the plain run's first steps took {taken}, the budget is {given}"

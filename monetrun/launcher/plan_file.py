@@ -11,16 +11,15 @@ import tempfile
 from pathlib import Path
 
 from monetrun.core import codec
-from monetrun.core.budget import AUTO, Budget, format_bytes, resolve
+from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget, format_bytes, resolve
 from monetrun.core.errors import PlanMismatch, UsageError
 from monetrun.core.graph import EXACT, Implementation
 from monetrun.core.options import parse_kinds
 from monetrun.core.plan import Plan, parse_plan
 from monetrun.core.step import StepRecord
-from monetrun.launcher import memory, report
+from monetrun.launcher import report
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.process import replace_file
-from monetrun.launcher.ranks import Ranks
 from monetrun.planning.summary import plain_bytes
 
 _WRITABLE_HINT = "name a file in a folder that can be written"
@@ -48,7 +47,7 @@ def read_plan(path: str) -> Plan:
         raise PlanMismatch(message, "monetrun plan SCRIPT writes one") from error
 
 
-def check_options(plan: Plan, record: StepRecord | None, options: LaunchOptions, budget: Budget, ranks: Ranks) -> None:
+def check_options(plan: Plan, record: StepRecord | None, options: LaunchOptions, budget: Budget) -> None:
     """Check that a plan from a file keeps what was given beside ``--plan``.
 
     Args:
@@ -56,17 +55,14 @@ def check_options(plan: Plan, record: StepRecord | None, options: LaunchOptions,
         record: of its step, where known: it says which implementations are exact.
         options: of the launch.
         budget: of the launch; ``auto``, the default, leaves it to the plan.
-        ranks: whose free memory a budget may be a share of.
 
     Raises:
         UsageError: the budget is less than the plan's, or the plan does what ``--implementations`` or
             ``--no-recompute`` excludes. Where only the record says whether it does, a warning says so.
     """
     name = f"the plan {options.plan_file}"
-    if budget.text.lower() != AUTO:
-        given = memory.budget_bytes(budget, ranks, 0)
-        given = resolve(budget, None, plain_bytes(plan)) if given is None else given
-        if given < plan.budget_bytes:
+    if budget.kind in (BYTES, SHARE_OF_PLAIN):  # what is free now says nothing of what was when the plan was made
+        if (given := resolve(budget, None, plain_bytes(plan))) < plan.budget_bytes:
             made_for = f"{name} was made for {format_bytes(plan.budget_bytes)}"
             raise _not_kept(f"--budget {budget.text}", f"is {format_bytes(given)}, {made_for}", options)
     kinds, given_kinds = parse_kinds(options.implementations), f"--implementations {options.implementations}"

@@ -23,9 +23,10 @@ aten = torch.ops.aten
 # bytes of a generator's state: of the Mersenne twister, and of Philox's seed and offset
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "fsdp")
 # Namespaces of operators that have torch's tag if they draw random numbers. Those of other libraries (flash-attn's)
-# draw some without it.
-_TAGGED = frozenset({"aten", "prims", "monet", "torchvision", "_c10d_functional"})
+# may draw some without it.
+_TAGGED = frozenset({"aten", "prims", "monet", "torchvision", *_COLLECTIVES})
 
 # in a random operator's meta: the node of its generator's state
 _STATE = "monetrun_generator_state"
@@ -117,12 +118,17 @@ def again(state: fx.Node, call: Call) -> Call:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator may draw random numbers (attention kernels do so only with a dropout probability)."""
+    """Whether the operator may draw random numbers; torch's tag does not tell of other libraries' operators."""
+    return draws(node) or node.target.namespace not in _TAGGED  # type: ignore[union-attr]
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether it is known to draw random numbers (attention kernels do so only with a dropout probability)."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True  # a higher-order operator may draw
     if torch.Tag.nondeterministic_seeded not in target.tags:
-        return target.namespace not in _TAGGED
+        return False
     return "dropout_p" not in _arguments(target) or bool(argument(node, "dropout_p") != 0.0)
 
 
@@ -133,8 +139,8 @@ def _arguments(target: torch._ops.OpOverload) -> list[str]:
 def note_states(module: fx.GraphModule) -> None:
     """Insert a ``generator_state`` before each random forward operator of a joint module that can draw again.
 
-    These are torch's own operators that draw from their device's default generator. Where no second run reads a state,
-    ``capture.execute`` leaves its call out.
+    These are operators that draw from their device's default generator, or that may do so, of other libraries. Where no
+    second run reads a state, ``capture.execute`` leaves its call out.
     """
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.meta.get("partitioner_tag") != "is_forward":
@@ -152,23 +158,14 @@ def note_states(module: fx.GraphModule) -> None:
 
 def devices(module: fx.GraphModule) -> tuple[torch.device, ...]:
     """The devices from whose generators a joint module draws."""
-    drawn = {d for node in module.graph.nodes if node.op == "call_function" for d in _may_draw_on(node)}
+    drawn = {d for node in module.graph.nodes if node.op == "call_function" and (d := _draws_on(node)) is not None}
     return tuple(sorted(drawn, key=str))
 
 
-def _may_draw_on(node: fx.Node) -> set[torch.device]:
-    """The devices from whose default generators the node may draw."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target.namespace not in _TAGGED:
-        devices = {v.device for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)}
-        return {d for d in devices if d.type in STATE_BYTES}
-    return {d} if (d := _draws_on(node)) is not None else set()
-
-
 def _draws_on(node: fx.Node) -> torch.device | None:
-    """The device from whose default generator the node draws; None where it draws from another one, or not at all."""
+    """The device from whose default generator the node may draw; None: from another one, or not at all."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "monet"):
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace == "prims":
         return None
     if not is_random(node) or target._schema.is_mutable or target is torch.ops.monet.generator_state.default:
         return None

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from torch.distributed import run
@@ -20,7 +25,25 @@ def run_script_path(script: str, *arguments: Any) -> None:
     ``multiprocessing`` calls no excepthook, and gives each exception the exit code 1.
     """
     os.environ.pop(autoload.NO_RANK_YET, None)
-    autoload.autoload()
+    with _ending_as_a_program():
+        autoload.autoload()
+        _run(script, *arguments)
+
+
+@contextlib.contextmanager
+def _ending_as_a_program() -> Iterator[None]:
+    """What is registered with ``atexit`` runs at the end, also of a fork, where it would not."""
+    if isinstance(multiprocessing.current_process(), SpawnProcess):
+        yield
+        return
+    atexit._clear()  # the launcher's
+    try:
+        yield
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _run(script: str, *arguments: Any) -> None:
     try:
         _run_script_path(script, *arguments)
     except Exception as error:  # noqa: BLE001 - as at the end of a process of its own

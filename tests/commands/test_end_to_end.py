@@ -81,8 +81,10 @@ def test_three_ranks_with_many_buckets_train_as_under_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_that_run_in_processes_of_multiprocessing_plan_as_others_do(plain):
-    options = ("--implementations=exact", "--solver-seconds=3", "--budget=0.75x", "--json", "--run-path")
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_ranks_that_run_in_processes_of_multiprocessing_plan_as_others_do(plain, start):
+    how = ("--run-path", f"--start-method={start}")
+    options = ("--implementations=exact", "--solver-seconds=3", "--budget=0.75x", "--json", *how)
     done = monetrun(*options, "--nproc-per-node=2", TINY, "planned", "--ddp", "--steps=4")
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["ranks"]) == 2

@@ -80,6 +80,7 @@ def test_loaded_segments_lie_as_they_were():
         ("roundup_power2_divisions:4", AllocatorSettings(divisions=(4,) * 16)),
         ("roundup_power2_divisions:[4:2,8:4,>:1]", AllocatorSettings(divisions=(2, 2, 2, 4, *(1,) * 12))),
         ("roundup_power2_divisions:[>:4]", AllocatorSettings(divisions=(0, *(4,) * 15))),
+        ("roundup_power2_divisions:[>:8,4:2]", AllocatorSettings(divisions=(2, 2, 2, *(8,) * 13))),
         ("roundup_power2_divisions:[131072:4]", AllocatorSettings(divisions=(4,) * 16)),
         ("nonsense", AllocatorSettings()),
     ],

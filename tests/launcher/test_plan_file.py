@@ -243,12 +243,12 @@ def test_what_is_given_beside_a_plan_must_allow_it(words, refused, capsys):
     options, _ = launch_parser().parse_launch(["--plan", "p.json", *words, "train.py"])
     for known in (record, None):
         if not refused:
-            check_options(plan, known, options, parse(options.budget), find_ranks(options))
+            check_options(plan, known, options, parse(options.budget))
             warned = "whether the plan p.json keeps it is not known, its trial run is not" in capsys.readouterr().err
             assert warned == (known is None and words == ["--implementations", "exact"])
             continue
         with pytest.raises(UsageError, match=refused) as error:
-            check_options(plan, known, options, parse(options.budget), find_ranks(options))
+            check_options(plan, known, options, parse(options.budget))
         assert "monetrun plan --" in error.value.hint
 
 
@@ -262,7 +262,7 @@ def test_inexact_implementations_of_a_plan_are_excluded_by_exact():
     record = dataclasses.replace(record, graphs=(dataclasses.replace(graph, operators=tuple(rounding)),))
     options, _ = launch_parser().parse_launch(["--plan", "p.json", "--implementations", "exact", "train.py"])
     with pytest.raises(UsageError, match=r"--implementations exact excludes what the plan p\.json uses: in-place"):
-        check_options(plan, record, options, parse("auto"), find_ranks(options))
+        check_options(plan, record, options, parse("auto"))
 
 
 def test_a_launch_with_a_plan_and_a_smaller_budget_starts_nothing(tmp_path, monkeypatch, capsys):

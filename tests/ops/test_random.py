@@ -1,12 +1,14 @@
 """Random operators run again: they draw the numbers of their first run and leave the generator as in eager."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from lib import networks, offline
 from monetrun.capture import cpu_allocator
@@ -229,7 +231,7 @@ noisy.register_fake(torch.empty_like)
 noisy.register_autograd(lambda ctx, grad: grad)
 
 
-def test_an_operator_of_a_library_may_draw_without_a_word_and_does_not_run_again():
+def test_an_operator_of_a_library_may_draw_without_a_word_and_draws_the_same_again():
     """flash-attn's draws dropout masks, and has no tag that says so."""
 
     class Model(nn.Module):
@@ -243,14 +245,25 @@ def test_an_operator_of_a_library_may_draw_without_a_word_and_does_not_run_again
     torch._dynamo.reset()
     chooser = Again()
     model, x = Model(), torch.randn(4, 8)
-    torch.manual_seed(3)
-    torch.compile(model, backend=Backend(chooser, "case"))(x).sum().backward()
+
+    def step(called):
+        model.zero_grad()
+        torch.manual_seed(3)
+        called(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()], torch.get_rng_state()
+
+    found, state = step(torch.compile(model, backend=Backend(chooser, "case")))
     (own,) = (op for op in chooser.joint.graph.operators if "noisy" in op.target)
-    assert not own.replayable
-    assert own.target not in chooser.again
-    found = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    torch.manual_seed(3)
-    model(x).sum().backward()
-    assert all(torch.equal(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))
+    assert own.target in chooser.again
+    plain, plain_state = step(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert torch.equal(state, plain_state)
+    torch._dynamo.reset()
+
+
+def test_an_operator_of_a_library_is_not_known_to_draw_where_a_checkpoint_would_draw_other_numbers():
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    torch._dynamo.reset()
+    torch.compile(lambda x: run(lambda y: noisy(layer(y)), x), backend=Backend(Again(), "case"))(x).sum().backward()
     torch._dynamo.reset()
