@@ -61,10 +61,11 @@ def check_options(plan: Plan, record: StepRecord | None, options: LaunchOptions,
             ``--no-recompute`` excludes. Where only the record says whether it does, a warning says so.
     """
     name = f"the plan {options.plan_file}"
-    if budget.kind in (BYTES, SHARE_OF_PLAIN):  # what is free now says nothing of what was when the plan was made
-        if (given := resolve(budget, None, plain_bytes(plan))) < plan.budget_bytes:
-            made_for = f"{name} was made for {format_bytes(plan.budget_bytes)}"
-            raise _not_kept(f"--budget {budget.text}", f"is {format_bytes(given)}, {made_for}", options)
+    # what is free now says nothing of what was when the plan was made
+    given = resolve(budget, None, plain_bytes(plan)) if budget.kind in (BYTES, SHARE_OF_PLAIN) else plan.budget_bytes
+    if given < plan.budget_bytes:
+        made_for = f"{name} was made for {format_bytes(plan.budget_bytes)}"
+        raise _not_kept(f"--budget {budget.text}", f"is {format_bytes(given)}, {made_for}", options)
     kinds, given_kinds = parse_kinds(options.implementations), f"--implementations {options.implementations}"
     if excluded := _excluded(plan, record, kinds):
         raise _not_kept(given_kinds, f"excludes what {name} uses: {', '.join(excluded)}", options)

@@ -174,8 +174,24 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         ):
             undo.callback(register(torch.compiler.disable(action)).remove)
 
+    _observe_copies(observer, undo, observe_steps)
     if "torch._dynamo" in sys.modules:  # else it is not imported before the script has an optimizer
         observe_steps()
+
+
+def _observe_copies(observer: TrainingObserver, undo: contextlib.ExitStack, observe_steps: Callable[[], None]) -> None:
+    """Patch what makes copies of optimizers, and those that are loaded from files."""
+    original = Optimizer.__setstate__
+
+    @functools.wraps(original)
+    def observed(self: Optimizer, state: dict[str, Any]) -> None:
+        original(self, state)
+        if self not in _known.made:  # one that loads a state is known
+            observe_steps()
+            _known.made.add(self)
+            observer.optimizer_made(self)
+
+    undo.enter_context(patched(Optimizer, "__setstate__", observed))
 
 
 def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:

@@ -120,7 +120,7 @@ class PlannedCall(NotCopied):
                 self.engine.evaluates()
             return module._call_impl(*args, **kwargs)
         result = self._run_outermost(module, args, kwargs)
-        if not self._said:
+        if not self._said and any(isinstance(r, torch.Tensor) and r.requires_grad for r in _leaves(result, {})):
             self._said = _reported(self)
         return result
 
@@ -141,7 +141,7 @@ class PlannedCall(NotCopied):
             return self._run_planned(module, args, kwargs)
 
     def _run_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not is_training(module) or _autograd_is_at_work() or not _carries_gradients(self, module, args, kwargs):
+        if not is_training(module, self.nesting.any_mode) or not _carries_gradients(self, module, args, kwargs):
             return module._call_impl(*args, **kwargs)
         run = self._run_outermost if self.nesting.outermost else self._run_planned
         return run(module, args, kwargs)
@@ -267,7 +267,9 @@ def _differentiated_apart(model: weakref.ref[PlannedCall], backend: weakref.ref[
 
 
 def _carries_gradients(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a backward follows this call; looked up until something is captured."""
+    """Whether a backward follows this call, and none runs now; looked up until something is captured."""
+    if _autograd_is_at_work():
+        return False
     if call.backend is not None:
         return True
     given = itertools.chain(module.parameters(), _leaves(args, kwargs))

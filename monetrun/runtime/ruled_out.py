@@ -60,9 +60,8 @@ def usable_now(joint: JointGraph, graph: Graph) -> Graph:
 
 
 def changeable(joint: JointGraph) -> set[int]:
-    """Outputs, and inputs without gradients, but no parameters, buffers, and what the plain step's backward reads."""
-    pairs = zip(joint.primals, joint.gradients, strict=False)
-    found = {joint.storage.get(p) for p, gradient in pairs if not isinstance(gradient, fx.Node)} & joint.transient
+    """Outputs and inputs, but no parameters, buffers, and what the plain step's backward reads."""
+    found = {joint.storage.get(p) for p in joint.primals} & joint.transient
     found |= {joint.storage.get(n) for n in joint.outputs if isinstance(n, fx.Node)}
     return {t for t in found if t is not None} - {
         t for op in joint.graph.operators if op.phase == BACKWARD for t in op.inputs

@@ -24,6 +24,7 @@ from monetrun.runtime import (
     agreement,
     apply_arguments,
     candidates,
+    evaluation_mode,
     hooks,
     planned_calls,
     sharding,
@@ -243,8 +244,6 @@ class Session:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return list({id(p): p for group in groups for p in group["params"]}.values())
 
-    # ---- what the script's optimizers do (``hooks.TrainingObserver``)
-
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Put triggers on the modules that own the optimizer's parameters."""
         self.optimizers.add(optimizer)
@@ -319,13 +318,15 @@ class Session:
         if not self._backwards and self.engine is None and optimizer not in self._idle:
             self._idle.add(optimizer)  # no training step: loading a checkpoint makes one to allocate the state
             return
+        if evaluation_mode.found(self._nesting, optimizer, self.reporter, self.engine):
+            return
         again = optimizer in self.stepped and self.engine is not None and self.engine.recorder is not None
         if again and self.engine and not _all_stepped(self) and self.engine.waits_for_others():
             self._late.update(one for one in self.optimizers if one not in self.stepped)
         self.stepped.add(optimizer)
         if self.engine is None and not self.reporter.warned and (unseen := self.models()):
             self.reporter.give_up(unplannable_use.unseen(candidates.outermost_name(unseen), optimizer))
-        all_stepped = _all_stepped(self)
+        all_stepped = (self.engine is None or self.engine.running is None) and _all_stepped(self)
         if self.engine is not None:
             self.engine.optimizer_ended(type(optimizer).__name__, all_stepped)
             self.reporter.write_now_and_then(self.engine.findings)
@@ -385,7 +386,7 @@ def _engine(session: Session, module: nn.Module) -> Engine:
         probe.begin(session.settings.record_file)
     prepare_dynamo()
     breaks.quiet_failures()
-    device = candidates.device_of(module)
+    device = candidates.device_of_parameters(session.trained_parameters() or module.parameters())
     return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan)
 
 

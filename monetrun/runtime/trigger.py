@@ -10,13 +10,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 class Nesting:
-    """Tells outermost calls of modules from calls within a planned model, in each thread."""
+    """Tells outermost calls of modules from calls within a planned model, in each thread.
+
+    Attributes:
+        any_mode: calls in evaluation mode count as training.
+        evaluated: modules whose last outermost call with gradients enabled was in evaluation mode.
+    """
 
     def __init__(self) -> None:
         self._local = threading.local()
+        self.any_mode = False
+        self.evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def outermost(self) -> bool:
@@ -25,7 +34,26 @@ class Nesting:
 
     def is_outermost_training(self, module: nn.Module) -> bool:
         """Whether this call of ``module`` is an outermost training forward."""
-        return self.outermost and is_training(module)
+        if not self.outermost:
+            return False
+        trains = is_training(module, self.any_mode)
+        if trains:
+            self.evaluated.discard(module)
+        elif not module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.evaluated.add(module)
+        return trains
+
+    def found_in_evaluation_mode(self, optimizer: Optimizer) -> list[nn.Module]:
+        """The modules that ``optimizer``'s step has trained in evaluation mode, the first time that there are any.
+
+        The script does so by intent, or has never called ``train`` after an evaluation. From now on such calls count.
+        """
+        if self.any_mode or not self.evaluated:
+            return []
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        found = [m for m in self.evaluated if not stepped.isdisjoint(map(id, m.parameters()))]
+        self.any_mode = bool(found)
+        return found
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -37,14 +65,18 @@ class Nesting:
             self._local.depth -= 1
 
 
-def is_training(module: nn.Module) -> bool:
-    """Whether this call of ``module`` is a training forward, and not one that something else traces."""
+def is_training(module: nn.Module, any_mode: bool = False) -> bool:
+    """Whether this call of ``module`` is a training forward, and not one that something else traces.
+
+    ``any_mode``: also in evaluation mode.
+    """
     return (
         torch.is_grad_enabled()
-        and module.training
+        and (module.training or any_mode)
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+        and not is_in_torch_dispatch_mode(include_infra_modes=False)  # FlopCounterMode: Dynamo would capture nothing
         and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # of make_fx
         and torch._C._functorch.peek_interpreter_stack() is None
     )
