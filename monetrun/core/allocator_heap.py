@@ -119,11 +119,12 @@ class Heap:
                 follower = follower.next  # type: ignore[assignment]
             if room >= size:
                 return block
-        return self._new_expandable(pool, stream)
+        return self._new_expandable(pool, stream, size)
 
-    def _new_expandable(self, pool: Pool, stream: int) -> Block:
+    def _new_expandable(self, pool: Pool, stream: int, size: int) -> Block:
         page = SMALL_SEGMENT if pool.small else self.settings.large_segment_bytes
-        space = -(-(self.device_bytes + self.device_bytes // 8) // page) * page
+        room = max(self.device_bytes + self.device_bytes // 8, size)  # what no device has is reserved all the same
+        space = -(-room // page) * page
         block = self._new_segment(pool, stream, space, page)
         insort(pool.unmapped, (stream, block.start))
         return block
@@ -239,7 +240,7 @@ class Heap:
 def expanded_at_end(heap: Heap, pool: Pool, stream: int, size: int, gap_bytes: int) -> Block:
     """A free block of at least ``size`` bytes after all others, and after so much unmapped address space."""
     starts = [start for of_stream, start in pool.unmapped if of_stream == stream]
-    end = heap.blocks[starts[-1]] if starts else heap._new_expandable(pool, stream)
+    end = heap.blocks[starts[-1]] if starts else heap._new_expandable(pool, stream, size)
     if 0 < gap_bytes < end.nbytes - size:
         after = Block(end.segment, stream, end.start + gap_bytes, end.nbytes - gap_bytes, mapped=False)
         end.nbytes = gap_bytes

@@ -8,7 +8,7 @@ must run once; the tensors they write stand for the bytes that the script holds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from monetrun.core.freed import gradients_among
@@ -30,6 +30,16 @@ class RoundGraph:
     graph: Graph
     costs: Costs
     members: tuple[tuple[int, int] | None, ...]
+
+    def costs_of(self, shares: Mapping[int, float]) -> Costs:
+        """``costs``, in which those of each graph count so many times, by its index."""
+        if set(shares.values()) == {1.0}:
+            return self.costs
+        seconds = (
+            row if member is None else tuple(shares[member[0]] * each for each in row)
+            for row, member in zip(self.costs.seconds, self.members, strict=True)
+        )
+        return dataclasses.replace(self.costs, seconds=tuple(seconds))
 
     def split(self, schedule: Schedule) -> dict[int, Schedule]:
         """The schedules of the single graphs, by graph index."""

@@ -120,14 +120,16 @@ def found_within(
             least = (taken.peak_bytes, found.schedules)
         excess = taken.peak_bytes - budget_bytes
         if excess > 0:
-            if target <= lowest_bytes and not kept:
+            if target <= lowest_bytes and not kept and lowest_bytes * _FREEDOM <= budget_bytes:
                 target = int(lowest_bytes * _FREEDOM)  # what a little more freedom gives may lie closer together
                 lowest_bytes = target
                 continue
             too_much = min(too_much, target, timeline.peak_bytes)
             # whole pages are reserved: a little less allocated takes as many of them
-            target = max(too_much - (excess << failures), lowest_bytes)
+            solved_for, target = target, max(too_much - (excess << failures), lowest_bytes)
             failures += 1
+            if target == solved_for:
+                break  # nothing known allocates less
         else:
             if best is None or timeline.seconds < best[0]:
                 best = (timeline.seconds, found, taken)

@@ -22,7 +22,7 @@ from monetrun.planning.baseline import more_frugal as more_frugal
 from monetrun.planning.baseline import plain_in_place as plain_in_place
 from monetrun.planning.device_budget import Found, plain_allocated_bytes, plain_reserved_bytes
 from monetrun.planning.ledger import FRAGMENTATION, WEIGHTS, ledger, ledger_line
-from monetrun.planning.round_bounds import disjoint_sum, graphs_and_calls, least_more, seconds_of
+from monetrun.planning.round_bounds import calls_of_graphs, disjoint_sum, least_more, seconds_of
 from monetrun.planning.separate_graphs import SeparateRound
 
 Progress = Callable[[float, float, float], None]
@@ -121,12 +121,33 @@ def plan_step(
         if reserve.peak_bytes > budget_bytes or not _allowed(record, smallest, options):
             raise BudgetBelowSmallest(record, budget_bytes, base) from None
         found = Found(smallest, replay(record, base.fast_schedules).seconds, "feasible")
+        if over.least is None and base.frugal.peak_bytes <= budget_bytes:  # nothing was solved for
+            found, reserve = _faster(record, budget_bytes, options, within, base, (found, reserve))
     except NoPlanInTime:
         allowed = _most_frugal_allowed(record, budget_bytes, options, base) if algorithm == "hierarchical" else None
         if allowed is None:
             raise
         found, reserve = allowed
     return _plan(record, budget_bytes, algorithm, base, found, reserve)
+
+
+def _faster(
+    record: StepRecord,
+    budget_bytes: int,
+    options: Options,
+    within: Callable[[int, Options, Sequence[Sequence[Schedule]]], Found],
+    base: Baseline,
+    known: tuple[Found, Reserved],
+) -> tuple[Found, Reserved]:
+    """What is found on from the most frugal schedules of ``base``, or ``known`` where that is faster."""
+    try:
+        found, reserve = device_budget.found_within(
+            record, budget_bytes, options, within, base.frugal.peak_bytes, [base.frugal_schedules]
+        )
+    except (device_budget.OverBudget, NoPlanInTime):
+        return known
+    seconds = [replay(record, schedules).seconds for schedules in (known[0].schedules, found.schedules)]
+    return (found, reserve) if seconds[1] < seconds[0] else known
 
 
 def of_step(record: StepRecord, plan: Plan) -> Plan:
@@ -317,13 +338,14 @@ def _solve_rounds(
     tight = [(b, joined) for b, joined in pairs if _peak_in(record, schedules, b) > budget_bytes]
     # the round that needs most comes first: its schedules then fit most of the others too
     tight.sort(key=lambda pair: -_peak_in(record, base.frugal_schedules, pair[0]))
-    alike, searched = {graphs_and_calls(record, bounds)[0] for bounds, _ in tight}, set[tuple[int, ...]]()
+    alike, searched = {tuple(calls_of_graphs(record, bounds)) for bounds, _ in tight}, set[tuple[int, ...]]()
     for bounds, joined in tight:
         candidates.append(schedules)
         if _peak_in(record, schedules, bounds) <= budget_bytes:
             continue
         # rounds of the same graphs (an accumulation's) mostly need one search: the others are tried for a moment
-        graphs, calls = graphs_and_calls(record, bounds)
+        calls = calls_of_graphs(record, bounds)
+        graphs, least_calls = tuple(calls), min(calls.values())
         parts = len(tight) if graphs in searched else len(alike)
         searched.add(graphs)
         share = replace(options, seconds=options.seconds / parts, on_progress=None)
@@ -333,17 +355,18 @@ def _solve_rounds(
             status = "feasible" if found else "unknown"
             continue
         timeline = replay(record, schedules)
-        plain_seconds = seconds_of(record, graphs, base.fast_schedules)
-        rest_seconds = timeline.seconds - calls * seconds_of(record, graphs, schedules)
-        share = replace(share, on_progress=_of_the_step(options.on_progress, rest_seconds, calls))
+        shares = {k: calls[k] / least_calls for k in graphs}  # some of them are called in other rounds, too
+        plain_seconds = sum(shares[k] * seconds_of(record, [k], base.fast_schedules) for k in graphs)
+        rest_seconds = timeline.seconds - sum(calls[k] * seconds_of(record, [k], schedules) for k in graphs)
+        share = replace(share, on_progress=_of_the_step(options.on_progress, rest_seconds, least_calls))
         free_bytes = budget_bytes - timeline.start_bytes[bounds[0]]
-        solution = solver(joined.graph, joined.costs, free_bytes, share, [joined.join(s) for s in known])
+        solution = solver(joined.graph, joined.costs_of(shares), free_bytes, share, [joined.join(s) for s in known])
         if solution.schedule is None:
             status = "unknown"
             continue
         found = joined.split(solution.schedule)
         schedules = tuple(found.get(k, s) for k, s in enumerate(schedules))
-        more = calls * (solution.bound_seconds - plain_seconds)
+        more = least_calls * (solution.bound_seconds - plain_seconds)
         added[graphs] = max(added.get(graphs, more), more)
         status = solution.status if status == "optimal" else status
     if replay(record, schedules).peak_bytes > budget_bytes and solve.algorithm(algorithm).uses_starts:

@@ -92,7 +92,7 @@ def rescaled(samples: Mapping[int, StepRecord], batch: int) -> StepRecord:
                     for i, j in chosen
                 ]
             )
-        graphs.append(Graph(other.name, tensors, tuple(operators)))
+        graphs.append(Graph(other.name, tensors, tuple(operators), other.regions))
         costs.append(
             Costs(
                 b.costs[k].device,
@@ -113,6 +113,7 @@ def rescaled(samples: Mapping[int, StepRecord], batch: int) -> StepRecord:
                 v.name,
                 v.released,
                 v.dropped,
+                read_as=v.read_as,
             )
             for e, v in zip(a.events, b.events, strict=True)
         ),

@@ -31,11 +31,10 @@ def disjoint_sum(added: dict[tuple[int, ...], float], others: Sequence[float]) -
     return total + sum(seconds for k, seconds in enumerate(others) if k not in counted)
 
 
-def graphs_and_calls(record: StepRecord, bounds: tuple[int, int]) -> tuple[tuple[int, ...], int]:
-    """The graphs of a round, and how often a step calls each of them (1 where that differs)."""
-    graphs = tuple(sorted({e.graph for e in record.events[slice(*bounds)] if e.kind != OUTSIDE}))
-    calls = {sum(e.kind == FORWARD and e.graph == k for e in record.events) for k in graphs}
-    return graphs, calls.pop() if len(calls) == 1 else 1
+def calls_of_graphs(record: StepRecord, bounds: tuple[int, int]) -> dict[int, int]:
+    """The graphs of a round, in order, and how often a whole step calls each of them."""
+    graphs = sorted({e.graph for e in record.events[slice(*bounds)] if e.kind != OUTSIDE})
+    return {k: max(1, sum(e.kind == FORWARD and e.graph == k for e in record.events)) for k in graphs}
 
 
 def seconds_of(record: StepRecord, graphs: Sequence[int], schedules: Sequence[Schedule]) -> float:

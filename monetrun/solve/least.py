@@ -120,7 +120,8 @@ def _bound_bytes(search: Incumbent, frugal: Schedule, peak_bytes: int) -> tuple[
             return None
         program = relax(graph, costs, peak_bytes, places, options, least_bytes=True)
         result = search.minimize(program.problem, min(work_seconds, search.left() - until), 0.5 * options.gap, None)
-        bound_bytes = max(bound_bytes, math.ceil(result.bound * program.unit_bytes * (1 - 1e-6)))
+        if math.isfinite(result.bound):  # HiGHS may end before it has one
+            bound_bytes = max(bound_bytes, math.ceil(result.bound * program.unit_bytes * (1 - 1e-6)))
         schedule = None if result.value is None else relaxed_schedule(graph, program, result.value)
         if schedule is None:
             return None

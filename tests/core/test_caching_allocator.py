@@ -49,6 +49,12 @@ def test_an_expandable_segment_grows_by_pages_and_a_fixed_one_is_added():
         assert allocator.reserved_bytes == reserved
 
 
+def test_what_no_device_has_counts_as_reserved():
+    allocator = CachingAllocator(EXPANDABLE, device_bytes=1 << 30)
+    allocator.allocate(3 << 30)
+    assert 3 << 30 <= allocator.reserved_bytes < 4 << 30
+
+
 def test_a_cap_releases_what_is_cached_before_it_refuses():
     allocator = CachingAllocator(AllocatorSettings(), cap_bytes=64 * MIB)
     allocator.free(allocator.allocate(40 * MIB))

@@ -13,6 +13,7 @@ from monetrun.core.round_graph import join_round
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, Event, replay
 from monetrun.planning import planner
+from monetrun.planning.round_bounds import calls_of_graphs
 from monetrun.solve.cut import dropping
 from support.step_records import WEIGHT_BYTES, chain_record, chained_graphs_record, output_of
 
@@ -149,3 +150,14 @@ def test_each_of_several_forwards_and_backwards_is_a_round_where_one_graph_has_n
     twice = dataclasses.replace(record, events=2 * record.events)
     (bounds,) = record.rounds
     assert twice.rounds == (bounds, (len(record.events), len(record.events) + bounds[1]))
+
+
+def test_costs_of_graphs_that_are_called_differently_often_count_as_often_as_they_are_called():
+    record = chained_graphs_record()
+    joined = join_round(record, record.rounds[0])
+    assert calls_of_graphs(record, record.rounds[0]) == {0: 1, 1: 1}
+    assert joined.costs_of({0: 1.0, 1: 1.0}) is joined.costs
+    schedules = [plain_schedule(g) for g in record.graphs]
+    own = [simulate(g, c, s).seconds for g, c, s in zip(record.graphs, record.costs, schedules, strict=True)]
+    seconds = simulate(joined.graph, joined.costs_of({0: 1.0, 1: 3.0}), joined.join(schedules)).seconds
+    assert seconds == pytest.approx(own[0] + 3 * own[1])

@@ -39,6 +39,7 @@ class Job:
         self.budget, self.refuses, self.decided_with = parse(budget), refuses, []
         self.options = SimpleNamespace(use_cache=False, quiet=True, budget=budget, plan_file="")
         self.ranks, self.console, self.plan = SimpleNamespace(kind=kind, local=1), None, None
+        self.store = None
         self.followed = []
 
     def budget_bytes(self):
