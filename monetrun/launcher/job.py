@@ -147,6 +147,7 @@ class Job:
     def follow(self, decision: Decision, *, shown: bool = True) -> dict[str, str]:
         """Print what was decided, here or by another node; gives the variables of this node's workers."""
         self.plan, self.record, self.plain, self.mode = decision.plan, decision.record, decision.plain, decision.mode
+        self.plain_cap_bytes = decision.budget_bytes
         if shown:
             _print_decision(self, decision)
         return decision.environment(self.settings, self.folder, self.ranks.kind)

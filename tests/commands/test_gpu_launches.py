@@ -220,6 +220,31 @@ def test_what_an_earlier_launch_measured_of_another_batch_is_measured_anew_where
     assert "measured anew" not in done.stderr
 
 
+GROWS = """
+import torch
+from torch import nn
+model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())]).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(14):
+    model(torch.randn(16384 if step == 12 else 4096, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_a_later_step_of_a_plain_run_that_takes_more_is_planned_for_by_the_next_launch(machine, tmp_path):
+    script = tmp_path / "grows.py"
+    script.write_text(GROWS)
+    done = launch(machine, "--budget", "900MiB", script)
+    assert done.returncode == 84
+    assert "a later step takes more than 900.0 MiB, where the first ones took " in done.stderr
+    assert "the next launch plans" in done.stderr
+    done = launch(machine, "--budget", "900MiB", script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert report(done)["measured_reserved_bytes"] <= 900 * MIB
+
+
 @pytest.mark.slow
 def test_evaluation_in_a_plain_run_may_take_more_than_the_budget(machine, tmp_path):
     script, size = tmp_path / "evaluates.py", tmp_path / "batch.txt"
