@@ -161,9 +161,8 @@ class Job:
         self.plain = self.plain or self._find_plain()
         self._find_record()
         if self.record is None:
-            raise NeverTrained(
-                f"{self.options.script} could not be tried", "monetrun --no-probe plans it while it trains"
-            )
+            untried = f"{self.options.script} could not be tried"
+            raise NeverTrained(untried, "monetrun --no-probe plans it while it trains")
         return self.record
 
     def planned(self) -> Plan:

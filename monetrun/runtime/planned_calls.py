@@ -120,7 +120,7 @@ class PlannedCall(NotCopied):
                 self.engine.evaluates()
             return module._call_impl(*args, **kwargs)
         result = self._run_outermost(module, args, kwargs)
-        if not self._said and any(isinstance(r, torch.Tensor) and r.requires_grad for r in _leaves(result, {})):
+        if not self._said and not _is_without_gradients(result):
             self._said = _reported(self)
         return result
 
@@ -340,6 +340,12 @@ def _reported(call: PlannedCall) -> bool:
 def _leaves(args: Any, kwargs: Any) -> list[Any]:
     """The values of a call, out of whatever holds them."""
     return torch.utils._pytree.tree_leaves((args, kwargs))
+
+
+def _is_without_gradients(result: Any) -> bool:
+    """Whether a call gives tensors, of which none needs a gradient: nothing is captured for training then."""
+    tensors = [value for value in _leaves(result, {}) if isinstance(value, torch.Tensor)]
+    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
 
 
 def is_one_call(module: nn.Module) -> bool:

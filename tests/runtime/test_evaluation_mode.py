@@ -72,3 +72,26 @@ def test_what_trains_is_planned_and_the_bits_are_eagers(how, steps, said, capsys
     warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert [said in line for line in warned] == [True] * bool(said), warned
     assert counted >= steps - 1
+
+
+def test_a_first_call_that_needs_no_gradients_is_no_failed_capture(capsys):
+    """As under Lightning, which freezes a generator in its critic's turn."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    session = Session(Settings(mode=RUN, budget="0.9x", solver_seconds=0.5, strict=True))
+    session.watch_process()
+    try:
+        maker, critic = network(), nn.Linear(4, 1)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (maker, critic)]
+        for _ in range(3):
+            for trained, optimizer in zip((critic, maker), reversed(optimizers), strict=True):
+                maker.requires_grad_(trained is maker)
+                critic.requires_grad_(trained is critic)
+                critic(maker(torch.randn(512, 64))).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert session.engine.plan is not None
+    finally:
+        session.close()
+        torch._dynamo.reset()
+    assert "nothing of its forward was captured" not in capsys.readouterr().err
