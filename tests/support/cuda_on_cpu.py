@@ -59,13 +59,13 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
     flags = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=fast", "-w", "-fPIC", "-shared"]
     flags += [f"-DMONET_T={element}", f"-I{here}", f"-I{Path(torch.__file__).parent / 'include'}"]
     cxx = native.compiler()
-    parts = [(here / "cuda_on_cpu.hpp").read_text(), text, native.identity(cxx), *flags]
+    parts = [(here / "cuda_on_cpu.hpp").read_text(), text, native.identity(cxx[0]), *flags]
 
     def make(out: Path) -> None:
         given = out.with_suffix(".cpp")
         given.write_text(text)
         try:
-            native.compile_by([cxx, *flags, str(given), "-o", str(out)])
+            native.compile_by([*cxx, *flags, str(given), "-o", str(out)])
         finally:
             given.unlink()
 
