@@ -45,7 +45,7 @@ def run_launch(options: LaunchOptions) -> int:
     if options.tensorboard_folder:
         check_tensorboard(options.tensorboard_folder)
     with open_job(options) as job:
-        plain_key = keys.plain_key(options, job.ranks)  # of the script as it is now
+        plain_key = keys.plain_key(options, job.ranks) if job.ranks.kind == "cuda" else ""  # of the script as it is now
         if options.several_nodes:  # other nodes' workers would not know of a start with a tighter plan
             exit_code = launch_until_decided(options, {}, Nodes(job).joined)
         else:

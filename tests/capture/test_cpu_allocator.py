@@ -279,7 +279,15 @@ def raw(tmp_path_factory):
     source = tmp_path_factory.mktemp("raw") / "raw.cpp"
     source.write_text(RAW)
     library = source.with_suffix(".so")
-    command = [*native.compiler(), *cpu._flags(), "-fPIC", "-shared", "-pthread", f"-I{folder / 'include'}", str(source)]
+    command = [
+        *native.compiler(),
+        *cpu._flags(),
+        "-fPIC",
+        "-shared",
+        "-pthread",
+        f"-I{folder / 'include'}",
+        str(source),
+    ]
     subprocess.run([*command, f"-L{folder / 'lib'}", "-lc10", "-o", str(library)], check=True)
     raw = ctypes.CDLL(str(library))
     raw.raw_allocate.restype, raw.raw_allocate.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)

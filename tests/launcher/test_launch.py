@@ -307,6 +307,7 @@ class FakeJob:
 
     seen: ClassVar[list[object]] = []
     mode = "run"
+    ranks = SimpleNamespace(kind="cpu")
 
     def __init__(self, options):
         self.options = options
