@@ -213,8 +213,7 @@ def requests_of(device: torch.device, call: Callable[[], T]) -> tuple[T, tuple[i
         What it gives; its requests, as ``Requests.sizes``; by address the numbers of those that are not freed. Nothing
         is seen while monetrun itself keeps torch's history of the allocator.
     """
-    others = torch._C._cuda_isHistoryEnabled() and not _scripted  # type: ignore[attr-defined, unused-ignore]
-    if others:
+    if not _scripted and torch._C._cuda_isHistoryEnabled():  # type: ignore[attr-defined, unused-ignore]
         return call(), (), {}
     history = AllocatorHistory(device)
     history.start()

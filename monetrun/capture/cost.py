@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from monetrun.capture import data_sheet, operands, roofline
 from monetrun.capture.allocator_history import requests_of
-from monetrun.capture.collective_operators import is_collective
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
 from monetrun.capture.storages import block_bytes
@@ -27,6 +26,7 @@ from monetrun.capture.timer import Timer, timer_for
 from monetrun.core.errors import is_out_of_memory
 from monetrun.core.graph import Costs, Graph, Operator, Requests, check_cost, counterpart
 from monetrun.ops import device_errors, random
+from monetrun.ops.collective_operators import is_collective
 from monetrun.ops.registry import Call
 
 ROUNDS = 3

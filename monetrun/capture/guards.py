@@ -102,7 +102,6 @@ class Guards:
         self._pending: tuple[torch.Tensor, Any] | None = None  # results being copied from a CUDA device, their event
         self._stepped: tuple[int, ...] = ()  # versions of the inputs after the last optimizer step
         self._condition = ""
-        _all_guards.add(self)
 
     def of(self, schedule: Schedule) -> Guards:
         """The same guards, of which those are ``used`` whose implementations ``schedule`` uses."""
@@ -154,6 +153,7 @@ class Guards:
         if inputs is None or not all(map(_on_cuda, inputs.values())):
             return self.failed()
         before, self._pending = self._pending, _copied(torch.stack(_evaluate(self.used, inputs)))
+        _pending.add(self)
         trained_only = before is not None and self._stepped == _versions(inputs)
         on_host, event = before if before is not None and trained_only else self._pending
         event.synchronize()  # of one recorded a step ago: no wait
@@ -192,13 +192,13 @@ class Guards:
         return call
 
 
-# of all graphs in this process
-_all_guards: weakref.WeakSet[Guards] = weakref.WeakSet()
+# those of which a result is awaited, or was
+_pending: weakref.WeakSet[Guards] = weakref.WeakSet()
 
 
 def optimizer_ended() -> None:
     """An optimizer's step has ended."""
-    for guards in _all_guards:
+    for guards in _pending:
         guards.stepped()
 
 

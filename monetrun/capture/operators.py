@@ -12,13 +12,13 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from monetrun.capture.collective_operators import is_collective
 from monetrun.capture.marks import ONE_CALL_WITH_NEXT
 from monetrun.capture.output_gradients import OVERWRITES
 from monetrun.capture.regions import Regions
 from monetrun.capture.storages import Storages, mutates, tensors_in
 from monetrun.core.graph import FORWARD, Implementation, Operator
 from monetrun.ops import random, replay
+from monetrun.ops.collective_operators import is_collective
 from monetrun.ops.registry import Alternative, Call
 
 _KEEPS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

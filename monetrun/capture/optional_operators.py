@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from monetrun.capture.collective_operators import is_collective
 from monetrun.capture.storages import mutates
 from monetrun.core.graph import FORWARD, Operator, Tensor
 from monetrun.ops import random
+from monetrun.ops.collective_operators import is_collective
 
 
 def mark_optional(

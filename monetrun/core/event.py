@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from monetrun.core.graph import FORWARD
 
 OUTSIDE = "outside"
 
@@ -86,3 +90,8 @@ class Event:
     freed: tuple[tuple[int, int], ...] | None = None
     action: Action | None = None
     read_as: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+
+def calls_of_graphs(events: Iterable[Event]) -> Counter[int]:
+    """How often each graph is called, by its index."""
+    return Counter(event.graph for event in events if event.kind == FORWARD)

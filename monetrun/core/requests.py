@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from monetrun.core.caching_allocator import CachingAllocator
-from monetrun.core.event import is_optimizer_step
+from monetrun.core.event import calls_of_graphs, is_optimizer_step
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Graph, Operator
 from monetrun.core.last_gradients import last_gradients_bytes
@@ -261,7 +261,7 @@ def _end_calls(allocator: CachingAllocator, calls: Mapping[int, list[_Call]], wi
 
 def _without_backward(events: Sequence[Event]) -> Counter[int]:
     """How many forwards of each graph have no backward."""
-    counts = Counter(e.graph for e in events if e.kind == FORWARD)
+    counts = calls_of_graphs(events)
     counts.subtract(e.graph for e in events if e.kind == BACKWARD)
     return counts
 

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
+from monetrun.ops import collective_operators
 from monetrun.ops.registry import Call, argument
 
 aten = torch.ops.aten
@@ -23,10 +24,9 @@ aten = torch.ops.aten
 # bytes of a generator's state: of the Mersenne twister, and of Philox's seed and offset
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
-_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "fsdp")
 # Namespaces of operators that have torch's tag if they draw random numbers. Those of other libraries (flash-attn's)
 # may draw some without it.
-_TAGGED = frozenset({"aten", "prims", "monet", "torchvision", *_COLLECTIVES})
+_TAGGED = frozenset({"aten", "prims", "monet", "torchvision", "fsdp", *collective_operators.NAMESPACES})
 
 # in a random operator's meta: the node of its generator's state
 _STATE = "monetrun_generator_state"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from monetrun.core.errors import PlanMismatch, ScheduleError
+from monetrun.core.event import calls_of_graphs
 from monetrun.core.freed import freed_after
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.core.keeping import as_planned
@@ -213,7 +214,7 @@ def _modules(record: StepRecord, plain: Sequence[Schedule], planned: Sequence[Sc
     again: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     saved: Counter[str] = Counter()
-    calls, waiting = _calls(record), _most_waiting(record)
+    calls, waiting = calls_of_graphs(record.events), _most_waiting(record)
     for k, graph in enumerate(record.graphs):
         for operator, runs in planned[k].runs_again().items():
             again[module_of(graph.operators[operator].name)] += runs * calls[k]
@@ -228,11 +229,6 @@ def _modules(record: StepRecord, plain: Sequence[Schedule], planned: Sequence[Sc
     return tuple(sorted(rows, key=lambda row: (-row.seconds, -row.saved_bytes, row.module)))
 
 
-def _calls(record: StepRecord) -> Counter[int]:
-    """How often the step calls each graph, by its index."""
-    return Counter(event.graph for event in record.events if event.kind == FORWARD)
-
-
 def _most_waiting(record: StepRecord) -> Counter[int]:
     """How many calls of each graph wait for their backward at once at most: 1 where gradients are accumulated."""
     now, most = Counter[int](), Counter[int]()
@@ -245,7 +241,7 @@ def _most_waiting(record: StepRecord) -> Counter[int]:
 
 def _implementations(record: StepRecord, planned: Sequence[Schedule]) -> tuple[Used, ...]:
     used: Counter[tuple[str, str]] = Counter()
-    calls = _calls(record)
+    calls = calls_of_graphs(record.events)
     for k, (graph, schedule) in enumerate(zip(record.graphs, planned, strict=True)):
         for step in (*schedule.forward, *schedule.backward):
             if step.implementation:

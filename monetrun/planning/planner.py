@@ -22,7 +22,7 @@ from monetrun.planning.baseline import more_frugal as more_frugal
 from monetrun.planning.baseline import plain_in_place as plain_in_place
 from monetrun.planning.device_budget import Found, plain_allocated_bytes, plain_reserved_bytes
 from monetrun.planning.ledger import FRAGMENTATION, WEIGHTS, ledger, ledger_line
-from monetrun.planning.round_bounds import calls_of_graphs, disjoint_sum, least_more, seconds_of
+from monetrun.planning.round_bounds import calls_in_step, disjoint_sum, least_more, seconds_of
 from monetrun.planning.separate_graphs import SeparateRound
 
 Progress = Callable[[float, float, float], None]
@@ -338,13 +338,13 @@ def _solve_rounds(
     tight = [(b, joined) for b, joined in pairs if _peak_in(record, schedules, b) > budget_bytes]
     # the round that needs most comes first: its schedules then fit most of the others too
     tight.sort(key=lambda pair: -_peak_in(record, base.frugal_schedules, pair[0]))
-    alike, searched = {tuple(calls_of_graphs(record, bounds)) for bounds, _ in tight}, set[tuple[int, ...]]()
+    alike, searched = {tuple(calls_in_step(record, bounds)) for bounds, _ in tight}, set[tuple[int, ...]]()
     for bounds, joined in tight:
         candidates.append(schedules)
         if _peak_in(record, schedules, bounds) <= budget_bytes:
             continue
         # rounds of the same graphs (an accumulation's) mostly need one search: the others are tried for a moment
-        calls = calls_of_graphs(record, bounds)
+        calls = calls_in_step(record, bounds)
         graphs, least_calls = tuple(calls), min(calls.values())
         parts = len(tight) if graphs in searched else len(alike)
         searched.add(graphs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from monetrun.core.graph import FORWARD
+from monetrun.core.event import calls_of_graphs
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule
 from monetrun.core.simulate import simulate
@@ -14,8 +14,8 @@ from monetrun.solve.slot import floor_seconds
 
 def least_more(record: StepRecord, k: int, fast: Sequence[Schedule], options: Options) -> float:
     """How much more than under ``fast`` all calls of graph ``k`` cost at least: other implementations may be faster."""
-    calls = sum(event.kind == FORWARD and event.graph == k for event in record.events)
-    return calls * (floor_seconds(record.graphs[k], record.costs[k], options) - seconds_of(record, [k], fast))
+    floor = floor_seconds(record.graphs[k], record.costs[k], options)
+    return calls_of_graphs(record.events)[k] * (floor - seconds_of(record, [k], fast))
 
 
 def disjoint_sum(added: dict[tuple[int, ...], float], others: Sequence[float]) -> float:
@@ -31,10 +31,11 @@ def disjoint_sum(added: dict[tuple[int, ...], float], others: Sequence[float]) -
     return total + sum(seconds for k, seconds in enumerate(others) if k not in counted)
 
 
-def calls_of_graphs(record: StepRecord, bounds: tuple[int, int]) -> dict[int, int]:
+def calls_in_step(record: StepRecord, bounds: tuple[int, int]) -> dict[int, int]:
     """The graphs of a round, in order, and how often a whole step calls each of them."""
     graphs = sorted({e.graph for e in record.events[slice(*bounds)] if e.kind != OUTSIDE})
-    return {k: max(1, sum(e.kind == FORWARD and e.graph == k for e in record.events)) for k in graphs}
+    calls = calls_of_graphs(record.events)
+    return {k: max(1, calls[k]) for k in graphs}
 
 
 def seconds_of(record: StepRecord, graphs: Sequence[int], schedules: Sequence[Schedule]) -> float:

@@ -10,11 +10,11 @@ each graph is solved within its own.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from monetrun.core.call_footprint import call_footprint
+from monetrun.core.event import calls_of_graphs
 from monetrun.core.freed import gradients_among
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Operator, Tensor
 from monetrun.core.options import Options
@@ -137,7 +137,7 @@ class SeparateRound:
         self._record = record
         self._events = record.events[slice(*bounds)]
         self._start_bytes = replay(record, plain).start_bytes[bounds[0]]
-        self._calls = Counter(e.graph for e in self._events if e.kind == FORWARD)
+        self._calls = calls_of_graphs(self._events)
         self._released = {
             k: [t for t in calls[0].released if all(t in e.released for e in calls)]
             for k in self._calls

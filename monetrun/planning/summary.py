@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from monetrun.core.budget import format_bytes
-from monetrun.core.graph import FORWARD, Implementation
+from monetrun.core.event import calls_of_graphs
+from monetrun.core.graph import Implementation
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
 from monetrun.planning.ledger import ledger_line
@@ -88,7 +89,7 @@ def again(schedules: Sequence[Schedule], record: StepRecord | None) -> tuple[int
         schedules: of a plan's graphs.
         record: of the planned step; without it, each graph is taken to be called once.
     """
-    calls = Counter(e.graph for e in record.events if e.kind == FORWARD) if record is not None else None
+    calls = calls_of_graphs(record.events) if record is not None else None
     counts = [schedule.runs_again() for schedule in schedules]
     times = [1 if calls is None else calls[k] for k in range(len(counts))]
     return sum(map(len, counts)), sum(n * sum(own.values()) for n, own in zip(times, counts, strict=True))

@@ -20,8 +20,7 @@ def set_limit(device: torch.device, nbytes: int | None) -> None:
     """Limit what torch allocates (CPU) or reserves (CUDA) on ``device``; None lifts the limit.
 
     Never beyond what the script itself allows (``torch.cuda.set_per_process_memory_fraction``, or in
-    ``PYTORCH_ALLOC_CONF``). Does nothing on a CPU
-    whose allocations cannot be counted.
+    ``PYTORCH_ALLOC_CONF``). Does nothing on a CPU whose allocations cannot be counted.
     """
     if device.type == "cuda":
         index = _index(device)

@@ -7,8 +7,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from monetrun.capture import cost
-from monetrun.capture.collective_operators import is_collective
 from monetrun.capture.meter import meter_for
+from monetrun.ops.collective_operators import is_collective
 from support.captured import captured
 
 

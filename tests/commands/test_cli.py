@@ -9,7 +9,6 @@ import inspect
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -459,77 +458,6 @@ def test_help_of_a_click_command_names_its_options_and_ends_with_0(capsys):
         assert "--json" in printed
     assert "--measured" in printed
     assert SUMMARIES["explain"] in printed
-
-
-def test_a_click_command_whose_reader_has_gone_ends_as_by_sigpipe(tmp_path):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "wb") as gone:
-        environment = {**os.environ, "MONETRUN_CACHE": str(tmp_path)}
-        words = [sys.executable, "-u", "-m", "monetrun", "cache", "list", "--json"]
-        done = subprocess.run(words, stdout=gone, stderr=subprocess.PIPE, env=environment)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
-
-
-ENDS_AT_ONCE = """
-import sys
-from monetrun.commands import cache, main
-from monetrun.launcher import report
-
-def run(words):
-    if words == ["report"]:
-        report.print_last("{}")
-    elif words == ["print"]:
-        print("printed when stdout is flushed")
-    else:
-        report.stdout_console().print("\\n" * int(words[0]))
-    report.stderr_console().print("still here")
-    print("here too", file=sys.stderr, flush=True)
-    open("ended", "w").close()
-    return 0
-
-cache.run = run
-sys.argv = ["monetrun", "cache", *sys.argv[1:]]
-main.console()
-"""
-
-
-@pytest.mark.parametrize("unbuffered", ["1", ""])
-@pytest.mark.parametrize(
-    ("words", "gone", "code", "ends"),
-    [
-        (["1"], "stdout", 141, False),
-        (["99999"], "stdout", 141, False),
-        (["report"], "stdout", 0, True),
-        (["1"], "stderr", 0, True),
-        (["1"], "", 0, True),
-    ],
-)
-def test_a_command_whose_reader_has_gone_ends_as_by_sigpipe_and_does_without_a_reader_of_messages(
-    words, gone, code, ends, unbuffered, tmp_path
-):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "wb") as closed:
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | ({gone: closed} if gone else {})
-        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-        command = [sys.executable, "-c", ENDS_AT_ONCE, *words]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, text=True, **streams)
-    assert done.returncode == code, done.stderr
-    assert (tmp_path / "ended").exists() == ends
-    if gone == "stdout":
-        told = ["monetrun: warning: the report on stdout has no reader any more", "still here", "here too"]
-        assert done.stderr.splitlines() == (told if ends else [])
-
-
-def test_what_is_printed_at_the_end_is_flushed_before_the_exit_code_is_decided(tmp_path):
-    reader, writer = os.pipe()
-    os.close(reader)
-    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
-    with open(writer, "wb") as closed:
-        words = [sys.executable, "-c", ENDS_AT_ONCE, "print"]
-        assert subprocess.run(words, env=environment, cwd=tmp_path, stdout=closed).returncode == 128 + signal.SIGPIPE
-    assert (tmp_path / "ended").exists()
 
 
 def test_doctor_lists_what_is_there_and_what_is_missing(monkeypatch, capsys, tmp_path):

@@ -13,7 +13,7 @@ from monetrun.core.round_graph import join_round
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, Event, replay
 from monetrun.planning import planner
-from monetrun.planning.round_bounds import calls_of_graphs
+from monetrun.planning.round_bounds import calls_in_step
 from monetrun.solve.cut import dropping
 from support.step_records import WEIGHT_BYTES, chain_record, chained_graphs_record, output_of
 
@@ -155,7 +155,7 @@ def test_each_of_several_forwards_and_backwards_is_a_round_where_one_graph_has_n
 def test_costs_of_graphs_that_are_called_differently_often_count_as_often_as_they_are_called():
     record = chained_graphs_record()
     joined = join_round(record, record.rounds[0])
-    assert calls_of_graphs(record, record.rounds[0]) == {0: 1, 1: 1}
+    assert calls_in_step(record, record.rounds[0]) == {0: 1, 1: 1}
     assert joined.costs_of({0: 1.0, 1: 1.0}) is joined.costs
     schedules = [plain_schedule(g) for g in record.graphs]
     own = [simulate(g, c, s).seconds for g, c, s in zip(record.graphs, record.costs, schedules, strict=True)]

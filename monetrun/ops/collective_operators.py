@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 
 
 def is_collective(target: Any) -> bool:
     """Whether a call of ``target`` waits for other ranks, or takes part in such a call."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in NAMESPACES
