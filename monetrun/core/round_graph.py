@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from monetrun.core.freed import gradients_among
+from monetrun.core.freed import given_with, gradients_among
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor
 from monetrun.core.plan import Schedule, Step
 from monetrun.core.step import OUTSIDE, Event, StepRecord
@@ -112,13 +112,16 @@ def waiting_gradients(graph: Graph, released: Sequence[int]) -> dict[int, tuple[
 
     Made inputs of that operator, they are freed then.
     """
-    last: dict[int, int] = {}
+    last: dict[int, int] = {}  # operator that writes or reads it
+    given: dict[int, int] = {}  # the same, or that has the rest of a call of eager's
     for op in graph.operators[graph.forward_count :]:
-        last.update((t, op.id) for t in (*op.outputs, *(t for i in op.implementations for t in i.inputs)))
+        used = (*op.outputs, *(t for i in op.implementations for t in i.inputs))
+        last.update(dict.fromkeys(used, op.id))
+        given.update(dict.fromkeys((*used, *given_with(graph, op)), op.id))
     found: dict[int, tuple[int, ...]] = {}
     turn = -1
     for t in gradients_among(graph, released):
-        turn = max(turn, last[t])
+        turn = max(turn, given[t])
         if last[t] < turn:
             found[turn] = (*found.get(turn, ()), t)
     return found

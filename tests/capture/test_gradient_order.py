@@ -7,11 +7,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monetrun.capture import double_backward, gradient_order
+from monetrun.capture import double_backward, execute, gradient_order
+from monetrun.capture.in_turn import in_turn
+from monetrun.core.freed import freed_after
+from monetrun.core.plan import plain_schedule
 from monetrun.runtime import dynamo_settings
 from monetrun.runtime.backend import Backend
 from monetrun.runtime.terms import GradientTerms
-from support.captured import Chooser, Residual
+from support.captured import Chooser, Residual, captured
 
 
 class Tied(nn.Module):
@@ -275,3 +278,41 @@ def test_a_second_call_and_a_root_are_other_uses(uses, kind):
     loss = run(x).sum()
     terms.graph_captured()
     assert terms.changes([loss, run(torch.randn(9, 8)).sum()] if kind == "two calls" else [loss, x])
+
+
+class ConvolutionBackwards(TorchDispatchMode):
+    """Counts the backward calls of convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.convolution_backward.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_that_are_taken_in_turn_are_freed_as_the_plan_says():
+    # a convolution's weight: after its input's gradient, which is another step
+    layers = [layer for _ in range(3) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
+    joint = captured(nn.Sequential(*layers), torch.randn(2, 4, 6, 6, requires_grad=True))
+    schedule = plain_schedule(joint.graph)
+    forward, backward = execute.build(joint, schedule)
+    given = in_turn(backward, [i for i, node in reversed([*enumerate(joint.gradients)]) if node is not None])
+    order = [i for turn in given.turns for i in turn]
+    tensor = {i: joint.storage[joint.gradients[i]] for i in order}
+    step = freed_after(joint.graph, schedule, [tensor[i] for i in order])
+
+    def convolutions(t):
+        targets = [joint.graph.operators[s.operator].target for s in schedule.backward[: step[t] + 1]]
+        return targets.count("aten.convolution_backward.default")
+
+    primals = [torch.randn(node.meta["val"].shape) for node in joint.primals]
+    tangents = [torch.randn(node.meta["val"].shape) for node in joint.tangents]
+    saved = forward(*primals)[len(joint.outputs) :]
+    calls, counts = ConvolutionBackwards(), []
+    with calls:
+        for _ in given.run([*saved, *tangents]):
+            counts.append(calls.count)
+    assert counts == [convolutions(tensor[turn[-1]]) for turn in given.turns]
+    assert counts == [2, 4, 6]

@@ -59,11 +59,22 @@ def test_steps_of_a_schedule_are_renumbered():
     assert own == {0: Schedule((Step(0),), ())}
 
 
+def with_one_call(graph, gradient):
+    """``graph``, in which eager computes this gradient and what comes next in one call."""
+    writer = graph.writer[gradient]
+    operators = [dataclasses.replace(op, one_call_with_next=op.id == writer) for op in graph.operators]
+    return dataclasses.replace(graph, operators=tuple(operators))
+
+
+@pytest.mark.parametrize("one_call", [False, True], ids=["calls of their own", "one call"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (1, 0, 2, 5, 4, 3)], ids=["as computed", "some wait"])
-def test_gradients_that_are_taken_in_turn_are_freed_in_the_joined_graph_as_in_the_step(order):
+def test_gradients_that_are_taken_in_turn_are_freed_in_the_joined_graph_as_in_the_step(order, one_call):
     record = chain_record(3)
     (graph,) = record.graphs
     gradients = [t.id for t in graph.tensors if t.kept and graph.operators[graph.writer[t.id]].phase == BACKWARD]
+    if one_call:
+        graph = with_one_call(graph, gradients[0])
+        record = dataclasses.replace(record, graphs=(graph,))
     forward, backward = record.events[0], next(e for e in record.events if e.kind == BACKWARD)
     taken = dataclasses.replace(backward, released=tuple(gradients[i] for i in order))
     record = dataclasses.replace(record, events=tuple(taken if e is backward else e for e in record.events))
@@ -81,6 +92,9 @@ def test_gradients_that_are_taken_in_turn_are_freed_in_the_joined_graph_as_in_th
     last = freed_after(graph, plain_schedule(graph), taken.released)
     turns = [last[t] for t in taken.released]
     assert turns == sorted(turns)
+    if one_call:
+        backward = plain_schedule(graph).backward
+        assert backward[last[gradients[0]]].operator >= graph.writer[gradients[0]] + 1
 
 
 def with_an_output_that_no_loss_depends_on(record):
