@@ -31,6 +31,7 @@ LAST_GRADIENTS = "last step's gradients"
 LAST_OUTPUTS = "last step's outputs"
 BETWEEN_STEPS = "between steps"
 LIBRARIES = "cuBLAS workspaces"
+BUCKETS = "DDP buckets"
 HELD_SINCE = "held since the recorded step"
 
 

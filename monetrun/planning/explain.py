@@ -18,8 +18,9 @@ from monetrun.core.keeping import as_planned
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.simulate import simulate
-from monetrun.core.step import OUTSIDE, StepRecord, events_under, replay
+from monetrun.core.step import BUCKETS, OUTSIDE, StepRecord, events_under, replay
 from monetrun.planning import planner
+from monetrun.planning.ledger import GATHERED
 
 NO_MODULE = "(outside of modules)"
 
@@ -255,7 +256,7 @@ class _Contents:
     """What is allocated, by kind and by module; kept up to date from one event of the step to the next."""
 
     def __init__(self, record: StepRecord) -> None:
-        self.by_kind: Counter[str] = Counter({k: record.ledger.get(k, 0) for k in (PARAMETERS, STATE)})
+        self.by_kind: Counter[str] = Counter({k: record.ledger.get(k, 0) for k in (PARAMETERS, STATE, BUCKETS)})
         self.by_kind[SCRIPT] = record.base_bytes - sum(self.by_kind.values())
         self.by_module: Counter[str] = Counter()
         self.count: Counter[str] = Counter()
@@ -296,7 +297,8 @@ def _at_peak(record: StepRecord, schedules: Sequence[Schedule], peak_event: int)
     contents = _Contents(record)
     for i, event in enumerate(events_under(record, schedules)[: peak_event + 1]):
         if event.kind == OUTSIDE:
-            contents.by_kind[SCRIPT] += event.peak_bytes if i == peak_event else event.delta_bytes
+            kind = SCRIPT if event.action is None else GATHERED
+            contents.by_kind[kind] += event.peak_bytes if i == peak_event else event.delta_bytes
             for k, t in event.dropped if i < peak_event else ():
                 contents.release(record.graphs[k], (t,))
             continue

@@ -45,7 +45,7 @@ class BudgetBelowSmallest(InfeasibleBudget):
         smallest, plain, of_it = smallest_bytes(record, base), plain_bytes(record, base), ""
         if record.memory is not None:
             of_it = f" reserved, of it {format_bytes(base.frugal.peak_bytes)} allocated"
-        parts = ledger(record, base.frugal.peak_bytes)
+        parts = ledger(record, base.frugal)
         mostly_weights = 2 * sum(parts.get(name, 0) for name in WEIGHTS) > base.frugal.peak_bytes
         with_spare = max(smallest, min(plain, smallest + (smallest >> _SPARE_SHIFT) + 1))
         if smallest <= plain:
@@ -241,7 +241,7 @@ def _plan(
 ) -> Plan:
     timeline, plain_seconds = replay(record, found.schedules), base.plain.seconds
     overhead = timeline.seconds / plain_seconds - 1.0 if plain_seconds else 0.0
-    rows, pool = ledger(record, timeline.peak_bytes), None
+    rows, pool = ledger(record, timeline), None
     if reserve is not None and (memory := record.memory) is not None:
         pool = Pool(
             plain_reserved_bytes(record),

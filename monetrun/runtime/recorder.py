@@ -27,7 +27,7 @@ from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import Schedule
 from monetrun.core.reductions import Reductions
 from monetrun.core.sharding import Sharding
-from monetrun.core.step import LIBRARIES, OUTSIDE, Break, Event, StepRecord
+from monetrun.core.step import BUCKETS, LIBRARIES, OUTSIDE, Break, Event, StepRecord
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import sharding
@@ -208,6 +208,7 @@ class Recorder(WithoutCaptures):
             events.insert(0, last_gradients.are_there(waiting))
         weights = _bytes_of(self.parameters)
         libraries = 0 if self.memory is None else self.memory.end()
+        buckets = min(_bucket_bytes(self._parallel), max(0, first - weights - libraries))
         modules = self.sharding.stop()
         events = with_lingering_copies(events, modules, self.device)
         memory = None if self.memory is None else self.memory.memory()
@@ -221,7 +222,8 @@ class Recorder(WithoutCaptures):
                 "gradients": self._all_gradients_bytes,
                 "optimizer state": self._state_bytes,
                 **({LIBRARIES: libraries} if libraries else {}),
-                "script (batch, buffers, ...)": max(0, first - weights - libraries),
+                **({BUCKETS: buckets} if buckets else {}),
+                "script (batch, buffers, ...)": max(0, first - weights - libraries - buckets),
             },
             device=costs[0].device if costs else cost_store.device_name(self.device),
             torch_version=torch.__version__,
@@ -284,6 +286,17 @@ def _outside_buckets(recorder: Recorder) -> list[torch.Tensor]:
     views = parallel is not None and parallel.gradient_as_bucket_view
     within = {id(p) for p in parallel.parameters()} if views else set()
     return [p for p in recorder.parameters if id(p) not in within]
+
+
+def _bucket_bytes(parallel: Any) -> int:
+    """What ``parallel``, the DistributedDataParallel around the model if there is one, holds for the gradients.
+
+    With ``gradient_as_bucket_view`` the gradients themselves.
+    """
+    if parallel is None:
+        return 0
+    ignored, named = parallel.parameters_to_ignore, parallel.module.named_parameters()
+    return sum(p.nbytes for name, p in named if p.requires_grad and name not in ignored)
 
 
 def _reductions(parallel: Any, given: Iterable[tuple[int, int]]) -> Reductions | None:

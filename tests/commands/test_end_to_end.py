@@ -11,6 +11,7 @@ import torch
 
 from monetrun.core import codec
 from monetrun.core.plan import Plan
+from monetrun.planning.ledger import OWN
 from support import launcher
 from support.launches import set_apart, without_settings
 from support.paths import SCRIPTS
@@ -78,6 +79,18 @@ def test_three_ranks_with_many_buckets_train_as_under_torchrun(tmp_path):
     assert found["planned_peak_bytes"] < found["plain_peak_bytes"]
     for rank in range(3):
         same(f"plain.{rank}", f"planned.{rank}")
+
+
+@pytest.mark.slow
+def test_what_is_planned_of_a_rank_does_not_depend_on_how_many_there_are():
+    ledgers = []
+    for ranks in (2, 4):
+        words = ("--out", "p.json", "--budget", "0.75x", "--solver-seconds", "1", f"--nproc-per-node={ranks}")
+        monetrun("plan", *words, TINY, "planned", "--ddp")
+        plan = codec.loads(Plan, Path("p.json").read_text())
+        ledgers.append({name: nbytes for name, nbytes in plan.ledger.items() if name != OWN} | {"": plan.budget_bytes})
+    assert ledgers[0] == ledgers[1]
+    assert ledgers[0]["DDP buckets"] == ledgers[0]["gradients"] == ledgers[0]["parameters"]
 
 
 @pytest.mark.slow

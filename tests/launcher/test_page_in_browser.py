@@ -58,7 +58,7 @@ def page(pool: Pool | None = None) -> str:
         solver="hierarchical",
         device="cpu",
         torch_version=RECORD.torch_version,
-        ledger=ledger(RECORD, timeline.peak_bytes),
+        ledger=ledger(RECORD, timeline),
         pool=pool,
     )
     ranks = [
