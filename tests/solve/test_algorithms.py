@@ -18,6 +18,7 @@ from monetrun.core.simulate import simulate
 from monetrun.launcher.parser import help_text, launch_parser
 from monetrun.planning import planner
 from monetrun.solve import ALGORITHMS, Algorithm, algorithm, cut, descriptions, solver
+from support.examples import examples
 from support.paths import ROOT
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain, conv_norm_relu
@@ -50,7 +51,7 @@ def test_an_unknown_name_is_refused_with_the_names_there_are():
         solver("chen")
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(joint_graphs(max_forward=6, max_backward=5, in_place=False), st.integers(3, 9), st.sampled_from(USE_STARTS))
 def test_a_result_is_never_dearer_than_a_start_that_fits(problem, tenths, name):
     graph, costs = problem

@@ -16,6 +16,7 @@ from monetrun.solve.mip.minimize import minimize
 from monetrun.solve.places import Places, first_places
 from monetrun.solve.relaxation import relax
 from monetrun.solve.relaxed_schedule import _Writer, start_from
+from support.examples import examples
 from support.exhaustive import cheapest_seconds
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain, make
@@ -34,7 +35,7 @@ def bounded(graph, costs, budget_bytes, **options):
     return search
 
 
-quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @quick

@@ -13,6 +13,7 @@ from monetrun.core.options import Options
 from monetrun.core.plan import Step, plain_schedule
 from monetrun.core.simulate import simulate
 from monetrun.solve import chain, checkpoints
+from support.examples import examples
 from support.random_graphs import joint_graphs
 
 SOLVERS = {
@@ -53,7 +54,7 @@ def released(d, e, c):
     return max(sum(d[t] for t in c[: k + 2]) + segment(d, e, c[k], c[k + 1]) for k in range(len(c) - 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(chains())
 def test_the_cubic_program_equals_brute_force(case):
     d, e = case
@@ -65,7 +66,7 @@ def test_the_cubic_program_equals_brute_force(case):
     assert found.peak_bytes == stored(d, e, found.nodes) == checkpoints.stored_peak_bytes(d, found.nodes, e)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(chains())
 def test_the_linear_algorithm_equals_brute_force(case):
     d, e = case
@@ -77,7 +78,7 @@ def test_the_linear_algorithm_equals_brute_force(case):
     assert found.peak_bytes == released(d, e, found.nodes) == checkpoints.released_peak_bytes(d, found.nodes, e)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=14, max_size=90))
 def test_the_linear_algorithm_equals_its_quadratic_recurrence_on_longer_chains(d):
     n = len(d) - 1
@@ -269,7 +270,7 @@ def test_a_dropout_mask_is_drawn_once_and_its_layer_may_be_recomputed():
     assert simulate(graph, costs, found).peak_bytes < simulate(graph, costs, plain_schedule(graph)).peak_bytes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=3, max_size=25))
 def test_on_a_linear_network_the_simulated_peak_is_at_most_the_objective(node_bytes):
     graph, costs = linear_graph(node_bytes, output_bytes=1)
@@ -292,7 +293,7 @@ def test_checkpoints_halve_the_peak_of_a_long_network_and_release_beats_storing(
     assert peaks["hong-linear"] <= peaks["sqrt"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(joint_graphs(max_forward=12), st.sampled_from(sorted(SOLVERS)))
 def test_every_random_graph_gives_a_valid_schedule_within_its_budget_or_none(case, name):
     graph, costs = case

@@ -14,6 +14,7 @@ from monetrun.core.options import Options
 from monetrun.core.plan import Schedule, Step, plain_schedule
 from monetrun.core.simulate import simulate
 from monetrun.solve import cut, greedy, hierarchical, tidy
+from support.examples import examples
 from support.random_graphs import joint_graphs
 from support.small_graphs import conv_norm_relu, make
 
@@ -47,7 +48,7 @@ def priced(graph: Graph, costs: Costs, prices: np.ndarray, again: set[int]) -> f
     return seconds
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_a_cut_is_the_cheapest_choice_of_what_to_recompute(data):
     graph, costs = data.draw(joint_graphs(max_forward=7))
@@ -62,7 +63,7 @@ def test_a_cut_is_the_cheapest_choice_of_what_to_recompute(data):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_dropped_tensors_are_recomputed_once_and_no_others_are(data):
     graph, costs = data.draw(joint_graphs())
@@ -78,7 +79,7 @@ def test_dropped_tensors_are_recomputed_once_and_no_others_are(data):
     assert [s for s in schedule.backward if s.operator >= graph.forward_count] == list(plain.backward)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_cuts_of_any_schedule_are_valid_schedules_with_its_implementations(data):
     graph, costs = data.draw(joint_graphs())
@@ -156,7 +157,7 @@ def test_dense_blocks_are_dropped_whole():
     assert min(within) <= plain.seconds + 40  # every concatenation again
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(joint_graphs(max_forward=7, max_backward=6), st.integers(3, 9))
 def test_hierarchical_is_no_worse_than_any_cut_that_fits(problem, tenths):
     graph, costs = problem

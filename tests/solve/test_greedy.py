@@ -13,6 +13,7 @@ from monetrun.core.plan import Schedule, plain_schedule
 from monetrun.core.simulate import core, simulate
 from monetrun.solve import cut, greedy, native_search
 from monetrun.solve.native_search import Allowed, NativeSearch
+from support.examples import examples
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain, conv_norm_relu, make
 
@@ -37,7 +38,7 @@ def without_idle_runs(graph, schedule):
 
 
 @needs_native
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_the_search_counts_the_bytes_and_seconds_that_simulate_counts(data):
     graph, costs = data.draw(joint_graphs())
@@ -61,7 +62,7 @@ def test_the_search_counts_the_bytes_and_seconds_that_simulate_counts(data):
             assert simulate(graph, costs, best).peak_bytes <= budget
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_a_solution_fits_and_costs_between_its_bound_and_the_plain_schedule(data):
     graph, costs = data.draw(joint_graphs())

@@ -10,11 +10,12 @@ from monetrun.core.simulate import simulate
 from monetrun.solve import bound, greedy, hierarchical, ilp, incumbent, windows
 from monetrun.solve.ilp_program import build
 from monetrun.solve.ilp_schedule import start_from
+from support.examples import examples
 from support.exhaustive import cheapest_seconds
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain
 
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @quick

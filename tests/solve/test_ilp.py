@@ -12,11 +12,12 @@ from monetrun.solve import cut, ilp
 from monetrun.solve.ilp_program import build
 from monetrun.solve.ilp_schedule import read_schedule, start_from
 from monetrun.solve.slot import all_slots, without_useless
+from support.examples import examples
 from support.exhaustive import cheapest_seconds
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain
 
-quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @quick

@@ -6,11 +6,12 @@ from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
 from monetrun.core.simulate import simulate
 from monetrun.solve.least import least_budget
+from support.examples import examples
 from support.exhaustive import cheapest_seconds
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain, make
 
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @quick

@@ -20,11 +20,12 @@ from monetrun.solve import hierarchical, ilp, timing
 from monetrun.solve.places import Places
 from monetrun.solve.relaxation import relax
 from monetrun.solve.relaxed_schedule import start_from
+from support.examples import examples
 from support.random_graphs import joint_graphs, schedules
 from support.small_graphs import chain, conv_norm_relu
 from support.step_records import graph_record
 
-quick = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
 EXACT = Options(seconds=60.0, gap=0.0)
 
 
