@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from rich.markup import escape
 from monetrun.commands.dry_run import parse_dry_run
 from monetrun.core import budget as budget_grammar
 from monetrun.core import codec
-from monetrun.core.budget import format_bytes
+from monetrun.core.budget import Budget, format_bytes, resolve
 from monetrun.core.errors import UsageError
 from monetrun.launcher import report
-from monetrun.launcher.job import open_job
+from monetrun.launcher.job import Job, open_job
 from monetrun.launcher.parser import LaunchParser, command_parser
 from monetrun.launcher.plan_file import check_file, write_file
-from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier, next_budget
+from monetrun.launcher.progress import SolverProgress
+from monetrun.planning import planner
+from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier, frontier, next_budget, spread
 from monetrun.planning.summary import ROUNDING
 
 
@@ -55,7 +58,7 @@ def run(words: Sequence[str]) -> int:
     check_options(args)
     with open_job(options) as job:
         title = " ".join([Path(options.script).name, *options.script_args])
-        found = job.frontier(parse_budgets(args.budgets) if args.budgets else (), args.points)
+        found = _solved(job, parse_budgets(args.budgets) if args.budgets else (), args.points)
         if args.json_file != "-":  # first: what was planned is seen, also where a file can no longer be written
             show(found, title, report.stdout_console())
         if args.json_file:
@@ -65,6 +68,17 @@ def run(words: Sequence[str]) -> int:
         if not options.quiet:
             print(f"  next: {options.command_line(next_budget(found))}", file=sys.stderr, flush=True)
     return 0
+
+
+def _solved(job: Job, budgets: Sequence[Budget], points: int) -> Frontier:
+    """Plan for each of ``budgets``; if there are none, for ``points`` from the plain peak to the smallest budget."""
+    record = job.trial()
+    base = planner.baseline(record)
+    plain, least = planner.plain_bytes(record, base), planner.smallest_bytes(record, base)
+    wanted = [resolve(budget, None, plain) for budget in budgets] or spread(plain, least, points)
+    with SolverProgress(job.console, base.plain.seconds, shown=not job.options.quiet) as progress:
+        options = replace(job.options.solver_options(), on_progress=progress)
+        return frontier(record, wanted, job.options.algorithm, options, base, progress.begin)
 
 
 def check_options(args: argparse.Namespace) -> None:

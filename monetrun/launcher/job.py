@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,6 @@ from monetrun.launcher.ranks import find_ranks
 from monetrun.launcher.trial import end_outer_trial, run_trial
 from monetrun.machine.store import Store
 from monetrun.planning import kept_parameters, planner
-from monetrun.planning.frontier import Frontier, frontier, spread
 from monetrun.planning.known import known_schedules
 from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings, hook_switched_off
 from monetrun.solve import timing
@@ -175,24 +174,10 @@ class Job:
         record = self.trial()
         return self.plan or self._find_plan(record)
 
-    def frontier(self, budgets: Sequence[Budget], points: int) -> Frontier:
-        """Plan for each of ``budgets``; if there are none, for ``points`` from the plain peak to the smallest budget.
-
-        Raises:
-            NeverTrained, ScriptFailed: there is no step to plan.
-            InfeasibleBudget: no schedule fits any budget.
-        """
-        record = self.trial()
-        base = planner.baseline(record)
-        plain, least = planner.plain_bytes(record, base), planner.smallest_bytes(record, base)
-        wanted = [resolve(b, None, plain) for b in budgets] or spread(plain, least, points)
-        with SolverProgress(self.console, base.plain.seconds, shown=not self.options.quiet) as progress:
-            options = replace(self.options.solver_options(), on_progress=progress)
-            return frontier(record, wanted, self.options.algorithm, options, base, progress.begin)
-
     def budget_bytes(self) -> int | None:
-        """``memory.budget_bytes`` of the launch."""
-        return memory.budget_bytes(self.budget, self.ranks, self.modelled_bytes, self.plain)
+        """``memory.budget_bytes`` of the launch, on the device of the recorded step where that is known."""
+        ranks = memory.where_recorded(self.ranks, self.record)
+        return memory.budget_bytes(self.budget, ranks, self.modelled_bytes, self.plain)
 
     def print_plan(self, title: str) -> None:
         """Print the plan, unless ``--quiet``."""
@@ -346,7 +331,7 @@ def _known(job: Job, base: planner.Baseline) -> list[tuple[Schedule, ...]]:
 
 def _print_decision(job: Job, decision: Decision) -> None:
     name = Path(job.options.script).name
-    if warning := memory.more_than_there_is(job.budget, job.ranks):
+    if warning := memory.more_than_there_is(job.budget, memory.where_recorded(job.ranks, job.record)):
         report.warn(warning)
     if decision.plan is not None:
         job.print_plan(f"monetrun  {name}{_FROM_CACHE * job.from_cache}")

@@ -29,7 +29,9 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
     Of the environment it has the variables that the script's source names.
     """
     source = _source(options).decode("utf-8", "replace")
-    devices = [i.uuid or i.device for i in query(ranks.kind, ranks.local)] if ranks.kind == "cuda" else ["cpu"]
+    measured_on = ["cpu"] if ranks.kind == "cpu" else []
+    if ranks.kind == "cuda" and options.cost_model == "measured":
+        measured_on = [info.uuid or info.device for info in query(ranks.kind, ranks.local)]
     return key(
         "probe",
         RECORD_SCHEMA,
@@ -45,7 +47,7 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
         ranks.local,
         ranks.world_size,
         ranks.kind,
-        devices,
+        measured_on,
         os.environ.get("OMP_NUM_THREADS", ""),
         settings_text() if ranks.kind == "cuda" else "",
     )

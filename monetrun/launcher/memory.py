@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from monetrun.core.budget import (
     AUTO,
     BYTES,
@@ -14,6 +16,7 @@ from monetrun.core.budget import (
 )
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
+from monetrun.core.step import StepRecord
 from monetrun.launcher.ranks import Ranks
 from monetrun.machine.device import query, smallest
 
@@ -39,6 +42,11 @@ def modelled_bytes(cost_model: str) -> int:
 
     model = roofline.parse(cost_model)
     return 0 if model is None else model.memory_bytes
+
+
+def where_recorded(ranks: Ranks, record: StepRecord | None) -> Ranks:
+    """``ranks`` on the device of the recorded step: a script may train on the CPU of a machine with GPUs."""
+    return replace(ranks, kind="cpu") if record is not None and record.device == "cpu" else ranks
 
 
 def budget_bytes(budget: Budget, ranks: Ranks, modelled_bytes: int, plain: PlainPeaks | None = None) -> int | None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ class MemoryInfo:
     Attributes:
         device: ``"cuda:1"`` (CUDA's own number within what is visible) or ``"cpu"``.
         uuid: ``"GPU-..."`` or ``"MIG-..."``, empty for a CPU.
-        total_bytes: the device's memory; on a CPU this rank's share of the smaller of memory and cgroup limit.
-        free_bytes: what this rank can still allocate there; on a CPU its share of it.
+        total_bytes: the device's memory, of the smaller of memory and cgroup limit on a CPU; a rank's part of it, where
+            several ranks share the device.
+        free_bytes: what this rank can still allocate there.
         source: where the figures are from (``"nvml"``, ``"cuda driver"``, ``"psutil"``, ``"cgroup v1"``, ``"cgroup
             v2"``).
         note: how the device was found, or why this is not the usual source.
@@ -53,7 +54,9 @@ def query(
     proc: Path = PROC,
     cgroup_root: Path = CGROUP_ROOT,
 ) -> tuple[MemoryInfo, ...]:
-    """Read the memory of every local rank's device; rank ``i`` has the ``i``-th visible CUDA device, or the CPU.
+    """Read the memory of every local rank's device: the CPU, or the ``i``-th visible CUDA device.
+
+    Ranks that are more than the visible devices begin with the first one again; those on one device share its memory.
 
     Args:
         kind: ``"cuda"`` or ``"cpu"``.
@@ -63,14 +66,14 @@ def query(
         cgroup_root: where the cgroup hierarchies are mounted.
 
     Raises:
-        DeviceQueryFailed: there are fewer visible devices than ranks, or neither NVML nor the driver can be read.
+        DeviceQueryFailed: no CUDA device is visible, or neither NVML nor the driver can be read.
     """
     if local_world_size < 1:
         raise ValueError(f"local_world_size is {local_world_size}, it must be at least 1")
     if kind == "cpu":
         return (cpu_memory(local_world_size, proc=proc, cgroup_root=cgroup_root),) * local_world_size
     if kind == "cuda":
-        return _cuda_memory(local_world_size, os.environ if environ is None else environ)
+        return _shared(_cuda_memory(local_world_size, os.environ if environ is None else environ), local_world_size)
     raise ValueError(f"device kind is {kind!r}, it must be 'cuda' or 'cpu'")
 
 
@@ -247,12 +250,26 @@ def _dashed(digits: str) -> str:
 # ---- CUDA: how much --------------------------------------------------------------------------------------------------
 
 
-def _cuda_memory(local_world_size: int, environ: Mapping[str, str]) -> tuple[MemoryInfo, ...]:
+def _shared(infos: tuple[MemoryInfo, ...], ranks: int) -> tuple[MemoryInfo, ...]:
+    """Of each rank, where the visible devices are fewer than ranks."""
+    if len(infos) == ranks:
+        return infos
+    parts = []
+    for i, info in enumerate(infos):
+        sharers = len(range(i, ranks, len(infos)))
+        note = f"{info.note}; divided by {sharers} local ranks" if sharers > 1 else info.note
+        total_bytes, free_bytes = info.total_bytes // sharers, info.free_bytes // sharers
+        parts.append(replace(info, total_bytes=total_bytes, free_bytes=free_bytes, note=note))
+    return tuple(parts[rank % len(parts)] for rank in range(ranks))
+
+
+def _cuda_memory(most: int, environ: Mapping[str, str]) -> tuple[MemoryInfo, ...]:
+    """Of the visible devices, the first ``most``."""
     try:
         with _nvml():
             found = _find_visible(environ)
-            _check_count(len(found.uuids), local_world_size, environ, found.how)
-            return tuple(_nvml_memory(i, uuid, found.how) for i, uuid in enumerate(found.uuids[:local_world_size]))
+            _check_visible(len(found.uuids), environ, found.how)
+            return tuple(_nvml_memory(i, uuid, found.how) for i, uuid in enumerate(found.uuids[:most]))
     except (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired) as failure:
         raise DeviceQueryFailed(
             f"NVML: {failure}", "Reset the board (nvidia-smi --gpu-reset) or restart the machine."
@@ -260,23 +277,22 @@ def _cuda_memory(local_world_size: int, environ: Mapping[str, str]) -> tuple[Mem
     except (pynvml.NVMLError, _ImpossibleMemory) as failure:
         reason = f"NVML: {failure}"
     try:
-        rows = list_devices(environ, local_world_size)
+        rows = list_devices(environ, most)
     except DriverFailed as failure:
         raise DeviceQueryFailed(
             f"the free memory of the CUDA devices could not be read. {reason}. CUDA driver: {failure}.", BYTES_HINT
         ) from failure
-    _check_count(len(rows), local_world_size, environ, reason)
+    _check_visible(len(rows), environ, reason)
     prefix = "MIG" if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-") else "GPU"
-    return tuple(_driver_memory(i, row, prefix, reason) for i, row in enumerate(rows[:local_world_size]))
+    return tuple(_driver_memory(i, row, prefix, reason) for i, row in enumerate(rows[:most]))
 
 
-def _check_count(visible: int, ranks: int, environ: Mapping[str, str], how: str) -> None:
-    if visible < ranks:
+def _check_visible(visible: int, environ: Mapping[str, str], how: str) -> None:
+    if not visible:
         value = environ.get("CUDA_VISIBLE_DEVICES")
         setting = "is not set" if value is None else f"is {value!r}"
         raise DeviceQueryFailed(
-            f"{ranks} local ranks need as many CUDA devices, {visible} visible (CUDA_VISIBLE_DEVICES {setting}; {how})",
-            "Lower --nproc-per-node, or make more devices visible.",
+            f"no CUDA device is visible (CUDA_VISIBLE_DEVICES {setting}; {how})", "make one visible"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from monetrun.capture import device_peaks
@@ -36,8 +38,8 @@ def budget_here(settings: Settings, device: torch.device, meter: Meter) -> str:
 
 
 def _own_memory(device: torch.device) -> MemoryInfo:
-    """The memory of this process's device."""
+    """The memory of this process's device, or its part of it."""
     if device.type != "cuda":
-        return query("cpu")[0]
+        return query("cpu", int(os.environ.get("LOCAL_WORLD_SIZE", 1)))[0]  # which the ranks of this machine share
     index = device_peaks.index_of(device)
     return query("cuda", index + 1)[index]

@@ -11,11 +11,11 @@ import sys
 import pytest
 from rich.console import Console
 
+from monetrun.commands import frontier
 from monetrun.commands.frontier import check_options, draw, parse_budgets, show, write_json
 from monetrun.commands.main import main
 from monetrun.core import codec
 from monetrun.core.errors import BudgetSyntaxError, UsageError
-from monetrun.launcher.job import Job
 from monetrun.planning.frontier import Frontier, Point
 
 POINTS = (Point(1000, 1000, 0.0, 0.0, 0.0, "optimal"), Point(500, 490, 0.25, 0.2, 0.05, "feasible", 3),
@@ -88,7 +88,7 @@ def test_options_that_would_fail_after_planning_are_refused_before_it(tmp_path, 
 def test_the_table_is_shown_before_files_are_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Job, "frontier", lambda *_: MADE)
+    monkeypatch.setattr(frontier, "_solved", lambda *_: MADE)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

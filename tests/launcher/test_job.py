@@ -14,8 +14,9 @@ from monetrun.launcher import job as jobs
 from monetrun.launcher import keys
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import launch_parser
-from monetrun.launcher.ranks import find_ranks
+from monetrun.launcher.ranks import Ranks, find_ranks
 from monetrun.launcher.trial import Trial
+from monetrun.machine.device import MemoryInfo
 from monetrun.planning import planner
 from monetrun.runtime.settings import PLAIN, RUN
 from support.paths import SCRIPTS
@@ -59,7 +60,7 @@ def test_a_refusal_and_a_fault_under_strict_end_the_launch(fails_with, capsys):
     assert "operator 1 is missing" in capsys.readouterr().err
 
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @pytest.mark.parametrize(("budget", "cap"), [("1.0x", 0), ("100MiB", 100 * MIB)])
@@ -107,6 +108,23 @@ def test_a_step_from_the_cache_that_no_plan_fits_is_recorded_again(monkeypatch, 
     assert batches == [400]
     with open_job(launch_parser().parse_launch(words)[0]) as job:
         assert replay(*plain_step(job.trial())).peak_bytes > 20_000  # it is kept
+
+
+def test_a_steps_key_has_the_devices_that_are_there_and_none_for_a_modelled_device(monkeypatch):
+    asked = []
+
+    def query(kind, ranks):
+        asked.append((kind, ranks))
+        return (MemoryInfo("cuda:0", "GPU-1", GIB, GIB, "nvml"),) * ranks
+
+    monkeypatch.setattr(keys, "query", query)
+    measured, modelled = (
+        launch_parser().parse_launch(["--budget", "0.7x", f"--cost-model={model}", TINY])[0]
+        for model in ("measured", "roofline:h100")
+    )
+    eight = Ranks("cuda", 8, 16)  # where there are fewer
+    assert keys.record_key(modelled, eight) != keys.record_key(measured, eight)
+    assert asked == [("cuda", 8)]
 
 
 def test_a_steps_key_has_the_variables_that_the_script_names_and_all_of_a_packages_files(monkeypatch, tmp_path):

@@ -1,11 +1,21 @@
 """How much of a GPU a launch may use: of the script's own device, less what it takes beside the allocator."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
 from monetrun.core.budget import CUDA_RESERVE_BYTES, parse
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import memory
+from monetrun.launcher.job import open_job
+from monetrun.launcher.parser import launch_parser
 from monetrun.launcher.ranks import Ranks
 from monetrun.machine.device import MemoryInfo
+from monetrun.runtime import budget_here
+from monetrun.runtime.settings import Settings
+from support.step_records import chain_record
 
 MIB, GIB = 1 << 20, 1 << 30
 FREE = (10 * GIB, 6 * GIB)
@@ -14,6 +24,31 @@ FREE = (10 * GIB, 6 * GIB)
 def query(monkeypatch):
     infos = tuple(MemoryInfo(f"cuda:{i}", "", 16 * GIB, free, "nvml") for i, free in enumerate(FREE))
     monkeypatch.setattr(memory, "query", lambda kind, ranks: infos[:ranks])
+
+
+def test_auto_is_what_each_rank_has_of_the_cpu_where_the_script_trains_there(monkeypatch):
+    free = {"cuda": 8 * GIB, "cpu": 3 * GIB}
+    monkeypatch.setattr(memory, "query", lambda kind, ranks: (MemoryInfo(kind, "", 16 * GIB, free[kind], ""),) * ranks)
+    options = launch_parser().parse_launch(["--budget", "auto", "--no-cache", "train.py"])[0]
+    with open_job(options) as job:
+        job.ranks = Ranks("cuda", 2, 1)
+        assert job.budget_bytes() == 8 * GIB - CUDA_RESERVE_BYTES
+        job.record = chain_record(10)
+        assert job.budget_bytes() == 3 * GIB
+        job.record = replace(job.record, device="a GPU")
+        assert job.budget_bytes() == 8 * GIB - CUDA_RESERVE_BYTES
+
+
+def test_a_worker_that_plans_for_itself_has_its_part_of_the_cpus_memory(monkeypatch):
+    monkeypatch.setattr(budget_here, "query", lambda kind, ranks: (MemoryInfo(kind, "", 1, 8 * GIB // ranks, ""),))
+    meter = SimpleNamespace(current_bytes=lambda: 0, peaks=lambda: SimpleNamespace(reserved_bytes=0))
+    for ranks, share in (("4", 2 * GIB), (None, 8 * GIB)):
+        if ranks:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        else:
+            monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        found = budget_here.budget_here(Settings(budget="100%"), torch.device("cpu"), meter)
+        assert parse(found).value == share
 
 
 def plain(device, outside=300 * MIB):
