@@ -173,7 +173,7 @@ print(monetrun.__file__, torch.ops.monet.hardsigmoid_mask_backward(grad, mask).t
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_walk_2_adds_an_operator_whose_native_kernel_runs(tmp_path):
     for folder in ("monetrun", "cuda_ops", "tests", "recipes"):
         ignored = shutil.ignore_patterns("__pycache__", "results", "instances")

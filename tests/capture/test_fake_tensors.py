@@ -188,7 +188,7 @@ def plan(tmp_path, *words):
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1200, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_unmodified_script_is_planned_for_a_device_that_is_not_present(tmp_path):
     done = plan(tmp_path, "plan", "--cost-model", "roofline:p100", "--budget", "0.7x", "--json", "train.py")
     assert done.returncode == 0, done.stderr
@@ -206,7 +206,7 @@ def _squeezenet():
     return torchvision.models.squeezenet1_1(num_classes=10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_that_needs_values_ends_with_82_and_its_line(tmp_path):
     done = plan(tmp_path, "plan", "--cost-model", "roofline:p100", "--budget", "0.7x", "train.py", "best")
     assert done.returncode == 82

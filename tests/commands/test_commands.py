@@ -109,7 +109,7 @@ def test_a_plan_is_explained_with_its_record_from_the_cache_and_refused_without_
     assert "train.py is not a plan" in run(capsys, "explain", "train.py", expect=83).err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_batch_finds_the_largest_and_prints_the_command_to_type_next(capsys):
     words = ("--budget", "600KiB", "--max-overhead", "99%", "--multiple", "64", "--algorithm", "greedy")
     out, err = run(capsys, "batch", *words, "--solver-seconds", "1", "--json", "train.py", "--batch", "{batch}")

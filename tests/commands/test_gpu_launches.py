@@ -47,7 +47,7 @@ def held(done):
 
 
 def launch(machine, *words, ranks=1):
-    options = ("--standalone", f"--nproc-per-node={ranks}", "--solver-seconds=3", "--json")
+    options = ("--standalone", f"--nproc-per-node={ranks}", "--solver-seconds=1", "--json")
     return launcher.run(launcher.MONETRUN, *options, *words, expect=None, environment=machine)
 
 
@@ -89,7 +89,7 @@ def test_a_plain_run_that_fits_is_not_planned(machine, plain):
     assert "fits: nothing to plan" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_keep_the_budget_on_their_own_devices(machine):
     done = launch(machine, "--budget", "0.7x", SCRIPT, ranks=2)
     found, figures = held(done), report(done)
@@ -98,7 +98,7 @@ def test_two_ranks_keep_the_budget_on_their_own_devices(machine):
     assert [f["retries"] for f in found] == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_a_sharded_model_keep_the_budget_on_their_own_devices(machine, tmp_path):
     words = (SHARDED, tmp_path / "out", "--device", "cuda", "--blocks", "4", "--length", "512")
     figures = report_as_planned(launch(machine, "--budget", "0.6x", *words, ranks=2))
@@ -115,7 +115,7 @@ def test_a_budget_that_no_schedule_keeps_is_refused_in_reserved_bytes(machine, p
     assert f"the plain step takes {plain['reserved'] / MIB:.1f} MiB" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_output_that_the_loss_does_not_use_is_freed_where_the_script_drops_it(machine, tmp_path):
     """Trainer's autocast gives the logits in float32 beside the loss. Before, they were counted for good."""
     script = tmp_path / "logits_beside_the_loss.py"
@@ -151,7 +151,7 @@ def test_an_output_that_the_loss_does_not_use_is_freed_where_the_script_drops_it
     assert abs(figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"]) <= 2 * MIB
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_generator_and_a_critic_keep_the_budget_with_the_last_steps_samples(machine):
     """The script holds its samples until the generator gives new ones, after the critic's first backward."""
     done = launch(machine, "--budget", "0.6x", str(ROOT / "recipes" / "matrix_training.py"), "gan")
@@ -160,7 +160,7 @@ def test_a_generator_and_a_critic_keep_the_budget_with_the_last_steps_samples(ma
     assert figures["measured_reserved_bytes"] <= figures["planned_reserved_bytes"] + 2 * MIB
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_plain_peak_has_what_the_allocator_takes_in_a_later_step(machine, tmp_path):
     """The second and third step reserve as much; the last step's gradients then lie so that the fourth takes more."""
     script = tmp_path / "grows.py"
@@ -202,7 +202,7 @@ for step in range(13):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_an_earlier_launch_measured_of_another_batch_is_measured_anew_where_memory_runs_out(machine, tmp_path):
     script, size = tmp_path / "from_a_file.py", tmp_path / "batch.txt"
     script.write_text(BATCH_FROM_A_FILE)
@@ -232,7 +232,7 @@ for step in range(14):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_later_step_of_a_plain_run_that_takes_more_is_planned_for_by_the_next_launch(machine, tmp_path):
     script = tmp_path / "grows.py"
     script.write_text(GROWS)
@@ -245,7 +245,7 @@ def test_a_later_step_of_a_plain_run_that_takes_more_is_planned_for_by_the_next_
     assert report(done)["measured_reserved_bytes"] <= 900 * MIB
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_evaluation_in_a_plain_run_may_take_more_than_the_budget(machine, tmp_path):
     script, size = tmp_path / "evaluates.py", tmp_path / "batch.txt"
     script.write_text(BATCH_FROM_A_FILE)
@@ -256,7 +256,7 @@ def test_evaluation_in_a_plain_run_may_take_more_than_the_budget(machine, tmp_pa
     assert report(done)["measured_reserved_bytes"] <= 400 * MIB
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_that_trains_on_the_cpu_is_planned_there_and_its_trials_end(machine, tmp_path):
     """The plain trial finds no device to measure, and ends after its steps instead of training to the end."""
     script = tmp_path / "on_the_cpu.py"
@@ -294,7 +294,13 @@ model = Model().cuda()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["model = nn.Sequential(*layers).cuda()\n", IN_PARTS], ids=["whole", "in_parts"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("model = nn.Sequential(*layers).cuda()\n", marks=pytest.mark.nightly, id="whole"),
+        pytest.param(IN_PARTS, id="in_parts"),
+    ],
+)
 def test_gradients_that_accumulate_are_kept_until_they_are_freed(machine, tmp_path, model):
     """They are small here, and stay while the first batch and gradients of a part's outputs are freed."""
     script = tmp_path / "accumulates.py"
@@ -318,7 +324,7 @@ def test_gradients_that_accumulate_are_kept_until_they_are_freed(machine, tmp_pa
 
 
 def test_what_a_plan_holds_beside_a_step_is_allocated_there_and_freed(machine, tmp_path):
-    options = ("--budget", "0.8x", "--solver-seconds=3", "--out", tmp_path / "p.json")
+    options = ("--budget", "0.8x", "--solver-seconds=1", "--out", tmp_path / "p.json")
     launcher.run(launcher.MONETRUN, "plan", *options, SCRIPT, environment=machine)
     plan = json.loads((tmp_path / "p.json").read_text())
     (graph,) = plan["graphs"]
@@ -368,7 +374,14 @@ print("RESERVED", json.dumps(reserved))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["search", "search evaluate", "empty"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("search", marks=pytest.mark.nightly),
+        "search evaluate",
+        pytest.param("empty", marks=pytest.mark.nightly),
+    ],
+)
 def test_the_pool_is_held_again_after_the_script_or_a_search_for_kernels_has_given_it_back(machine, tmp_path, what):
     """torch empties its cache after each search of cuDNN's; before, the first planned step began without a pool."""
     script = tmp_path / "gives_back.py"
@@ -397,7 +410,7 @@ for size in (96, 96, 96, 160, 96):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_at_another_shape_what_lies_unused_between_blocks_counts(machine, tmp_path):
     """In allocated bytes the plan's schedule fits there; what it would reserve does not."""
     script = tmp_path / "resized.py"

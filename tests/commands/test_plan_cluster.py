@@ -78,7 +78,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sharded_modules_keep_parameters_for_what_their_all_gathers_take_on_the_link(tmp_path):
     (tmp_path / "train.py").write_text(SHARDED)
     words = ("--nodes", "3", "--gpus", "2", "--link", "10Gbps,5us", "--cost-model", "roofline:h100")

@@ -335,7 +335,7 @@ def test_a_changed_plan_or_cache_file_is_refused_or_sound(surroundings):
     assert surroundings.counts["cached_plan: run"] > 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ten_thousand_changed_files_are_refused_or_sound(surroundings):
     surroundings.runs_left, surroundings.plans_left = 1000, 200
     change_many(surroundings, SEED + 1, 10_000)

@@ -95,7 +95,7 @@ show(int(subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, ch
     assert parse_counters(written.read_text()).peak_bytes == (500 * MIB,)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_drivers_order_and_cuda_visible_devices_select_boards():
     script = "from monetrun.machine import device\nshow([info.total_bytes for info in device.query('cuda', 1)])"
     script += "\nshow([torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())])"
@@ -180,7 +180,7 @@ show(attempt(), attempt())
     assert run(script, environment(fault_at_launch=5)) == [[message, message]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_on_two_devices_train_a_step(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("""

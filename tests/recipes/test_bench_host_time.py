@@ -29,7 +29,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_compares_the_hosts_time_of_both_steps(tmp_path):
     script = tmp_path / "small.py"
     script.write_text(SMALL)

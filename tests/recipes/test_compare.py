@@ -55,6 +55,7 @@ def run(monkeypatch):
     return lambda *words: CliRunner().invoke(recipe.main, words)
 
 
+@pytest.mark.nightly
 def test_a_tiny_network_is_trained_by_each_method_within_the_peaks_of_the_others(tmp_path, run):
     out = tmp_path / "compare.json"
     words = ["--networks", "tiny", "--rounds", "1", "--solver-seconds", "0.5", "--threads", "1", "--no-inductor"]

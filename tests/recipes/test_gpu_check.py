@@ -418,7 +418,7 @@ def on_a_stand_in(tmp_path_factory):
     return done, json.loads((folder / "gpu.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_of_it_runs_on_a_stand_in_gpu(on_a_stand_in):
     done, found = on_a_stand_in
     assert (found["device"], found["stand_in"]) == ("Stand-in GPU", True)
@@ -439,7 +439,7 @@ def test_the_whole_of_it_runs_on_a_stand_in_gpu(on_a_stand_in):
     assert all(name in done.stdout.splitlines()[-1] for name in failed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_its_launches_hold_their_budgets_on_a_stand_in_gpu(on_a_stand_in):
     entries = {e["name"]: e for e in on_a_stand_in[1]["sections"]}
     failed = {n: [f["what"] for f in e["failures"]] for n, e in entries.items() if e["status"] == "failed"}

@@ -100,7 +100,9 @@ def test_a_training_recipe_imports_nothing_of_monetrun(script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", CASES)
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=pytest.mark.nightly if s in ("imagenet.py", "gpt.py") else ()) for s in CASES]
+)
 def test_a_recipe_trains_alike_under_torchrun_and_within_a_budget(script, tmp_path, monkeypatch):
     packages, options = CASES[script]
     skip_without(packages)
@@ -109,7 +111,7 @@ def test_a_recipe_trains_alike_under_torchrun_and_within_a_budget(script, tmp_pa
     path = str(RECIPES / script)
     ranks = f"--nproc-per-node={RANKS.get(script, 1)}"
     plain = launcher.run(launcher.TORCHRUN, "--standalone", ranks, path, *options.replace("OUT", "plain").split())
-    settings = ("--budget", "0.7x", "--implementations", "exact", "--solver-seconds", "3", "--strict")
+    settings = ("--budget", "0.7x", "--implementations", "exact", "--solver-seconds", "1", "--strict")
     planned = launcher.run(
         launcher.MONETRUN, "--standalone", ranks, *settings, path, *options.replace("OUT", "planned").split()
     )

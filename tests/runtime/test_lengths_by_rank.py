@@ -9,11 +9,14 @@ from support.paths import SCRIPTS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("probed", [[], ["--no-probe"]], ids=["with a trial", "without"])
+@pytest.mark.parametrize(
+    "probed",
+    [pytest.param([], id="with a trial"), pytest.param(["--no-probe"], id="without", marks=pytest.mark.nightly)],
+)
 def test_ranks_with_lengths_of_their_own_train_as_under_torchrun(tmp_path, monkeypatch, probed):
     set_apart(monkeypatch, tmp_path)
     options = ("--standalone", "--nproc-per-node=3")
-    settings = ("--budget=0.8x", "--implementations=exact", "--solver-seconds=2", *probed)
+    settings = ("--budget=0.8x", "--implementations=exact", "--solver-seconds=1", *probed)
     script = SCRIPTS / "lengths_by_rank.py"
     launcher.run(launcher.TORCHRUN, *options, script, tmp_path / "plain")
     done = launcher.run(launcher.MONETRUN, *options, *settings, script, tmp_path / "planned")

@@ -388,7 +388,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [[], ["--no-probe"]])
 def test_launches_of_scripts_that_train_in_children_or_differentiate_twice(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
