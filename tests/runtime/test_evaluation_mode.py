@@ -51,7 +51,7 @@ def train(how):
     ("how", "steps", "said"),
     [
         ("start", STEPS - 3, "is trained in evaluation mode"),
-        ("middle", STEPS - 2, "is trained in evaluation mode"),
+        pytest.param("middle", STEPS - 2, "is trained in evaluation mode", marks=pytest.mark.nightly),
         ("validation", STEPS - 1, ""),
         ("flops", STEPS - 2, "has made no training forward before"),
         ("copies", STEPS - 1, ""),

@@ -130,8 +130,7 @@ def test_what_is_kept_later_and_larger_evaluations_are_planned_around_on_the_spo
     assert err.count("between training steps") == 1
 
 
-@pytest.mark.parametrize("begins", [0, 1], ids=["from the first step on", "later"])
-@pytest.mark.parametrize("followed_by", ["a forward", "the optimizer"])
+@pytest.mark.parametrize(("begins", "followed_by"), [(0, "a forward"), (1, "the optimizer")], ids=str)
 def test_evaluation_in_an_accumulation_that_is_left_open_is_not_within_the_budget(begins, followed_by, capsys):
     open_after = 1 if followed_by == "a forward" else 0  # evaluation after an odd number of backward passes: of two
 
@@ -341,7 +340,9 @@ def test_what_no_schedule_fits_ends_with_the_bytes_by_kind_and_a_budget_that_doe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [4096, 16384])  # the second one's input alone is larger than the budget
+@pytest.mark.parametrize(  # the second one's input alone is larger than the budget
+    "batch", [4096, pytest.param(16384, marks=pytest.mark.nightly)]
+)
 def test_a_shape_that_cannot_fit_is_refused_with_the_sizes(batch):
     def script():
         model, optimizer = pair()
