@@ -53,6 +53,13 @@ LONGEST = (
 )
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Two element types show that CUDA's kernels compute, when they run on the CPU, what the native ones do."""
+    given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    if given.get("kernel") == "cuda on the CPU" and str(given.get("dtype")) in ("torch.float64", "torch.float16"):
+        item.add_marker(pytest.mark.nightly)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))

@@ -144,6 +144,7 @@ NETWORKS = {
 
 PAIRS = [(network, kind) for network in NETWORKS for kind in KEEPS if network == "blocks" or kind.endswith("reentrant")]
 PAIRS.append(("convolutions", "selective"))
+MORE = {("blocks", "as a whole"), ("nested", "non-reentrant"), ("convolutions", "non-reentrant")}
 
 
 @pytest.mark.skipif(cpu_allocator.unavailable_reason() is not None, reason="the counting allocator is not available")
@@ -168,7 +169,9 @@ def test_the_plain_peak_is_that_of_eager_with_its_checkpoints(network, kind):
     assert simulate(joint.graph, costs, each_once(joint.graph)).peak_bytes > 1.02 * eager
 
 
-@pytest.mark.parametrize(("network", "kind"), PAIRS)
+@pytest.mark.parametrize(
+    ("network", "kind"), [pytest.param(*pair, marks=pytest.mark.nightly if pair in MORE else ()) for pair in PAIRS]
+)
 def test_training_under_checkpoints_is_bitwise_that_of_eager(network, kind):
     """Whatever the schedule, which need not run the regions again; dropout repeats its numbers.
 

@@ -23,7 +23,7 @@ FEW = {("sm_80", torch.bfloat16), ("sm_90", torch.float32)}
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
-        pytest.param(a, d, marks=[] if (a, d) in FEW else pytest.mark.slow, id=f"{a}-{d}")
+        pytest.param(a, d, marks=[] if (a, d) in FEW else pytest.mark.nightly, id=f"{a}-{d}")
         for a in ("sm_80", "sm_90")
         for d in DTYPES
     ],

@@ -38,6 +38,7 @@ FORCED = (
     "output:copy",
 )
 IN_PARTS = ("conv:parts", "fused:batch-norm-parts")
+NIGHTLY = pytest.mark.nightly
 
 
 class Forcing(Chooser):
@@ -167,7 +168,7 @@ def differing(given, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", [pytest.param(n, marks=NIGHTLY if n == "mobilenet" else ()) for n in NETWORKS])
 def test_every_other_implementation_at_once_gives_the_gradients_of_eager(network):
     """Bitwise; where an implementation is not exact, with at most twice eager's own error."""
     make, inputs, expected_kinds = NETWORKS[network]
@@ -193,7 +194,9 @@ def assert_at_most_twice_the_error(given, expected, exact):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["convolutions", "mobilenet", "resnet"])
+@pytest.mark.parametrize(
+    "network", ["convolutions", pytest.param("mobilenet", marks=NIGHTLY), pytest.param("resnet", marks=NIGHTLY)]
+)
 def test_all_that_can_run_in_parts_has_at_most_twice_the_error_of_eager(network):
     make, inputs, _ = NETWORKS.get(network) or (
         lambda: torchvision.models.resnet18(num_classes=10),
@@ -206,7 +209,7 @@ def test_all_that_can_run_in_parts_has_at_most_twice_the_error_of_eager(network)
     assert_at_most_twice_the_error(given, expected, wide())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hardswish_from_its_output_has_at_most_twice_eagers_error_in_a_whole_network():
     """Over all parameters: in single ones, behind one hardswish, it is up to four times eager's."""
     chooser = Forcing()

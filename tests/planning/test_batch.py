@@ -160,7 +160,7 @@ def test_the_largest_batch_is_that_of_trying_them_all():
     assert found.verified == (Verified(found.batch, True, ""),)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_found_is_planned_within_both_limits():
     found, script, _ = search(limits(30_000))
     plan = script.plan(found.batch)
@@ -169,7 +169,7 @@ def test_what_is_found_is_planned_within_both_limits():
     assert max(script.tried) <= found.batch * 1.02
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_less_overhead_allows_less():
     batches = [search(limits(30_000, share))[0].batch for share in (0.0, 0.1, 0.4)]
     assert batches == sorted(batches)
@@ -224,7 +224,7 @@ def test_a_script_that_fails_at_a_divisor_is_stepped_down_from():
     assert (found.batch, found.next_batch) == (16, 32)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prediction_that_does_not_hold_is_stepped_down_from():
     def bent(batch):
         record = chain(batch)

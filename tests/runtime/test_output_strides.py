@@ -89,7 +89,7 @@ class Unused(Tokens):
         return z.mean((1, 2)), z[:, 1:3], torch.tanh(self.linear(x)).sum(-1)
 
 
-@pytest.mark.parametrize("budget", ["2x", "0.8x"])
+@pytest.mark.parametrize("budget", [pytest.param("2x", marks=pytest.mark.nightly), "0.8x"])
 @pytest.mark.parametrize(
     ("model", "used"),
     [

@@ -101,7 +101,7 @@ def test_the_plain_peak_has_outputs_that_a_variable_holds_as_long_as_it_does(lat
     assert plain == pytest.approx(true, rel=0.005)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_without_a_trial_the_second_step_shows_it_and_the_third_is_planned(late, tmp_path):
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
     gc.collect()
@@ -250,7 +250,7 @@ def recorded_with_its_peak(recorded, script):
     return record
 
 
-@pytest.mark.parametrize("zero", ["optimizer", "by hand", "none"])
+@pytest.mark.parametrize("zero", ["optimizer", pytest.param("by hand", marks=pytest.mark.nightly), "none"])
 def test_the_plain_peak_has_gradients_that_stay_from_step_to_step(zero, recorded):
     record = recorded_with_its_peak(recorded, lambda: train_keeping_gradients(3, zero))
     assert (last_gradients_bytes(record) > 0) == (zero != "none")
@@ -275,7 +275,7 @@ def train_in_buckets(steps, views):
     return peak
 
 
-@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("views", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_the_plain_peak_has_gradients_that_are_views_of_buckets_once(views, recorded):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

@@ -62,7 +62,7 @@ def test_a_model_without_parts_runs_as_it_is_with_the_line_and_what_becomes_of_t
         trained(Bare)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_part_whose_shapes_never_settle_runs_in_python(monkeypatch):
     monkeypatch.setattr(settling, "UNSETTLED_CALLS", 2)
 
@@ -79,7 +79,7 @@ def test_a_part_whose_shapes_never_settle_runs_in_python(monkeypatch):
     assert growing.broken.reason == "a new shape in each call"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_part_stays_planned_where_new_shapes_come_with_the_models_inputs(monkeypatch):
     monkeypatch.setattr(settling, "UNSETTLED_CALLS", 3)
 
@@ -139,7 +139,7 @@ class TinyDetector(nn.Module):
         return sum(self.net(images, targets).values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_two_stage_detector_is_planned_in_its_backbone_and_heads():
     def steps(count=3):
         torch.manual_seed(0)
