@@ -24,30 +24,28 @@ if importlib.util.find_spec("hypothesis") is not None:  # recipes/gpu_check.py r
 
 os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
 
-# Files with long tests, in about the order of their time: a file runs in one process, and none of these should be left
-# over when the others are done.
+# Files with long tests, nightly ones aside, in about the order of their time: a file runs in one process, and none of
+# these should be left over when the others are done.
 LONGEST = (
-    "test_end_to_end",
-    "test_training",
-    "test_gpu_check",
-    "test_fsdp",
-    "test_nodes",
-    "test_recipes_train_alike",
-    "test_compare",
     "test_gpu_launches",
-    "test_torch_launcher",
-    "test_commands",
-    "test_implementations",
+    "test_end_to_end",
+    "test_fsdp",
+    "test_training",
     "test_session",
-    "test_unplannable_use",
-    "test_parts",
+    "test_implementations",
     "test_random_models",
-    "test_standin_gpu",
-    "test_changed_files",
+    "test_parts",
+    "test_ddp_kinds",
+    "test_nodes",
+    "test_commands",
+    "test_torch_launcher",
+    "test_unplannable_use",
     "test_guards",
     "test_launch",
-    "test_fake_tensors",
     "test_check",
+    "test_recipes_train_alike",
+    "test_lengths_by_rank",
+    "test_changed_files",
     "test_whole_networks",
     "test_solver_laws",
 )
