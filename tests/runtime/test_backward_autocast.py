@@ -106,9 +106,12 @@ def assert_same(found, expected):
         assert torch.equal(given, of_eager)
 
 
-@pytest.mark.parametrize("parts", [1, 2], ids=["", "accumulated"])
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [(Float32Region, 1), (Float32Region, 2), (Attention, 1), (AllInBfloat16, 1)],
+    ids=["Float32Region", "accumulated", "Attention", "AllInBfloat16"],
+)
 @pytest.mark.parametrize("within", [False, True], ids=["outside", "within"])
-@pytest.mark.parametrize("make", [Float32Region, Attention, AllInBfloat16])
 def test_a_model_with_a_region_in_float32_trains_bitwise_as_eager(session, make, within, parts):
     expected = train(make, within, parts)
     one = session(budget="4GiB")

@@ -20,7 +20,7 @@ class Residual(nn.Module):
 
     def __init__(self, width=32):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x):
         for layer in self.layers:
@@ -33,8 +33,8 @@ class Normalized(nn.Module):
 
     def __init__(self, width=32):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
 
     def forward(self, x):
         for layer, norm in zip(self.layers, self.norms, strict=True):
@@ -57,12 +57,12 @@ class InParts(nn.Module):
         return self.second(x)
 
 
-def train(make, rows):
+def train(make):
     torch.manual_seed(0)
     model = make()
     optimizer = zoo.sgd(model, 0.01)
     losses, based = [], []
-    for n in rows:
+    for n in (8, 4, 8, 6):
         optimizer.zero_grad()
         y = model(torch.randn(n, 24, 32))
         based.append(y._base is not None)
@@ -75,12 +75,11 @@ def train(make, rows):
     return losses, based, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("rows", [(8, 8, 8), (8, 4, 8, 6)])
 @pytest.mark.parametrize("make", [Residual, Normalized, InParts])
-def test_outputs_may_be_changed_in_place_between_forward_and_backward(make, rows):
-    expected = train(make, rows)
+def test_outputs_may_be_changed_in_place_between_forward_and_backward(make):
+    expected = train(make)
     with opened_session(budget="0.7x", solver_seconds=1.0) as session:
-        found = train(make, rows)
+        found = train(make)
         plan = session.engine.plan
     assert plan is not None
     assert any(step.implementation for g in plan.graphs for step in g.schedule.forward)

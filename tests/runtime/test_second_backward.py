@@ -58,18 +58,19 @@ def trained(model, steps=4, optimizers=1, first=0, drop=False, retain=False):
 
 
 @pytest.mark.parametrize(
-    ("reads", "options"),
+    ("reads", "options", "by_turns"),
     [
-        ("input", {}),
-        ("input", {"optimizers": 2}),
-        ("detached", {}),
-        ("detached", {"first": 2}),
-        ("detached", {"retain": True}),
-        ("features", {"retain": True}),
+        ("input", {}, False),
+        ("input", {"optimizers": 2}, False),
+        ("detached", {}, False),
+        ("detached", {"first": 2}, False),
+        ("detached", {"retain": True}, False),
+        ("features", {"retain": True}, False),
+        ("input", {}, True),
+        ("features", {"retain": True}, True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("by_turns", [False, True], ids=["at once", "by turns"])
 def test_each_is_eagers(reads, options, by_turns, capsys, monkeypatch):
     monkeypatch.setattr(gradient_order, "communicates", lambda: by_turns)
     plain = trained(made(reads), **options)
