@@ -10,6 +10,7 @@ from support.launches import set_apart
 from support.paths import SCRIPTS
 
 SCRIPT = str(SCRIPTS / "ddp_kinds.py")
+MORE = [("unused no_sync", 4), ("hook join", 2), ("gan", 2), ("restart", 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +21,15 @@ def surroundings(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "ranks"),
-    [("unused no_sync", 4), ("static view", 2), ("hook join", 2), ("gan", 2), ("restart", 2)],
+    [
+        ("unused no_sync", 2),
+        ("static view", 2),
+        *(pytest.param(*more, marks=pytest.mark.nightly) for more in MORE),
+    ],
 )
 def test_losses_and_weights_are_torchruns(kinds, ranks):
     launches = 2 if kinds == "restart" else 1  # of which the second goes on from the first one's checkpoint
-    options = ("--implementations=exact", "--solver-seconds=2", "--budget=0.8x", "--json")
+    options = ("--implementations=exact", "--solver-seconds=1", "--budget=0.8x", "--json")
     for _ in range(launches):
         launcher.run(launcher.TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", SCRIPT, "plain", *kinds.split())
         done = launcher.run(launcher.MONETRUN, *options, f"--nproc-per-node={ranks}", SCRIPT, "planned", *kinds.split())

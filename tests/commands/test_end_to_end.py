@@ -17,6 +17,7 @@ from support.launches import set_apart, without_settings
 from support.paths import SCRIPTS
 
 TINY = str(SCRIPTS / "tiny.py")
+TWO_RANKS = ("--ddp", "--steps=4", "--bucket-mb=0.01")  # many buckets
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def plain(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         without_settings(patch)
         torchrun(TINY, str(folder / "one"))
-        torchrun("--nproc-per-node=2", TINY, str(folder / "two"), "--ddp", "--steps=4")
+        torchrun("--nproc-per-node=2", TINY, str(folder / "two"), *TWO_RANKS)
     return folder
 
 
@@ -50,7 +51,7 @@ def same(a, b):
 
 
 def test_a_launch_trains_as_torchrun_does_within_the_budget_and_the_second_comes_from_the_cache(plain):
-    done = monetrun("--budget", "0.7x", "--solver-seconds", "3", "--json", TINY, "planned")
+    done = monetrun("--budget", "0.7x", "--solver-seconds", "1", "--json", TINY, "planned")
     same(plain / "one.0", "planned.0")
     assert Path("planned.steps").read_text() == "0 0\n0 1\n0 2\n"  # the trial run took no step
     found = json.loads(done.stdout.splitlines()[-1])
@@ -61,17 +62,17 @@ def test_a_launch_trains_as_torchrun_does_within_the_budget_and_the_second_comes
     assert found["steps"] == 3
     assert "trial run" in done.stderr
 
-    again = monetrun("--budget", "0.7x", "--solver-seconds", "3", TINY, "planned")
+    again = monetrun("--budget", "0.7x", "--solver-seconds", "1", TINY, "planned")
     assert "trial run" not in again.stderr
     assert "plan from the cache" in again.stderr
     same(plain / "one.0", "planned.0")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_ranks_with_many_buckets_train_as_under_torchrun(tmp_path):
     words = ("--nproc-per-node=3", TINY)
     torchrun(*words, "plain", "--ddp", "--steps=4", "--bucket-mb=0.01")
-    options = ("--implementations=exact", "--solver-seconds=3", "--budget=0.75x", "--json")
+    options = ("--implementations=exact", "--solver-seconds=1", "--budget=0.75x", "--json")
     done = monetrun(*options, *words, "planned", "--ddp", "--steps=4", "--bucket-mb=0.01")
     assert "planning at the first step" not in done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -81,7 +82,7 @@ def test_three_ranks_with_many_buckets_train_as_under_torchrun(tmp_path):
         same(f"plain.{rank}", f"planned.{rank}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_planned_of_a_rank_does_not_depend_on_how_many_there_are():
     ledgers = []
     for ranks in (2, 4):
@@ -93,12 +94,12 @@ def test_what_is_planned_of_a_rank_does_not_depend_on_how_many_there_are():
     assert ledgers[0]["DDP buckets"] == ledgers[0]["gradients"] == ledgers[0]["parameters"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_ranks_that_run_in_processes_of_multiprocessing_plan_as_others_do(plain, start):
     how = ("--run-path", f"--start-method={start}")
-    options = ("--implementations=exact", "--solver-seconds=3", "--budget=0.75x", "--json", *how)
-    done = monetrun(*options, "--nproc-per-node=2", TINY, "planned", "--ddp", "--steps=4")
+    options = ("--implementations=exact", "--solver-seconds=1", "--budget=0.75x", "--json", *how)
+    done = monetrun(*options, "--nproc-per-node=2", TINY, "planned", *TWO_RANKS)
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["ranks"]) == 2
     assert found["measured_peak_bytes"] <= found["budget_bytes"]
@@ -109,8 +110,8 @@ def test_ranks_that_run_in_processes_of_multiprocessing_plan_as_others_do(plain,
 @pytest.mark.slow
 def test_without_a_probe_rank_0_plans_at_the_first_step_for_all(plain):
     done = monetrun(
-        *("--nproc-per-node=2", "--no-probe", "--budget", "0.75x", "--solver-seconds", "2", "--json"),
-        *(TINY, "planned", "--ddp", "--steps=4"),
+        *("--nproc-per-node=2", "--no-probe", "--budget", "0.75x", "--solver-seconds", "1", "--json"),
+        *(TINY, "planned", *TWO_RANKS),
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["measured_peak_bytes"] <= found["budget_bytes"]
@@ -119,7 +120,7 @@ def test_without_a_probe_rank_0_plans_at_the_first_step_for_all(plain):
 
 
 def test_plan_writes_a_plan_that_a_launch_runs_and_measures_and_another_model_refuses(tmp_path, plain):
-    done = monetrun("plan", "--out", "p.json", "--budget", "0.8x", "--solver-seconds", "2", TINY, "planned")
+    done = monetrun("plan", "--out", "p.json", "--budget", "0.8x", "--solver-seconds", "1", TINY, "planned")
     assert not Path("planned.0").exists()
     assert "nothing trained" in done.stderr
     plan = codec.loads(Plan, Path("p.json").read_text())
@@ -150,8 +151,8 @@ def test_plan_writes_a_plan_that_a_launch_runs_and_measures_and_another_model_re
 
 
 @pytest.mark.slow
-def test_a_budget_under_the_smallest_feasible_names_it_and_it_is_feasible(tmp_path):
-    done = monetrun("--budget", "3MiB", "--solver-seconds", "3", TINY, "out", expect=80)
+def test_a_budget_under_the_smallest_feasible_names_it_and_it_is_feasible():
+    done = monetrun("--budget", "3MiB", "--solver-seconds", "1", TINY, "out", expect=80)
     assert "smallest feasible" in done.stderr
     assert "floor: Sequential" in done.stderr
     smallest = done.stderr.split("fits: --budget ")[1].split()[0]
@@ -159,13 +160,6 @@ def test_a_budget_under_the_smallest_feasible_names_it_and_it_is_feasible(tmp_pa
     # the schedule found is kept, and no search is needed to find it again
     done = monetrun("--budget", smallest, "--solver-seconds", "1", TINY, "out")
     assert "trial run" not in done.stderr
-    for file in (tmp_path / "cache").glob("*/*.json"):
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    # how low a search gets under new costs is a matter of luck
-    budget = f"{int(1.1 * int(smallest.removesuffix('KiB')))}KiB"
-    done = monetrun("--budget", budget, "--solver-seconds", "3", TINY, "out")
-    assert "is not used" in done.stderr
-    assert "trial run" in done.stderr
 
 
 @pytest.mark.slow
@@ -178,7 +172,7 @@ def test_a_script_whose_import_fails_shows_its_traceback_as_python_does(tmp_path
     assert done.stderr.count("Traceback") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_that_fails_while_training_shows_its_own_traceback():
     done = monetrun("--budget", "0.9x", TINY, "out", "--fail", "backward", expect=1)
     assert "ValueError: a bad batch" in done.stderr
@@ -199,18 +193,18 @@ def test_a_missing_script_is_found_before_anything_starts():
     assert "no_such.py" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_no_schedule_fits_beside_ends_in_the_middle_with_the_bytes_by_kind_and_exit_code_84():
-    done = monetrun("--budget", "6MiB", "--solver-seconds", "2", TINY, "out", "--hold", str(1 << 29), expect=84)
+    done = monetrun("--budget", "6MiB", "--solver-seconds", "1", TINY, "out", "--hold", str(1 << 29), expect=84)
     assert "no schedule fits" in done.stderr
     assert "other tensors of the script 512" in done.stderr
     assert "fits: --budget 51" in done.stderr
     assert Path("out.steps").read_text() == "0 0\n0 1\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_that_runs_out_before_the_first_steps_end_restarts_with_a_tighter_plan_which_is_kept(plain):
-    words = ("--budget", "0.75x", "--solver-seconds", "2", TINY, "out", "--untried", str(2300 << 10))
+    words = ("--budget", "0.75x", "--solver-seconds", "1", TINY, "out", "--untried", str(2300 << 10))
     done = monetrun(*words)
     same(plain / "one.0", "out.0")
     assert 1 <= done.stderr.count("starting again") <= 2
@@ -221,17 +215,17 @@ def test_memory_that_runs_out_before_the_first_steps_end_restarts_with_a_tighter
     assert "starting again" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_unwritable_cache_is_a_warning(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("MONETRUN_CACHE", str(blocked / "cache"))
-    done = monetrun("--budget", "0.9x", "--solver-seconds", "2", TINY, "out")
+    done = monetrun("--budget", "0.9x", "--solver-seconds", "1", TINY, "out")
     assert "cannot be written" in done.stderr
     assert Path("out.0").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_captured_runs_as_it_is_after_one_warning_and_strict_refuses(tmp_path):
     script = tmp_path / "scripted.py"
     script.write_text(
