@@ -75,7 +75,7 @@ def pictures(side):
 
 
 CASES = {
-    "attention": (Attention, tokens, (9, 12, 17, 10)),
+    "attention": (Attention, tokens, (9, 12, 17)),
     "convolutions": (Convolutions, pictures, (12, 20, 15, 16)),
     "view of a mask": (Masked, padded, (9, 12, 17)),
 }

@@ -8,6 +8,7 @@ marked exact; otherwise within a few roundings or, in half precision, at most tw
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
@@ -32,6 +33,16 @@ def offered_everywhere(monkeypatch):
 
 
 def joint_graph(case, form, dtype):
+    return in_float32(case) if (form, dtype) == ("contiguous", torch.float32) else captured_case(case, form, dtype)
+
+
+@functools.cache
+def in_float32(case):
+    """Two tests use it."""
+    return captured_case(case, "contiguous", torch.float32)
+
+
+def captured_case(case, form, dtype):
     torch.manual_seed(0)
     module, shape = CASES[case]
     x = torch.randn(shape, dtype=dtype).to(DEVICE)
@@ -40,10 +51,10 @@ def joint_graph(case, form, dtype):
     return captured(copy.deepcopy(module).to(dtype).train(), x)
 
 
-# the default run leaves out a half and a full precision: the other two have the same branches
+# nightly: a half and a full precision of which the other two have the same branches
 SHORT = (torch.float32, torch.bfloat16)
 FORMED = [
-    pytest.param(case, form, dtype, id=f"{case}-{form}-{dtype}", marks=() if dtype in SHORT else pytest.mark.slow)
+    pytest.param(case, form, dtype, id=f"{case}-{form}-{dtype}", marks=() if dtype in SHORT else pytest.mark.nightly)
     for case, (_, shape) in CASES.items()
     for form in ("contiguous", "channels_last")
     if form == "contiguous" or len(shape) == 4
