@@ -31,12 +31,13 @@ struct Images {
   int64_t count, channels, height, width;
   bool channels_last;
 
-  Images(const Tensor& t, const char* name) {
+  Images(const Tensor& t, const char* name) : Images(t, name, !t.is_contiguous()) {}
+
+  Images(const Tensor& t, const char* name, bool last) : channels_last(last) {
     const int64_t dims = t.dim();
     STD_TORCH_CHECK(dims == 3 || dims == 4, name, " must be [N, C, H, W] or [C, H, W], got ", dims, " dimensions");
-    channels_last = !t.is_contiguous();
-    STD_TORCH_CHECK(!channels_last || (dims == 4 && is_channels_last(t)), name,
-                    " is neither contiguous nor channels-last");
+    STD_TORCH_CHECK(last ? dims == 4 && is_channels_last(t) : t.is_contiguous(), name,
+                    " is neither contiguous nor channels-last, or not as the input");
     count = dims == 4 ? t.size(0) : 1;
     channels = t.size(dims - 3);
     height = t.size(dims - 2);

@@ -188,9 +188,10 @@ void scatter(const T* grad, T* to, const Images& in, const Window& w, int64_t ro
 
 inline Tensor max_pool2d_index_backward(const Tensor& grad, const Tensor& index, std::vector<int64_t> input_size,
                                         std::vector<int64_t> kernel_size, std::vector<int64_t> stride,
-                                        std::vector<int64_t> padding, std::vector<int64_t> dilation) {
+                                        std::vector<int64_t> padding, std::vector<int64_t> dilation,
+                                        bool channels_last) {
   const Window w = window_of(kernel_size, stride, padding, dilation);
-  const Images out(grad, "grad");
+  const Images out(grad, "grad", channels_last);
   check_index(grad, index, out, input_size);
   Tensor result = new_images(grad, input_size, grad.scalar_type(), out.channels_last);
   Images in(result, "the input");

@@ -35,9 +35,9 @@ using Sizes = torch::headeronly::HeaderOnlyArrayRef<int64_t>;
 
 // Whether the elements fill one stretch of memory in the order of dimensions `order` (outermost first).
 inline bool is_dense_in(const Tensor& t, const std::vector<int64_t>& order) {
+  if (t.numel() == 0) return true;
   int64_t expected = 1;
   for (auto d = order.rbegin(); d != order.rend(); ++d) {
-    if (t.size(*d) == 0) return true;
     if (t.size(*d) == 1) continue;
     if (t.stride(*d) != expected) return false;
     expected *= t.size(*d);

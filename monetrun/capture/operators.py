@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from monetrun.capture.marks import ONE_CALL_WITH_NEXT
 from monetrun.capture.output_gradients import OVERWRITES
 from monetrun.capture.regions import Regions
+from monetrun.capture.result_forms import ResultForms
 from monetrun.capture.storages import Storages, mutates, tensors_in
 from monetrun.core.graph import FORWARD, Implementation, Operator
 from monetrun.ops import random, replay
@@ -80,12 +81,14 @@ def describe(
     """
     described: list[Described] = []
     readable = {t.id for t in storages.tensors if t.external}
+    forms = ResultForms(signature)
     for phase, nodes in phases:
         for node in nodes:
             written = storages.written.get(node)
             if written is None:
                 continue
-            alternatives = tuple(_usable(offered.get(node, ()), written, storages, readable, inputs))
+            usable = _usable(offered.get(node, ()), written, storages, readable, inputs)
+            alternatives = tuple(a for a in usable if forms.same(node, a))
             measured = (Call.of(node), *(a.costs_as or a.call for a in alternatives))
             signatures = tuple(signature(call) for call in measured)
             op = Operator(

@@ -20,17 +20,18 @@ def is_form_bound(node: fx.Node) -> bool:
 
 
 def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """``value``, copied if its strides are others."""
+    """``value`` with these strides; it is copied if they put its elements into another order."""
     if alike(value.shape, value.stride(), strides):
-        return value
+        # those of dimensions of one element count, too (see ``is_dense``)
+        same = value.stride() == tuple(strides)
+        return value if same else value.as_strided(value.shape, strides)
     return value.new_empty_strided(value.shape, strides).copy_(value)
 
 
 def with_strides_of(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``value`` with the strides of what an elementwise operator makes of ``other``; copied if its own are others."""
-    if value.stride() == other.stride():
-        return value
-    return with_strides(value, torch.empty_like(other, device="meta").stride())
+    strides = torch.empty_like(other, device="meta").stride()
+    return value if alike(value.shape, value.stride(), strides) else with_strides(value, strides)
 
 
 def alike(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:

@@ -21,6 +21,21 @@ def is_channels_last(value: Tensor) -> bool | None:
     return None if contiguous == last else last
 
 
+def has_strides_of_channels_last(value: Tensor) -> bool:
+    """Whether a kernel that follows its operand's format takes a dense tensor for channels-last, not for contiguous.
+
+    By the strides of dimensions of one element, too: the elements alone do not show the format of images of one pixel,
+    or of one channel.
+    """
+    if value.dim() not in _CHANNELS_LAST:
+        return False
+    strides, (_, channels, *sizes) = [1], value.shape
+    for size in (channels, *reversed(sizes)):
+        strides.append(strides[-1] * max(1, size))
+    of_channels, *of_sizes, of_images = strides
+    return value.stride() == (of_images, of_channels, *reversed(of_sizes)) and max(channels, *sizes) > 1
+
+
 def is_images(value: Tensor) -> bool:
     """Whether [N, C, ...] is contiguous or channels-last."""
     return value.is_contiguous() or value.movedim(1, -1).is_contiguous()

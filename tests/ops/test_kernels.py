@@ -189,6 +189,7 @@ WINDOWS = [
     ((6, 6), [2, 2], [], [1, 1], [1, 1], True),
     ((6, 9), [2, 2], [3, 3], [0, 0], [1, 1], True),
     ((5, 5), [5, 5], [1, 1], [2, 2], [1, 1], False),
+    ((5, 4), [5, 4], [], [0, 0], [1, 1], False),  # one pixel, whose format is both
     ((4, 5), [1, 1], [3, 3], [0, 0], [1, 1], False),
 ]
 
@@ -213,7 +214,8 @@ def test_pooling_by_one_byte_is_bitwise_identical_to_atens(kernel, layout, dtype
         grad = laid_out(numbers(y.shape, dtype, special=False, seed=3), layout)
         wide = grad.to(added_in), x.to(added_in)
         expected = aten.max_pool2d_with_indices_backward(*wide, *place, ceil_mode, flat).to(dtype)
-        assert_same(kernel("max_pool2d_index_backward")(grad, index, list(x.shape), *place), expected)
+        form = layout == "channels-last"
+        assert_same(kernel("max_pool2d_index_backward")(grad, index, list(x.shape), *place, form), expected)
         assert_same(kernel("max_pool2d_input_backward")(grad, x, *place, ceil_mode), expected)
 
 
@@ -292,6 +294,7 @@ def samples():
             monet.max_pool2d_index(x, *window, False),
             [2, 3, 6, 6],
             *window,
+            False,
         ),
         "max_pool2d_input_backward": (torch.randn(2, 3, 3, 3), x, *window, False),
         "batch_norm_act": (images, c, None, c, c, images, 0.0, NAN),
@@ -352,6 +355,6 @@ def test_without_a_compiler_the_references_run_and_the_reason_is_given(tmp_path)
 def test_a_made_up_index_writes_nothing_outside_of_its_plane(kernel):
     """Costs are measured on made-up indices: place 0 of the first windows is in the padding."""
     grad, index = torch.ones(4, 1, 5, 5), torch.zeros(4, 1, 5, 5, dtype=torch.uint8)
-    given = kernel("max_pool2d_index_backward")(grad, index, [4, 1, 9, 9], [3, 3], [2, 2], [1, 1], [1, 1])
+    given = kernel("max_pool2d_index_backward")(grad, index, [4, 1, 9, 9], [3, 3], [2, 2], [1, 1], [1, 1], False)
     # the first row of windows falls outside, not into the plane before; the first column too, or into the row before
     assert given.sum((1, 2, 3)).tolist() in ([16.0] * 4, [20.0] * 4)

@@ -87,6 +87,10 @@ def _last(images: Tensor, name: str) -> bool:
     return True
 
 
+def _has_format(images: Tensor, last: bool) -> bool:
+    return images.dim() == 4 and is_channels_last(images) if last else images.is_contiguous()
+
+
 def _new(like: Tensor, size: Sequence[int], dtype: torch.dtype, last: bool) -> Tensor:
     form = torch.channels_last if last else torch.contiguous_format
     return torch.empty(size, dtype=dtype, device=like.device, memory_format=form)
@@ -122,18 +126,19 @@ def max_pool2d_index_backward(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    channels_last: bool,
 ) -> Tensor:
     """As ``families.pooling.max_pool2d_index_backward``."""
     window = _Window(kernel_size, stride or kernel_size, padding, dilation)
-    last = _last(grad, "grad")
-    laid_out = is_channels_last(index) if last else index.is_contiguous()
-    if index.shape != grad.shape or index.dtype != torch.uint8 or not laid_out:
-        raise RuntimeError("index is not of grad's shape and layout, in bytes")
+    if not (_has_format(grad, channels_last) and _has_format(index, channels_last)):
+        raise RuntimeError("grad and index must both have the input's memory format")
+    if index.shape != grad.shape or index.dtype != torch.uint8:
+        raise RuntimeError("index is not of grad's shape, in bytes")
     if len(input_size) != grad.dim():
         raise RuntimeError("input_size and grad differ in dimensions")
-    to = _new(grad, input_size, grad.dtype, last)
-    sizes = (*input_size[-3:], last, *grad.shape[-2:])
-    dividers = (*_dividers(to.shape, last), *window.strides)
+    to = _new(grad, input_size, grad.dtype, channels_last)
+    sizes = (*input_size[-3:], channels_last, *grad.shape[-2:])
+    dividers = (*_dividers(to.shape, channels_last), *window.strides)
     _start("max_pool2d_index_backward", grad, to, (grad, index, to), (*sizes, *window.numbers, *dividers))
     return to
 
@@ -153,7 +158,7 @@ def max_pool2d_input_backward(
     pooled = (window.outputs(x.shape[-2], 0, ceil_mode), window.outputs(x.shape[-1], 1, ceil_mode))
     if grad.dtype != x.dtype or grad.shape != (*x.shape[:-2], *pooled):
         raise RuntimeError("grad is not of the output's shape and the input's dtype")
-    if not (is_channels_last(grad) if last else grad.is_contiguous()):
+    if not _has_format(grad, last):
         raise RuntimeError("grad and x differ in layout")
     to = torch.empty_like(x)
     sizes = (*x.shape[-3:], last, *pooled)

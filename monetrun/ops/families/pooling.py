@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from monetrun.ops.definition import operator
+from monetrun.ops.memory_format import has_strides_of_channels_last, memory_format
 from monetrun.ops.registry import Alternative, Call, Joint, alike, argument, implementation, is_whole, source, value_of
 
 aten = torch.ops.aten
@@ -28,8 +29,9 @@ def _fake_index(x: Tensor, *window: Any) -> Tensor:
     return torch.empty(out.shape, dtype=torch.uint8, device=x.device, memory_format=_images_format(x))
 
 
-def _fake_index_backward(grad: Tensor, index: Tensor, input_size: Sequence[int], *_: Any) -> Tensor:
-    return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=_images_format(grad))
+def _fake_index_backward(grad: Tensor, index: Tensor, input_size: Sequence[int], *arguments: Any) -> Tensor:
+    form = memory_format(4, arguments[-1])
+    return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=form)
 
 
 def _window_start(count: int, dim: int, like: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
@@ -68,7 +70,7 @@ def max_pool2d_index(
 
 @operator(
     "max_pool2d_index_backward(Tensor grad, Tensor index, int[] input_size, int[2] kernel_size, int[2] stride,"
-    " int[2] padding, int[2] dilation) -> Tensor",
+    " int[2] padding, int[2] dilation, bool channels_last) -> Tensor",
     _fake_index_backward,
 )
 def max_pool2d_index_backward(
@@ -79,10 +81,12 @@ def max_pool2d_index_backward(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    channels_last: bool,
 ) -> Tensor:
     """The gradient of max_pool2d's input from ``max_pool2d_index``.
 
-    Bitwise identical to max_pool2d_with_indices_backward.
+    Bitwise identical to max_pool2d_with_indices_backward. ``channels_last`` is the format of the input, and of its
+    gradient: where one pixel is left, that of ``grad`` does not show it.
     """
     _check_window(kernel_size)
     stride = stride or kernel_size
@@ -93,7 +97,7 @@ def max_pool2d_index_backward(
     # made-up indices (costs are measured on them) may point outside of the plane: nothing is added for those
     outside = (flat < 0) | (flat >= input_size[-2] * input_size[-1])
     flat, grad = flat.masked_fill(outside, 0), grad.clone().masked_fill_(outside, 0)
-    x = _fake_index_backward(grad, index, input_size)
+    x = _fake_index_backward(grad, index, input_size, channels_last)
     # ceil_mode changes only the shape of the output, which is known here
     backward = aten.max_pool2d_with_indices_backward.default
     window = (kernel_size, stride, padding, dilation)
@@ -167,6 +171,7 @@ def _max_pool2d_backward(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
     window = (kernel, stride, padding, dilation)
     if kernel[0] * kernel[1] < 256:
         index = joint.optional(pool, monet.max_pool2d_index.default, x, *window, ceil_mode)
-        call = Call(monet.max_pool2d_index_backward.default, (grad, index, list(value.shape), *window))
+        arguments = (grad, index, list(value.shape), *window, has_strides_of_channels_last(value))
+        call = Call(monet.max_pool2d_index_backward.default, arguments)
         yield Alternative("intermediate:index", call)
         yield Alternative("output:input", Call(monet.max_pool2d_input_backward.default, (grad, x, *window, ceil_mode)))
