@@ -264,6 +264,11 @@ def alike(*nodes: Any) -> bool:
     )
 
 
+def are_contiguous(*nodes: Any) -> bool:
+    """Whether all tensors among nodes are contiguous: a kernel reads parameters as vectors without gaps."""
+    return all(v.is_contiguous() for v in map(value_of, nodes) if v is not None)
+
+
 def source(node: Any) -> Any:
     """The node at the start of a chain of ``detach`` and ``alias`` calls."""
     aten = torch.ops.aten

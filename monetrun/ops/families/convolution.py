@@ -43,13 +43,15 @@ def _without_the_input(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
 def input_gradient(node: fx.Node) -> Call | None:
     """The convolution that is the gradient of a convolution's input; None where ``node`` gives other gradients too."""
     arguments: Any = node.args
-    grad, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = arguments
+    grad, x, weight, _, stride, padding, dilation, transposed, further, groups, mask = arguments
     values = value_of(x), value_of(grad), value_of(weight)
     if list(mask) != [True, False, False] or any(v is None for v in values):
         return None
     of_x, of_grad, of_weight = (v.shape for v in values if v is not None)
     dimensions = len(of_x) - 2
-    stride, padding, dilation = (for_each(v, dimensions) for v in (stride, padding, dilation))
+    stride, padding, dilation, further = (for_each(v, dimensions) for v in (stride, padding, dilation, further))
+    if transposed and any(f >= s for f, s in zip(further, stride, strict=True)):
+        return None  # windows of the convolution would begin in the output's padding, too
     output_padding = [0] * dimensions
     if not transposed:  # elements at the far end that no window reaches
         output_padding = [

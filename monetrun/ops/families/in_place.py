@@ -70,12 +70,22 @@ def may_overwrite(node: fx.Node, operand: Any, result: fx.Node | None = None) ->
     """
     if value_of(operand) is None or not alike(node if result is None else result, operand):
         return False
-    storages = [v.untyped_storage()._cdata for v in map(value_of, node.all_input_nodes) if v is not None]
-    return storages.count(operand.meta["val"].untyped_storage()._cdata) == 1
+    return [_storage(n) for n in node.all_input_nodes].count(_storage(operand)) == 1
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = value_of(node)
+    return None if value is None else value.untyped_storage()._cdata
 
 
 def _commutes(node: fx.Node) -> bool:
-    return bool(node.kwargs.get("alpha", 1) == 1 and not node.meta["val"].is_complex())
+    """Whether the result is bitwise identical with the operands exchanged.
+
+    On a CPU, the second operand of a product in 16 bits is not rounded before where it is one wider number.
+    """
+    first, result = value_of(node.args[0]), node.meta["val"]
+    rounded = first is None or first.dtype == result.dtype or node.target is not aten.mul.Tensor
+    return bool(node.kwargs.get("alpha", 1) == 1 and not result.is_complex() and rounded)
 
 
 @implementation(*_OVERWRITE_ARGUMENT)
@@ -103,7 +113,8 @@ def _of_the_copy(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         if copy.target is aten.clone.default and alike(copy, x, node):
             call = Call(node.target, (copy, *node.args[1:]), dict(node.kwargs))
             yield Alternative("output:copy", call, costs_as=Call.of(node))
-            yield Alternative("output:copy", Call(_OVERWRITE_ARGUMENT[node.target], call.args, call.kwargs), copy)
+            if _storage(copy) not in [_storage(n) for n in node.all_input_nodes if n is not copy]:
+                yield Alternative("output:copy", Call(_OVERWRITE_ARGUMENT[node.target], call.args, call.kwargs), copy)
 
 
 @implementation(*_OVERWRITE_GRADIENT)

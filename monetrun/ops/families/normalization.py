@@ -24,6 +24,7 @@ from monetrun.ops.registry import (
     Call,
     Joint,
     alike,
+    are_contiguous,
     argument,
     call_of,
     element,
@@ -175,7 +176,7 @@ def _fused(node: fx.Node, norm: fx.Node, residual: Any, low: float, high: float)
     x, weight, bias = norm.args[:3]
     mean, invstd = element(norm, 1), element(norm, 2)
     value = value_of(x)
-    if mean is None or invstd is None or value is None or not alike(node, x):
+    if mean is None or invstd is None or value is None or not alike(node, x) or not are_contiguous(weight, bias):
         return
     by_cudnn = norm.target is monet.cudnn_batch_norm.default
     with real_tensors():

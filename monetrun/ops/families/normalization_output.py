@@ -22,6 +22,7 @@ from monetrun.ops.registry import (
     Alternative,
     Call,
     Joint,
+    are_contiguous,
     argument,
     call_of,
     element,
@@ -182,6 +183,11 @@ def _guard(weight: Any, bias: Any, limit: float) -> Call | None:
     return Call(monet.affine_invertible.default, (weight, bias, limit))
 
 
+def _readable(grad: Any, result: Any, weight: Any, bias: Any, *others: Any) -> bool:
+    """Whether the kernels, and those of guards, take the numbers and the parameters."""
+    return wide(grad, result, weight, bias, *others) and are_contiguous(weight, bias)
+
+
 def _alike(*nodes: Any) -> bool:
     """Whether nodes are tensors of the same shape and strides."""
     values = [value_of(n) for n in nodes]
@@ -200,7 +206,7 @@ def _layer_norm(node: fx.Node, joint: Joint) -> Iterator[Alternative]:
         return
     result = element(norm, 0)
     values = [value_of(n) for n in (grad, result, x)]
-    if any(v is None or not v.is_contiguous() for v in values) or not wide(grad, result, weight, bias):
+    if any(v is None or not v.is_contiguous() for v in values) or not _readable(grad, result, weight, bias):
         return
     call = Call(monet.layer_norm_output_backward.default, (grad, result, shape, rstd, weight, bias, mask))
     yield Alternative("output:layer-norm", call, exact=False, guard=_guard(weight, bias, LIMIT))
@@ -247,7 +253,7 @@ def _of_channels(name: str, grad: Any, x: Any, norm: fx.Node, rstd: Any, mask: A
     weight, bias = norm.args[1:3]
     result = element(norm, 0)
     value = value_of(result)
-    if value is None or not _alike(result, grad, x) or not wide(grad, result, rstd, weight, bias):
+    if value is None or not _alike(result, grad, x) or not _readable(grad, result, weight, bias, rstd):
         return
     if not is_images(value):
         return

@@ -1,8 +1,9 @@
 """Backward of ReLU, ReLU6 (hardtanh) and leaky ReLU: from input, from output, or from a packed 1-bit mask.
 
 Eager keeps the input or the output, whichever its formula reads. Either one shows where the gradient passes, and so
-does one bit per element (MONeT's output- and intermediate-activated operators, section 4.3). Where the input is NaN the
-gradient passes, as in torch's own kernels (but for leaky ReLU's, which scale it).
+does one bit per element (MONeT's output- and intermediate-activated operators, section 4.3). Where the input is NaN, a
+mask passes the gradient, as torch's ReLU does. Torch's leaky ReLU scales it; on a CPU its hardtanh gives 0 for elements
+that are computed in whole vectors, and passes the gradient of the last few.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from monetrun.ops.bitmask import unpack
 from monetrun.ops.definition import arithmetic_dtype, like_first, operator, overwritten_first
 from monetrun.ops.families.in_place import may_overwrite, over_gradient
 from monetrun.ops.memory_format import in_storage_order
-from monetrun.ops.registry import Alternative, Call, Joint, alike, implementation, source, uncopied
+from monetrun.ops.registry import Alternative, Call, Joint, alike, argument, implementation, source, uncopied
 
 aten = torch.ops.aten
 monet = torch.ops.monet
@@ -28,6 +29,13 @@ _FORWARD: dict[Any, tuple[Any, ...]] = {
     aten.threshold_backward.default: (aten.relu.default,),
     aten.hardtanh_backward.default: (aten.hardtanh.default, aten.hardtanh_.default),
     aten.leaky_relu_backward.default: (aten.leaky_relu.default,),
+}
+
+# what each backward and its forward have in common
+_CONSTANTS: dict[Any, tuple[str, ...]] = {
+    aten.threshold_backward.default: (),
+    aten.hardtanh_backward.default: ("min_val", "max_val"),
+    aten.leaky_relu_backward.default: ("negative_slope",),
 }
 
 
@@ -59,21 +67,21 @@ def _ends(node: fx.Node) -> list[fx.Node]:
     read = source(node.args[1])
     if not isinstance(read, fx.Node):
         return []
-    if read.target in forward:
+    if read.target in forward and _has_the_same_constants(node, read):
         return [read, source(read.args[0])]
     original = uncopied(read)
     results = [
         user
         for n in dict.fromkeys((read, original))
         for user in n.users
-        if user.target in forward and user.args[0] is n and user.args[1:] == _constants(node, user)
+        if user.target in forward and user.args[0] is n and _has_the_same_constants(node, user)
     ]
     return [read, original, *results[:1]]
 
 
-def _constants(node: fx.Node, forward: fx.Node) -> tuple[Any, ...]:
-    """The constants that ``forward`` must have for ``node`` to be its backward."""
-    return tuple(node.args[2 : 2 + len(forward.args) - 1])
+def _has_the_same_constants(node: fx.Node, forward: fx.Node) -> bool:
+    """Whether the constants of ``forward`` are those whose backward ``node`` is; a traced call leaves out defaults."""
+    return all(argument(node, name) == argument(forward, name) for name in _CONSTANTS[node.target])
 
 
 def _slope(node: fx.Node) -> float:
