@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
-from monetrun.capture.open_strides import TRACED_STRIDES, has_order, open_nodes
+from monetrun.capture.open_strides import TRACED_STRIDES, has_strides, open_nodes
 from monetrun.capture.strides import VIEWS, is_form_bound, with_strides, with_strides_of
 from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm  # noqa: F401  (defines the operators)
 from monetrun.ops.families import output_gradients
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 monet = torch.ops.monet
 
 # monetrun's operators whose result has strides of its own, as that of the operator whose place they take
-_OWN_LAYOUT = re.compile("norm|pool|convolution|affine")
+_OWN_LAYOUT = re.compile("norm|pool|convolution|affine|softmax")
 
 
 def lower(graph: fx.Graph) -> None:
@@ -192,7 +192,7 @@ def _take_any_strides(graph: fx.Graph) -> None:
             # whose result's strides follow the convolution's input and weight
             _with_traced_strides(graph, node, node.args[0])  # type: ignore[arg-type]
         elif str(node.target).startswith("monet.") and node.target is not output_gradients.OPERATOR:
-            sources = [n for n in node.all_input_nodes if late.get(n) and has_order(n)]
+            sources = [n for n in node.all_input_nodes if late.get(n) and has_strides(n)]
             for source in sources:
                 _with_traced_strides(graph, node, source)
             if sources and TRACED_STRIDES not in node.meta and not _OWN_LAYOUT.search(str(node.target)):

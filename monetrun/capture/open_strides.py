@@ -39,6 +39,8 @@ _OWN_STRIDES = frozenset(
         aten.native_group_norm_backward,
         aten.native_batch_norm_backward,
         aten.cudnn_batch_norm_backward,
+        aten.nll_loss_backward,
+        aten.nll_loss2d_backward,
     )
 )
 
@@ -64,15 +66,15 @@ def open_nodes(graph: fx.Graph) -> dict[fx.Node, bool]:
     late: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and is_tangent(node):
-            late[node] = has_order(node)
+            late[node] = has_strides(node)
         elif node.op == "call_function" and any(late.get(n) for n in node.all_input_nodes):
             late[node] = str(getattr(node.target, "overloadpacket", "")) not in _OWN_STRIDES
     return late
 
 
-def has_order(node: fx.Node) -> bool:
-    """Whether there is more than one order of a tensor's dimensions."""
-    return any(sum(n > 1 for n in v.shape) > 1 for v in tensors_in(node.meta.get("val")))
+def has_strides(node: fx.Node) -> bool:
+    """Whether strides decide where a tensor's elements are: an expanded vector, or a column, is not dense."""
+    return any(n > 1 for v in tensors_in(node.meta.get("val")) for n in v.shape)
 
 
 def _same_strides(node: fx.Node, alternative: Alternative, late: Mapping[fx.Node, bool]) -> bool:
@@ -82,7 +84,7 @@ def _same_strides(node: fx.Node, alternative: Alternative, late: Mapping[fx.Node
         return alternative.overwrites is None or not late.get(alternative.overwrites)
     if not _is_elementwise(node):
         return alternative.overwrites is None
-    read = [n for n in dict.fromkeys((*node.all_input_nodes, *call.nodes)) if late.get(n) and has_order(n)]
+    read = [n for n in dict.fromkeys((*node.all_input_nodes, *call.nodes)) if late.get(n) and has_strides(n)]
     with unset_fake_temporarily(), torch.no_grad():
         try:
             expected = {turned: _strides(Call.of(node), turned) for turned in _choices(read)}
@@ -119,8 +121,10 @@ def _can_be_given(
 
     These are a gradient's, or the traced ones; which of both, is noted at the node.
     """
-    gradient = next(n for n in call.nodes if late.get(n) and has_order(n))
-    if all(torch.empty_like(_small(gradient.meta["val"], gradient in c)).stride() == s for c, s in expected.items()):
+    gradient = next((n for n in call.nodes if late.get(n) and has_strides(n)), None)
+    if gradient is not None and all(
+        torch.empty_like(_small(gradient.meta["val"], gradient in c)).stride() == s for c, s in expected.items()
+    ):
         return True
     node.meta[TRACED_STRIDES] = True
     return set(expected.values()) == {_small(node.meta["val"], False).stride()}
