@@ -57,7 +57,7 @@ def squares(out):
 
 
 def differing(make, x, chooser, loss=squares):
-    """Which of the loss and the gradients of "x" and of parameters, scheduled by ``chooser``, are not eager's, bitwise."""
+    """Which of the loss, x's gradient and the parameters', scheduled by ``chooser``, are not bitwise eager's."""
 
     def step(compiled):
         torch.manual_seed(0)
