@@ -28,6 +28,7 @@ from monetrun.capture.kernel_strides import as_kernels_give_them
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.program import Run
 from monetrun.capture.refusal import is_refusal
+from monetrun.capture.saved_values import SavedValues
 from monetrun.capture.storages import results_of
 from monetrun.core.errors import CaptureFailed
 
@@ -35,7 +36,7 @@ aten = torch.ops.aten
 _log = logging.getLogger("monetrun")
 
 _START: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}  # which argument is the slice's begin
-_SAVED = "_monetrun_saved"  # attribute of the tensor that a forward saves: a ``_Saved``
+_SAVED = "_monetrun_saved"  # attribute of the tensor that a forward saves: ``SavedValues``
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Of all graphs of fixed sizes that are kept for one open graph: about 1.5 GB; what was not used for longest goes first.
 _MOST_NODES = 400_000
@@ -75,15 +76,6 @@ class _Form:
 
     place: int
     read: Callable[[torch.Tensor], Any]
-
-
-@dataclass(slots=True)
-class _Saved:
-    """What one call's forward leaves its backward: the graph, the values, and their versions."""
-
-    fixed: FixedSizes
-    values: list[Any]
-    versions: list[int]
 
 
 class OpenSizes:
@@ -180,7 +172,7 @@ class OpenSizes:
         # an output becomes one of the autograd node that keeps the values: no circle
         values = [v.detach() if id(v) in given and isinstance(v, torch.Tensor) else v for v in saved]
         carried = torch.empty(0, device="cpu")
-        setattr(carried, _SAVED, _Saved(fixed, values, [_version(v) for v in values]))
+        setattr(carried, _SAVED, SavedValues(fixed, values))
         return (*outputs, carried)
 
     forward._boxed_call = True  # type: ignore[attr-defined]
@@ -191,17 +183,12 @@ class OpenSizes:
         Raises:
             RuntimeError: a saved value has been changed in place; torch's own error.
         """
-        saved: _Saved = getattr(arguments[0], _SAVED)
-        for value, version in zip(saved.values, saved.versions, strict=True):
-            if (now := _version(value)) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                    f" [{value.type()} {list(value.shape)}] is at version {now}; expected version {version} instead."
-                )
+        saved: SavedValues = getattr(arguments[0], _SAVED)
+        saved.check()
         given = [*saved.values, *arguments[1:]]
         arguments.clear()
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            saved.values, saved.versions = [], []
+            saved.drop()
         return saved.fixed.backward(given)
 
     backward._boxed_call = True  # type: ignore[attr-defined]
@@ -393,8 +380,3 @@ def _mode_of(module: fx.GraphModule) -> FakeTensorMode:
 
 def _is_open(value: Any) -> bool:
     return isinstance(value, _NUMBERS)
-
-
-def _version(value: Any) -> int:
-    """How often a tensor has been changed in place; 0 where torch does not count that."""
-    return 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version

@@ -36,20 +36,20 @@ from monetrun.runtime.budget_here import budget_here
 from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.first_steps import FirstSteps
 from monetrun.runtime.recorder import Recorder
-from monetrun.runtime.recording import Recording
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
-from monetrun.runtime.running_plan import RunningPlan, WithRoom, intervals_of
+from monetrun.runtime.running_plan import RunningPlan, intervals_of
 from monetrun.runtime.scalars import StepScalars, planned_values
 from monetrun.runtime.second_step import SecondStep, followed, outputs_are_held, with_gradients_held
 from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.runtime.terms import GradientTerms
+from monetrun.runtime.with_room import WithRoom
 
 _log = logging.getLogger("monetrun")
 
 
-class Engine(Recording, WithRoom):
+class Engine(WithRoom):
     """Chooses the schedules of all captured graphs, and measures what running them takes.
 
     Without a plan the first step is recorded; when it has ended, or the one after it, it is planned.
@@ -193,10 +193,8 @@ class Engine(Recording, WithRoom):
         """A planned model is called in training; ``hooked``: the call's values, if hooks allocate before its graphs."""
         if self.recorder is not None and hooked is not None:
             self.recorder.forward_begins(hooked)
-        if self.running is not None:
-            self.running.enforcement.call_begins()
-            self.meters.steps.forward_begins()
-        yield
+        with self.planned_forward():
+            yield
         self._traces.drop()
 
     def optimizer_begins(self, again: bool) -> None:

@@ -102,11 +102,12 @@ def _trained(made: Iterable[Optimizer]) -> set[int]:
 def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     """Patch torch so that ``observer`` sees the script's optimizers; closing ``undo`` restores torch."""
     init, add_group = Optimizer.__init__, Optimizer.add_param_group
-    zero_optimizer, zero_module, evaluate = Optimizer.zero_grad, nn.Module.zero_grad, nn.Module.eval
+    zero_optimizer, zero_module = Optimizer.zero_grad, nn.Module.zero_grad
     compile_, replicate = torch.compile, nn.Module._replicate_for_data_parallel
     _observes(True)
     undo.callback(_observes, False)
     _observe_gradients(observer, undo)
+    _observe_modes(observer, undo)
     allocation_limit.keep_the_scripts(undo)
     allocator_history.keep_the_scripts(undo)
 
@@ -132,11 +133,6 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
             observer.zeroing_gradients(self.parameters(), set_to_none)
         zero_module(self, set_to_none)
 
-    def observed_eval(self: nn.Module) -> nn.Module:
-        if not torch.compiler.is_compiling():
-            observer.evaluates(self)
-        return evaluate(self)
-
     def observed_compile(model: Any = None, **kwargs: Any) -> Any:
         if model is not None and not kwargs.get("disable"):  # None: a decorator with options, which calls this again
             observer.compiles(model)
@@ -154,7 +150,6 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         (Optimizer, "add_param_group", observed_add_group, add_group),
         (Optimizer, "zero_grad", observed_zero_optimizer, zero_optimizer),
         (nn.Module, "zero_grad", observed_zero_module, zero_module),
-        (nn.Module, "eval", observed_eval, evaluate),
     ):
         functools.update_wrapper(function, original)
         undo.enter_context(patched(owner, name, function))
@@ -192,6 +187,33 @@ def _observe_copies(observer: TrainingObserver, undo: contextlib.ExitStack, obse
             observer.optimizer_made(self)
 
     undo.enter_context(patched(Optimizer, "__setstate__", observed))
+
+
+def _observe_modes(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
+    """Patch what sets a module to evaluation mode, its parts not counted apart."""
+    train, evaluate = nn.Module.train, nn.Module.eval
+    within = False
+
+    @functools.wraps(train)
+    def observed_train(self: nn.Module, mode: bool = True) -> nn.Module:
+        nonlocal within
+        if mode or within or torch.compiler.is_compiling():
+            return train(self, mode)
+        observer.evaluates(self)
+        within = True
+        try:
+            return train(self, mode)
+        finally:
+            within = False
+
+    @functools.wraps(evaluate)
+    def observed_eval(self: nn.Module) -> nn.Module:  # a module's own ``train`` may not call torch's
+        if not torch.compiler.is_compiling():
+            observer.evaluates(self)
+        return evaluate(self)
+
+    undo.enter_context(patched(nn.Module, "train", observed_train))
+    undo.enter_context(patched(nn.Module, "eval", observed_eval))
 
 
 def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:

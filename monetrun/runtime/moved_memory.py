@@ -23,6 +23,7 @@ from monetrun.planning import planner
 from monetrun.runtime import adaptation, holdings
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.settings import Settings
+from monetrun.runtime.short_of_memory import as_out_of_memory
 
 # A new shape, or more held before a step than planned, is solved within a training step: no longer than this.
 _SECONDS = 2.0
@@ -255,12 +256,13 @@ def refused_step(
     held, planned = format_bytes(shortage.held_bytes), format_bytes(shortage.need.held_bytes)
     now = holdings.holdings(device, shortage.held_bytes)
     smallest = failure.smallest_bytes if isinstance(failure, InfeasibleBudget) else 0
-    return BudgetExceeded(
+    refused = BudgetExceeded(
         f"{held} are held before a forward, {planned} were planned, and no schedule fits beside them"
         f" within {format_bytes(plan.budget_bytes)}\n{holdings.table(now, plan.ledger, shortage.need.held_bytes)}",
         f"fits: --budget {format_budget(smallest)}" if smallest else "give more (--budget)",
         smallest_bytes=smallest,
     )
+    return as_out_of_memory(refused, device.type)
 
 
 def refused_shape(joint: JointGraph, step: StepRecord, plan: Plan, refused: InfeasibleBudget) -> InfeasibleBudget:

@@ -1,4 +1,7 @@
-"""Evaluation within a training step that is left open: an accumulation whose last batches wait for the next epoch's."""
+"""Evaluation within a training step that is left open.
+
+An accumulation whose last batches wait for the next epoch's, or a forward that no backward follows.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +19,37 @@ class Running(Protocol):
 
 
 class OpenStep:
-    """Lets go of the budget for evaluation that is not a part of each step, until the step goes on. Of one process."""
+    """Lets go of the budget for evaluation that is not a part of each step, until the step goes on. Of one process.
+
+    Attributes:
+        after_backward: what has run last of the step is a backward.
+    """
 
     def __init__(self) -> None:
-        self._after_backward = self._recorded_here = self._in_each_step = False
+        self.after_backward = self._begun = self._recorded_here = False
+        self._in_each_step: set[bool] = set()  # evaluation is, after a backward or not
 
     def evaluates(self, running: Running | None) -> None:
         """The script calls ``eval`` of a planned model, or the model itself without gradients.
 
-        Between a forward and its backward that is a part of the step, like a target that the loss needs. Where it
-        follows a backward in the recorded step, it does in each, and the plan knows what it takes.
+        Where it does that in the recorded step, such as for a target that the loss needs, it does in each, and the plan
+        knows what it takes.
         """
-        if not self._after_backward:
+        if not self._begun:
             return
-        self._in_each_step |= running is None or not (self._recorded_here or running.steps.steps)
-        if running is not None and running.enforcement.holds and not self._in_each_step:
+        if running is None or not (self._recorded_here or running.steps.steps):
+            self._in_each_step.add(self.after_backward)
+        if running is not None and running.enforcement.holds and self.after_backward not in self._in_each_step:
             running.steps.interrupt()
             running.enforcement.pause()
 
     def goes_on(self, running: Running | None, *, backward: bool = False) -> None:
         """What belongs to a training step begins: a forward, a ``backward``, or an optimizer's step."""
-        self._after_backward = backward
+        self.after_backward, self._begun = backward, True
         self._recorded_here |= running is None
         if running is not None and running.enforcement.goes_on():
             running.steps.resume()
+
+    def ended(self) -> None:
+        """The step has ended, or the script has left it."""
+        self.after_backward = self._begun = False

@@ -28,6 +28,7 @@ from monetrun.runtime import adaptation, holdings, moved_memory, new_step
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.ruled_out import RuledOut, changeable
 from monetrun.runtime.settings import Settings
+from monetrun.runtime.short_of_memory import as_out_of_memory
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.solve import greedy
 
@@ -187,9 +188,10 @@ class OtherShapes:
         else:
             if estimated:
                 return replace(step, memory=None), greedy.most_frugal(step.graphs[0], step.costs[0], options)
-            if not isinstance(failures[-1], InfeasibleBudget):
-                raise failures[-1]
-            raise moved_memory.refused_shape(joint, way.step, plan, failures[-1])
+            refused: InfeasibleBudget | NoPlanInTime = failures[-1]
+            if isinstance(refused, InfeasibleBudget):
+                refused = moved_memory.refused_shape(joint, way.step, plan, refused)
+            raise as_out_of_memory(refused, self.device.type)
         if way.step.memory is None and step.memory is not None:
             self._in_vain.add(graph.structural_fingerprint)
             others = [s for s in _smallest(step.graphs[0], failures) if replay(way.step, [s]).peak_bytes <= limit]

@@ -98,7 +98,9 @@ class PlainRun:
         if self.device is None or self.settings.mode == MEASURE or self._lifted:
             return
         trained = {id(p) for optimizer in hooks.optimizers() for g in optimizer.param_groups for p in g["params"]}
-        if 2 * sum(id(p) in trained for p in module.parameters()) >= len(trained):
+        own = [id(p) for p in module.parameters()]
+        count = 2 * sum(p in trained for p in own)
+        if count >= len(trained) or (module._modules and count >= len(own) > 0):
             self._most = self._most_in_training()
             self._lifted = True
             set_limit(self.device, None)

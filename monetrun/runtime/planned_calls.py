@@ -27,6 +27,7 @@ from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
 from monetrun.runtime import resharding, sharding, unplannable_use
 from monetrun.runtime.entries import entry
+from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
 from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, frozen, is_training
 
@@ -95,8 +96,7 @@ class PlannedCall(NotCopied):
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
         self._compiled: dict[tuple[Any, ...], tuple[int, Backend, Any]] = {}
         self._said, self._frozen = False, frozen(module)
-        self._sharded = sharding.is_sharded(module)
-        self._without_hooks = self._sharded  # hooks run in Python, and the forward alone is captured
+        self._sharded = self._without_hooks = sharding.is_sharded(module)  # then the forward alone is captured
         if path in engine.breaks:
             self._break(engine.breaks[path])
             self._said = True  # the launcher has printed what the record has
@@ -158,6 +158,7 @@ class PlannedCall(NotCopied):
                 raise  # a part of the forward may have run
             return _as_it_is(self, fault, module, args, kwargs)
 
+    @undone_if_the_script_fails
     def _run_captured(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         engine, run_as_it_is = self.engine, module.forward if self._without_hooks else module._call_impl
         while True:

@@ -206,8 +206,7 @@ class Recorder(WithoutCaptures):
         events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
         if waiting := sum(gradients.values()):
             events.insert(0, last_gradients.are_there(waiting))
-        weights = _bytes_of(self.parameters)
-        libraries = 0 if self.memory is None else self.memory.end()
+        weights, libraries = _bytes_of(self.parameters), 0 if self.memory is None else self.memory.end()
         buckets = min(_bucket_bytes(self._parallel), max(0, first - weights - libraries))
         modules = self.sharding.stop()
         events = with_lingering_copies(events, modules, self.device)
@@ -221,8 +220,7 @@ class Recorder(WithoutCaptures):
                 "parameters": weights,
                 "gradients": self._all_gradients_bytes,
                 "optimizer state": self._state_bytes,
-                **({LIBRARIES: libraries} if libraries else {}),
-                **({BUCKETS: buckets} if buckets else {}),
+                **{name: nbytes for name, nbytes in ((LIBRARIES, libraries), (BUCKETS, buckets)) if nbytes},
                 "script (batch, buffers, ...)": max(0, first - weights - libraries - buckets),
             },
             device=costs[0].device if costs else cost_store.device_name(self.device),

@@ -72,6 +72,7 @@ class Room:
         self._beyond: dict[str, int] = {}  # of graphs at other shapes: what a step may have beyond ``limit_bytes``
         self._in_python = False
         self._calls: Counter[str] = Counter()  # of each graph, in the present step
+        self._dropped: Counter[str] = Counter()  # of these, calls whose gradients the script has dropped
         self._optimizers = 1  # optimizer steps in a training step
         self._optimizer_steps = 0
         self._outputs: list[_Output] = []  # of the present step
@@ -116,8 +117,17 @@ class Room:
         """An optimizer's step has ended."""
         self._optimizer_steps += 1
         if self._optimizer_steps % self._optimizers == 0:
-            self._calls.clear()
+            self.step_left()
             self._last_outputs, self._outputs = self._outputs, []
+
+    def step_left(self) -> None:
+        """No more calls belong to the present step."""
+        self._calls.clear()
+        self._dropped.clear()
+
+    def gradients_dropped(self) -> None:
+        """The script sets all gradients to nothing after a backward: a part of each step, or no optimizer steps."""
+        self._dropped = self._calls.copy()
 
     def last_outputs(self) -> dict[int, int]:
         """Outputs of the last step that are there: bytes by address."""
@@ -131,7 +141,12 @@ class Room:
     def takes_another_way(self, fingerprint: str) -> bool:
         """A graph's forward begins: whether a model that runs in Python calls it more often than in the known step."""
         needs = self._needs.get(fingerprint)
-        return self._in_python and needs is not None and self._calls[fingerprint] >= len(needs)
+        if not self._in_python or needs is None:
+            return False
+        if self._calls[fingerprint] >= len(needs) and self._dropped[fingerprint]:
+            self._calls -= self._dropped  # the optimizer has skipped that step
+            self._dropped.clear()
+        return self._calls[fingerprint] >= len(needs)
 
     def held_before(self, fingerprint: str) -> Shortage | None:
         """A graph's forward begins in a step that is not bounded: what is held, where that is more than planned."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -35,9 +34,7 @@ from monetrun.planning.summary import planned_bytes, rounding_note
 from monetrun.runtime import adaptation, agreement, moved_memory, resharding
 from monetrun.runtime.collective_times import CollectiveTimes
 from monetrun.runtime.enforcement import Enforcement
-from monetrun.runtime.open_step import OpenStep
 from monetrun.runtime.other_shapes import NewGraph, OtherShapes
-from monetrun.runtime.output_uses import OutputUses
 from monetrun.runtime.room import Room, Shortage
 from monetrun.runtime.ruled_out import RuledOut
 from monetrun.runtime.settings import Settings
@@ -101,7 +98,7 @@ class RunningPlan:
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
         self._estimated: set[str] = set()  # graphs whose steps are known in part
         self._plain_reserved = moved_memory.PlainReserved(device, record)
-        self._ruled_out = RuledOut()
+        self._ruled_out, self._of_this_model = RuledOut(), not settings.plan_given  # what was given, until it is seen
         self.collectives = CollectiveTimes(device, record)
         if record is not None:
             self._ruled_out.add_recorded(record)
@@ -176,8 +173,9 @@ class RunningPlan:
         if fingerprint in self.schedules:
             if not _is_sound(joint.graph, self.schedules[fingerprint], self.settings):
                 del self.schedules[fingerprint]
-        elif self.settings.plan_given:
+        elif not self._of_this_model:
             adaptation.check_same_model(joint.graph, self.plan)
+        self._of_this_model = True
         self.enforcement.enforce()  # another model's plan may have less than this model's capture takes
         if fingerprint not in self.schedules:
             new = NewGraph(joint, self._ruled_out, self.record, self.plan, self.room.last_outputs())
@@ -255,58 +253,6 @@ class RunningPlan:
         self.plan = grown
         self.room.limit_bytes = moved_memory.allocated_limit(grown)
         self.enforcement.budget_is(grown.budget_bytes)
-
-
-class WithRoom:
-    """Sees that there is room for steps under a plan (``seen_calls.RoomKeeper``).
-
-    Attributes:
-        running: the plan, once there is one.
-        part_in_python: part of a model runs in Python, which may take another way in each step.
-        uses: of outputs, in the recorded step.
-    """
-
-    running: RunningPlan | None
-    part_in_python = False
-
-    def __init__(self) -> None:
-        self.uses = OutputUses()
-        self.open_step = OpenStep()
-
-    def runs_in_python(self) -> None:
-        """A part of a model does from now on: a share of the plain peak is of the recorded step only."""
-        self.part_in_python = True
-        if self.running is not None:
-            self.running.enforcement.share_is_estimate = True
-
-    def check_room(self, fingerprint: str) -> None:
-        """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""
-        assert self.running is not None
-        self.open_step.goes_on(self.running)
-        self.running.check_room(fingerprint)
-
-    def evaluates(self) -> None:
-        """A planned model is about to be evaluated, or called without gradients."""
-        self.open_step.evaluates(self.running)
-
-    def optimizer_goes_on(self) -> None:
-        """An optimizer's step begins, or goes on after its closure."""
-        self.open_step.goes_on(self.running)
-        if self.running is not None:
-            self.running.steps.optimizer_begins()
-
-    def gradients_come(self, graph: int, form: Hashable, *, recording: bool) -> None:
-        """A backward begins. Of a step that uses other outputs than the recorded one, a share is not enforced."""
-        self.open_step.goes_on(self.running, backward=True)
-        early = self.running is not None and not self.running.steps.settled
-        known = self.uses.are_as_recorded(graph, form, recording=recording, early=early)
-        if not known and self.running is not None:
-            self.running.enforcement.other_outputs_are_used()
-
-    def outputs_given(self, outputs: Sequence[Any]) -> None:
-        """It has given these: see ``Room.outputs_given``."""
-        assert self.running is not None
-        self.running.room.outputs_given(outputs)
 
 
 def intervals_of(running: RunningPlan) -> tuple[Interval, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -194,6 +195,7 @@ class Session:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.planned: list[PlannedCall] = []
+        self._numbers = itertools.count()  # of models
         self._triggers: weakref.WeakSet[Trigger] = weakref.WeakSet()
         self.engine: Engine | None = None
         self.reporter = Reporter(settings)
@@ -241,8 +243,7 @@ class Session:
 
     def trained_parameters(self) -> list[torch.Tensor]:
         """The parameters of all optimizers, each once."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return list({id(p): p for group in groups for p in group["params"]}.values())
+        return list({id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}.values())
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Put triggers on the modules that own the optimizer's parameters."""
@@ -367,9 +368,9 @@ class Session:
             self.engine = _engine(self, module)
         if not _launched:  # applied under another budget, and only now known to be trained under this one
             self.optimizers.update(hooks.optimizers_of(module))
-        path = f"{len(self.planned)}:{type(module).__name__}"
+        path = f"{next(self._numbers)}:{type(module).__name__}"
         planned = PlannedCall(module, self._nesting, self.engine, self.reporter, path, abandon=self.run_as_it_is)
-        self.planned.append(planned)
+        self.planned = [*(call for call in self.planned if call.module() is not None), planned]
         module._compiled_call_impl = planned  # type: ignore[assignment]
         return planned
 

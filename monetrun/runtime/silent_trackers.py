@@ -35,6 +35,16 @@ def _silence_wandb(wandb: Any) -> None:
 
 def _silence_mlflow(mlflow: Any) -> None:
     mlflow.set_tracking_uri = lambda uri: None
+    client = getattr(mlflow, "MlflowClient", None)
+    if client is None:
+        return
+    init = client.__init__
+
+    @functools.wraps(init)
+    def local(self: Any, tracking_uri: str | None = None, registry_uri: str | None = None) -> None:
+        init(self)
+
+    client.__init__ = local
 
 
 _SILENCERS: dict[str, Callable[[Any], None]] = {"wandb": _silence_wandb, "mlflow": _silence_mlflow}

@@ -37,8 +37,10 @@ class StepMeter:
         self.most_planned = self._planned = (0, 0)
         self.retries = 0
         self._retries_before = self._retries_within = 0  # settled steps, and what has interrupted one
+        self._retries_ended = 0  # by the last step's end
         self.stretches: Sequence[Stretch] = ()
         self._recent = (0, 0)  # peak_bytes and reserved_bytes since ``recent_peaks``
+        self._before = 0, 0, self._recent  # the three when the present step began
         self._within_step = False
         self._optimizer_steps = 0  # since ``measure_a_settled_step``
         self._optimizers = 0  # optimizer steps in a whole training step; 0: no step is to be measured in detail
@@ -86,8 +88,12 @@ class StepMeter:
         if self._within_step:
             return
         self._within_step = True
+        self._before = self.peak_bytes, self.reserved_bytes, self._recent
+        retries = self.meter.peaks().retries
         if self._optimizer_steps < max(1, self._optimizers) * SETTLING_STEPS or not self.steps:
-            self._retries_before = self.meter.peaks().retries
+            self._retries_before = retries
+        else:
+            self._retries_before += retries - self._retries_ended  # those between steps are no step's
         if self._detail is not None:
             return  # a training step with several optimizers
         self.meter.reset_peak()
@@ -114,7 +120,8 @@ class StepMeter:
     def optimizer_ended(self, name: str) -> None:
         """It has ended; after no planned forward, and not as one of a training step's several, it is no such step's."""
         if self._within_step or self._optimizer_steps % max(1, self._optimizers):
-            self.retries = self._look().retries - self._retries_before
+            self._retries_ended = self._look().retries
+            self.retries = self._retries_ended - self._retries_before
         self.steps += self._within_step
         self._within_step = False
         self._optimizer_steps += 1
@@ -123,12 +130,18 @@ class StepMeter:
             if self._optimizer_steps % self._optimizers == 0:
                 self.stretches, self._detail = tuple(self._detail.stretches), None
 
+    def step_left(self) -> None:
+        """What began as a step is none: the script has caught an error of its forward."""
+        if self._within_step:
+            self.peak_bytes, self.reserved_bytes, self._recent = self._before
+        self._within_step, self._detail = False, None
+
     def forget_peaks(self) -> None:
         """Another plan runs from now on: the peaks are its own."""
         self.most_planned = self._planned
         self.peak_bytes = self.reserved_bytes = self.retries = 0
         self._recent = (0, 0)
-        self._retries_before = self.meter.peaks().retries
+        self._retries_before = self._retries_ended = self.meter.peaks().retries
 
     def interrupt(self) -> None:
         """Operators are about to be measured within the step: keep its peak so far. Another step is for the detail."""

@@ -15,8 +15,8 @@ STEPS = 7
 
 def network():
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Dropout(0.1), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(64, 4))
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.Linear(64, 4))
 
 
 def train(how):
@@ -24,6 +24,9 @@ def train(how):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
+    if how == "validation first":
+        losses.append(model.eval()(torch.ones(4, 64)).square().mean().item())
+        model.train()
     for step in range(STEPS):
         if how == "start" or (how == "middle" and step == 3):
             model.eval()
@@ -40,7 +43,7 @@ def train(how):
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if how == "validation":  # without torch.no_grad()
+        if how.startswith("validation"):  # without torch.no_grad()
             losses.append(model.eval()(x).square().mean().item())
             model.train()
         losses.append(loss.item())
@@ -53,6 +56,7 @@ def train(how):
         ("start", STEPS - 3, "is trained in evaluation mode"),
         pytest.param("middle", STEPS - 2, "is trained in evaluation mode", marks=pytest.mark.nightly),
         ("validation", STEPS - 1, ""),
+        ("validation first", STEPS - 1, ""),
         ("flops", STEPS - 2, "has made no training forward before"),
         ("copies", STEPS - 1, ""),
     ],

@@ -352,6 +352,33 @@ def test_a_shape_that_cannot_fit_is_refused_with_the_sizes(batch):
         under(str(4 * MIB), script)
 
 
+@pytest.mark.parametrize("caught", [torch.OutOfMemoryError, RuntimeError])
+def test_scripts_that_skip_a_batch_for_which_memory_runs_out_skip_what_cannot_fit(caught):
+    said = []
+
+    def script():
+        model, optimizer = pair()
+        losses = []
+        for n in (512, 512, 4096, 512, 256, 512):
+            x, y = torch.randn(n, WIDTH), torch.ones(n, WIDTH)
+            try:
+                losses.append(minimize(optimizer, lambda x=x, y=y: F.mse_loss(model(x), y)))
+            except caught as error:
+                said.append((*error.args, error.exit_code))
+                optimizer.zero_grad()
+            else:
+                del losses[2:3]  # that of the plain run, where the batch fits
+        return losses[-1] > 0
+
+    plain, planned, engine = under(str(4 * MIB), script)
+    assert (plain, planned) == (True, True)
+    ((message, exit_code),) = said
+    assert " out of memory." in message  # as accelerate looks, in the one argument
+    assert exit_code == InfeasibleBudget.exit_code
+    assert engine.meters.steps.steps >= 3
+    assert engine.peak_bytes <= 4 * MIB
+
+
 def test_a_closures_backward_is_no_part_of_the_optimizers_state():
     states = []
 

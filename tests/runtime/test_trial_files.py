@@ -74,13 +74,17 @@ def test_trackers_files_locks_and_temporary_files_are_removed_and_all_else_stays
 def test_wandb_and_mlflow_are_silent_whatever_the_script_says(tmp_path):
     (tmp_path / "wandb.py").write_text("def init(project=None, mode='online'): return project, mode\n")
     (tmp_path / "mlflow").mkdir()
-    (tmp_path / "mlflow" / "__init__.py").write_text("told = []\nset_tracking_uri = told.append\n")
+    (tmp_path / "mlflow" / "__init__.py").write_text(
+        "told = []\nset_tracking_uri = told.append\nclass MlflowClient:\n"
+        "    def __init__(self, tracking_uri=None, registry_uri=None): told.extend([tracking_uri, registry_uri])\n"
+    )
     code = (
         "import wandb; from monetrun.runtime import silent_trackers; silent_trackers.silence();"
         "import importlib.util; assert importlib.util.find_spec('mlflow');"  # as accelerate looks what is installed
         "import mlflow, mlflow;"
         "assert wandb.init('p', mode='online') == ('p', 'disabled'), wandb.init('p');"
-        "mlflow.set_tracking_uri('http://there'); assert mlflow.told == []; assert mlflow.__spec__.name == 'mlflow'"
+        "mlflow.set_tracking_uri('http://there'); mlflow.MlflowClient(tracking_uri='http://there');"
+        "assert mlflow.told == [None, None]; assert mlflow.__spec__.name == 'mlflow'"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

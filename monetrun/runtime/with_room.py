@@ -1,0 +1,100 @@
+"""What an engine does so that there is room for the steps under its plan."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from monetrun.runtime.open_step import OpenStep
+from monetrun.runtime.output_uses import OutputUses
+from monetrun.runtime.recording import Recording
+from monetrun.runtime.running_plan import RunningPlan
+
+
+class WithRoom(Recording):
+    """Sees that there is room for steps under a plan (``seen_calls.RoomKeeper``).
+
+    Attributes:
+        running: the plan, once there is one.
+        trained_parameters: gives the parameters of all optimizers.
+        part_in_python: part of a model runs in Python, which may take another way in each step.
+        uses: of outputs, in the recorded step.
+    """
+
+    running: RunningPlan | None
+    trained_parameters: Callable[[], list[torch.Tensor]]
+    part_in_python = False
+
+    def __init__(self) -> None:
+        self.uses = OutputUses()
+        self.open_step = OpenStep()
+        self._failed = False
+
+    def runs_in_python(self) -> None:
+        """A part of a model does from now on: a share of the plain peak is of the recorded step only."""
+        self.part_in_python = True
+        if self.running is not None:
+            self.running.enforcement.share_is_estimate = True
+
+    def check_room(self, fingerprint: str) -> None:
+        """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""
+        assert self.running is not None
+        self.open_step.goes_on(self.running)
+        self.running.check_room(fingerprint)
+
+    def evaluates(self) -> None:
+        """A planned model is about to be evaluated, or called without gradients."""
+        self.open_step.evaluates(self.running)
+
+    def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
+        """The script calls ``zero_grad``."""
+        parameters = list(parameters)
+        super().zeroing_gradients(parameters, set_to_none)
+        if self.running is not None and self.open_step.after_backward:
+            dropped = {id(p) for p in parameters}
+            if all(p.grad is None or id(p) in dropped for p in self.trained_parameters()):
+                self.running.room.gradients_dropped()
+
+    @contextlib.contextmanager
+    def planned_forward(self) -> Iterator[None]:
+        """A planned model is called in training. Where that fails, the script has left the step until another call."""
+        if self._failed:
+            self._failed = False
+            gc.collect()  # what the trace of the forward that failed holds, in cycles
+        if self.running is not None:
+            self.running.enforcement.call_begins()
+            self.running.steps.forward_begins()
+        try:
+            yield
+        except Exception:
+            self._failed = True
+            if self.running is not None:
+                self.open_step.ended()
+                self.running.room.step_left()
+                self.running.steps.step_left()
+                self.running.enforcement.lift()
+            raise
+
+    def optimizer_goes_on(self) -> None:
+        """An optimizer's step begins, or goes on after its closure."""
+        self.open_step.goes_on(self.running)
+        self.open_step.ended()
+        if self.running is not None:
+            self.running.steps.optimizer_begins()
+
+    def gradients_come(self, graph: int, form: Hashable, *, recording: bool) -> None:
+        """A backward begins. Of a step that uses other outputs than the recorded one, a share is not enforced."""
+        self.open_step.goes_on(self.running, backward=True)
+        early = self.running is not None and not self.running.steps.settled
+        known = self.uses.are_as_recorded(graph, form, recording=recording, early=early)
+        if not known and self.running is not None:
+            self.running.enforcement.other_outputs_are_used()
+
+    def outputs_given(self, outputs: Sequence[Any]) -> None:
+        """It has given these: see ``Room.outputs_given``."""
+        assert self.running is not None
+        self.running.room.outputs_given(outputs)

@@ -1,0 +1,66 @@
+"""Scripts that catch the errors of their own forwards and go on: plan and budget stay."""
+
+import pytest
+import torch
+from torch import nn
+
+from monetrun.runtime.session import Session
+from monetrun.runtime.settings import RUN, Settings
+
+
+class Net(nn.Module):
+    """``refuses``: by its own code, else by a convolution that has too little to read."""
+
+    def __init__(self, refuses):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(4, 16, 5), nn.Conv1d(16, 16, 5)
+        self.last = nn.Linear(16, 4)
+        self.refuses = refuses
+
+    def forward(self, x):
+        if self.refuses and x.shape[2] < 9:
+            raise ValueError(f"{x.shape[2]} samples are too few")
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.last(x.mean(2))
+
+
+def train(refuses, dropped=()):
+    torch.manual_seed(0)
+    model = Net(refuses)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(8):
+        x = torch.randn(64, 4, 3 if step == 4 else 64)
+        optimizer.zero_grad()
+        try:
+            loss = model(x).square().mean()
+        except (RuntimeError, ValueError) as error:
+            losses.append(str(error).splitlines()[0])
+            continue
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_batch_that_the_model_cannot_take_leaves_the_plan_as_it_is(refuses, capsys):
+    torch._dynamo.reset()
+    expected, weights = train(refuses)
+    session = Session(Settings(mode=RUN, budget="0.9x", solver_seconds=0.5, implementations="exact"))
+    session.watch_process()
+    try:
+        found, planned = train(refuses)
+        (call,), engine = session.planned, session.engine
+    finally:
+        session.close()
+        torch._dynamo.reset()
+    assert found == expected
+    assert all(torch.equal(a, b) for a, b in zip(weights, planned, strict=True))
+    assert call.broken is None
+    assert call.parts == []
+    assert engine.breaks == {}
+    assert len(engine.running.schedules) == 1
+    assert not engine.running.enforcement.share_is_estimate
+    assert engine.meters.steps.steps == 6
+    assert "parts" not in capsys.readouterr().err
