@@ -46,7 +46,7 @@ def console() -> None:
 
 
 class _Messages:
-    """A stream for messages whose reader may go away: what is being done goes on without them."""
+    """A stream for messages whose reader may go away, or whose disk may be full: what is being done goes on without."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -56,13 +56,13 @@ class _Messages:
 
     def write(self, text: str) -> int:
         """As of the stream."""
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """As of the stream."""
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self._stream.flush()
 
 

@@ -29,7 +29,7 @@ from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 from monetrun.planning.summary import planned_bytes, summary_lines
 from monetrun.planning.summary import share as share
 
-_PIPE_WIDTH = 200
+_LEAST_WIDTH = 200
 
 
 class _PipeConsole(Console):
@@ -48,10 +48,9 @@ def stderr_console(file: TextIO | None = None) -> Console:
 
 
 def stdout_console() -> Console:
-    """The console for a command's result: stdout; in a pipe, lines are not wrapped."""
+    """The console for a command's result: stdout. A narrow terminal wraps what is wider; nothing is cut."""
     console = _PipeConsole(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
+    console.width = max(console.width, _LEAST_WIDTH) if console.is_terminal else _LEAST_WIDTH
     return console
 
 
@@ -61,16 +60,19 @@ def warn(message: str) -> None:
 
 
 def print_last(text: str) -> None:
-    """Print to stdout after training. A reader that has gone changes nothing of how that has ended: it is told."""
+    """Print to stdout after training. Where that fails, nothing changes of how training has ended: it is told."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         leave_stdout()
         warn("the report on stdout has no reader any more")
+    except OSError as error:
+        leave_stdout()
+        warn(f"the report cannot be written to stdout: {error.strerror}")
 
 
 def leave_stdout() -> None:
-    """Print nothing to stdout from now on: its reader has gone, and the interpreter must not fail at its end."""
+    """Print nothing to stdout from now on: it cannot be written, and the interpreter must not fail at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -71,6 +71,24 @@ def test_a_command_whose_reader_has_gone_ends_as_by_sigpipe_and_does_without_a_r
         assert done.stderr.splitlines() == (told if ends else [])
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full disk")
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+@pytest.mark.parametrize(("words", "full"), [("1", "stderr"), ("report", "stdout"), ("report", "both")])
+def test_a_full_disk_for_messages_and_the_report_changes_no_exit_code(words, full, unbuffered, tmp_path):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as disk:
+        streams = {"stdout": disk, "stderr": disk}
+        if full != "both":
+            streams = dict.fromkeys(streams, subprocess.PIPE) | {full: disk}
+        command = [sys.executable, "-c", ENDS_AT_ONCE, words]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, text=True, **streams)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ended").exists()
+    if full == "stdout":
+        told = "monetrun: warning: the report cannot be written to stdout: No space left on device"
+        assert done.stderr.splitlines() == [told, "still here", "here too"]
+
+
 def test_what_is_printed_at_the_end_is_flushed_before_the_exit_code_is_decided(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)

@@ -12,7 +12,7 @@ from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, parse_plan
 from monetrun.launcher import keys
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import launch_parser
-from monetrun.launcher.report import outcome_json, outcome_lines, read_outcome
+from monetrun.launcher.report import outcome_json, outcome_lines, read_outcome, stdout_console, table
 from monetrun.machine.store import Store, default_root
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 
@@ -59,6 +59,17 @@ def test_what_was_measured_under_a_plan_is_kept_unless_the_cache_is_not_used(wor
         read_from_a_file = parse_plan(codec.dumps(PLAN))
         found = store.get("measured", keys.measured_key(read_from_a_file), MeasuredStep)
         assert found == MeasuredStep((RankIntervals(0, (interval(101),)),))
+
+
+def test_a_table_that_is_wider_than_the_terminal_is_not_cut(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    console = stdout_console()
+    assert console.is_terminal
+    rows = table("<name", "difference")
+    rows.add_row("x" * 40, "1.2e-07")
+    console.print(rows)
+    assert "1.2e-07" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("pool", [None, Pool(9 << 20, 1 << 20, 3 << 20)])
