@@ -55,7 +55,10 @@ def lent() -> Iterator[int]:
 def _opened_again() -> Iterator[int]:
     """The same file at the same place, with a position of its own where the system can give it one."""
     place = os.lseek(_STDIN, 0, os.SEEK_CUR)
-    file = os.open(f"/proc/self/fd/{_STDIN}", os.O_RDONLY) if os.path.exists("/proc/self/fd") else os.dup(_STDIN)
+    try:
+        file = os.open(f"/proc/self/fd/{_STDIN}", os.O_RDONLY)
+    except OSError:  # no such folder, or the file may not be opened any more
+        file = os.dup(_STDIN)
     try:
         os.lseek(file, place, os.SEEK_SET)
         yield file

@@ -204,7 +204,7 @@ def _wait(process: subprocess.Popen[bytes], found: Sequence[Path], begun: Path, 
         now, reason, waits = time.monotonic(), "", False
         if now - looked >= _WAITING_SECONDS:
             before, worked = worked, _worked_seconds(process.pid)
-            if worked - before < _WAITING_SHARE * (now - looked):
+            if 0 <= worked - before < _WAITING_SHARE * (now - looked):  # less: a process has ended unseen
                 reason, waits = f"it waits, for {now - looked:.0f} s now", True
             looked = now
         if now - began > most_seconds:
@@ -215,14 +215,13 @@ def _wait(process: subprocess.Popen[bytes], found: Sequence[Path], begun: Path, 
 
 
 def _worked_seconds(pid: int) -> float:
-    """Processor time of a process and its children."""
+    """Processor time of a process, its children, and those that have ended."""
     seconds = 0.0
     with contextlib.suppress(psutil.Error):
         first = psutil.Process(pid)
         for one in (first, *first.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                times = one.cpu_times()
-                seconds += times.user + times.system
+                seconds += sum(one.cpu_times()[:4])  # user, system, and those of children that have ended
     return seconds
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,6 +105,32 @@ def test_a_trial_of_a_server_that_never_trains_and_never_ends_is_ended(
     printed = capfd.readouterr().err
     assert f"the trial run cannot see {path} train: {reason}" in printed
     assert printed.count("planning at the first step instead") == 1
+
+
+def test_a_trial_works_where_processes_that_it_has_started_did():
+    work = "import time\nwhile time.process_time() < 0.3: pass"
+    text = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {work!r}])\nprint(flush=True)\ninput()"
+    command = [sys.executable, "-c", text]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert trial._worked_seconds(process.pid) > 0.3
+        process.stdin.close()
+
+
+def test_a_trial_does_not_wait_while_its_processes_end_unseen(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "_WAITING_SECONDS", 0.0)
+    seconds = iter([9.0, 3.0, 5.0, 1.0, 1.0])
+    monkeypatch.setattr(trial, "_worked_seconds", lambda pid: next(seconds))
+    looks = []
+
+    def wait(timeout):
+        looks.append(timeout)
+        raise subprocess.TimeoutExpired("script", timeout)
+
+    found = (tmp_path / "record", tmp_path / "unseen")
+    assert trial._wait(SimpleNamespace(wait=wait, pid=1), found, tmp_path / "begun", math.inf) == 0
+    assert len(looks) == 5
+    assert "it waits" in found[1].read_text()
 
 
 def test_a_trial_whose_optimizer_makes_no_step_ends(script, capfd):
@@ -234,6 +264,23 @@ def test_a_trial_reads_what_the_workers_read(standard_input, tmp_path):
         pass
     assert read_all() == DATA
     writer.join()
+
+
+def test_a_file_that_may_not_be_opened_any_more_is_read_all_the_same(standard_input, tmp_path, monkeypatch):
+    """Another user's, as under ``sudo -u``."""
+    file = tmp_path / "input"
+    file.write_bytes(DATA)
+
+    def refuse(path, flags):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    with file.open("rb") as opened:
+        standard_input(opened.fileno())
+        monkeypatch.setattr(os, "open", refuse)
+        with stdin.lent() as lent:
+            assert os.read(lent, 5) == DATA[:5]
+        monkeypatch.undo()
+        assert read_all() == DATA
 
 
 def test_an_input_that_nobody_writes_to_keeps_nothing_waiting(standard_input):
