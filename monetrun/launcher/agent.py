@@ -12,12 +12,13 @@ import contextlib
 import copy
 import gc
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,21 @@ from monetrun.core.errors import MonetrunError
 from monetrun.core.patched import patched
 from monetrun.launcher.failure import report_failure
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.process import restored_environment, restored_signal_handlers, temporary_folder
+from monetrun.launcher.process import (
+    exit_on_signals,
+    restored_environment,
+    restored_signal_handlers,
+    temporary_folder,
+)
 from monetrun.launcher.ranks import local_world_size
 from monetrun.runtime.settings import AS_IS_MARK, KEEPS_LOGS, PROBED, Settings
 
 # After Ctrl-C, wait this long for workers that are stuck outside Python. torchrun waits 30 s; --shutdown-timeout sets
 # both.
 INTERRUPT_GRACE_SECONDS = 5
+
+# How long a node waits to join, beside the solver's seconds: torch's 600, and a trial run of the nodes that have met.
+_JOIN_SECONDS = 600 + 1800
 
 # With what a worker ends so that the launch starts anew (``unplannable_use``), and what ``launch`` gives then: a script
 # may end with any code of its own.
@@ -84,13 +93,14 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
         _filtered_torch_logs(),
         _prompt_shutdown(args) as stopped_pids,
         _log_folder(options, args),
-        _agreeing(joined),
+        _agreeing(options, joined) as meetings,
     ):
         if workers > 1 and "OMP_NUM_THREADS" not in os.environ and not options.quiet:
             print("monetrun: OMP_NUM_THREADS=1 in each worker, as under torchrun; set it to change it", file=sys.stderr)
         try:
-            # record() writes the reason to the error file that a scheduler may have given to this process.
-            record(run.run)(args)
+            with exit_on_signals(_stopped):  # torch leaves the rendezvous open to the other nodes then
+                # record() writes the reason to the error file that a scheduler may have given to this process.
+                record(run.run)(args)
         except ChildFailedError as error:
             if wants_to_start_anew(error.failures, os.environ):  # on several nodes it has what ``joined`` gave
                 return _ANEW
@@ -100,11 +110,28 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
             return 128 + int(error.sigval)
         except (RendezvousError, DistError) as error:
             where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-            raise MonetrunError(
-                f"the nodes did not meet at {where}: {str(error) or type(error).__name__}",
-                "check --rdzv-endpoint or --master-addr and --master-port; --standalone needs neither",
-            ) from error
+            raise _alone(error, where, have_met=bool(meetings)) from error
     return 0
+
+
+def _stopped(number: int) -> BaseException:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    return SignalException(f"stopped by signal {number}", signal.Signals(number))
+
+
+def _alone(error: Exception, where: str, *, have_met: bool) -> MonetrunError:
+    """The rendezvous ended with ``error``: the nodes do not find one another, or no more."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+
+    reason = str(error) or type(error).__name__
+    if have_met and not isinstance(error, (RendezvousClosedError, RendezvousTimeoutError)):
+        lost = f"the node that has the rendezvous's store ({where}) has ended: {reason}"
+        return MonetrunError(lost, "its own messages say why")
+    return MonetrunError(
+        f"the nodes did not meet{' again' * have_met} at {where}: {reason}",
+        "check --rdzv-endpoint or --master-addr and --master-port; --standalone needs neither",
+    )
 
 
 def launch_until_decided(options: LaunchOptions, environment: Mapping[str, str], joined: Joined | None = None) -> int:
@@ -126,13 +153,20 @@ def launch_again(options: LaunchOptions, environment: Mapping[str, str], joined:
 
 
 @contextlib.contextmanager
-def _agreeing(joined: Joined | None) -> Iterator[None]:
-    """Call ``joined`` at the end of each rendezvous, after which workers have a store of their own."""
+def _agreeing(options: LaunchOptions, joined: Joined | None) -> Iterator[Sequence[int]]:
+    """Call ``joined`` at the end of each rendezvous, after which workers have a store of their own.
+
+    Yields:
+        How many nodes have met, each time.
+    """
     from torch.distributed.elastic.rendezvous import registry
 
     original = registry.get_rendezvous_handler
+    meetings: list[int] = []
 
     def get_rendezvous_handler(parameters: Any) -> Any:
+        if parameters.min_nodes < parameters.max_nodes:  # some may come while others plan
+            parameters.config.setdefault("join_timeout", str(_JOIN_SECONDS + math.ceil(options.solver_seconds)))
         handler = original(parameters)
         itself = weakref.ref(handler)  # in a cycle its store, and the port, would outlive the launch
 
@@ -141,9 +175,14 @@ def _agreeing(joined: Joined | None) -> Iterator[None]:
                 own: Any = itself()
                 _forget_store(own)
                 met = type(own).next_rendezvous(own)
+                meetings.append(met.world_size)
                 if joined is None:
                     return met
-                variables = joined(met.store, met.rank, met.world_size, own.get_backend() == "static")
+                try:
+                    with exit_on_signals():  # planning takes an Exception for a fault of monetrun's
+                        variables = joined(met.store, met.rank, met.world_size, own.get_backend() == "static")
+                except SystemExit as stopped:
+                    raise _stopped(int(stopped.code or 0) - 128) from None
                 if variables is not None:
                     os.environ.update(variables)  # workers inherit this process's environment
                     return met
@@ -153,7 +192,7 @@ def _agreeing(joined: Joined | None) -> Iterator[None]:
 
     setattr(registry, "get_rendezvous_handler", get_rendezvous_handler)  # noqa: B010 - mypy rejects the assignment
     try:
-        yield
+        yield meetings
     finally:
         setattr(registry, "get_rendezvous_handler", original)  # noqa: B010
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import signal
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -46,16 +46,19 @@ def restored_signal_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Raise ``SystemExit`` on signals that end a process, so that what was begun is cleaned up, as it is on Ctrl-C.
+def exit_on_signals(error: Callable[[int], BaseException] = lambda number: SystemExit(128 + number)) -> Iterator[None]:
+    """Raise an error on signals that end a process, so that what was begun is cleaned up, as it is on Ctrl-C.
 
     A signal that is ignored stays so (``nohup``). After the first one, no further one interrupts the cleaning up.
+
+    Args:
+        error: gives it, from the signal's number.
     """
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         for other in before:
             signal.signal(other, signal.SIG_IGN)
-        sys.exit(128 + number)
+        raise error(number)
 
     found = {number: signal.getsignal(number) for number in _ENDING_SIGNALS}
     before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
@@ -116,7 +119,7 @@ def replace_file(file: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    part = file.with_name(f".{file.name}.{os.getpid()}")
+    part = file.with_name(f".{file.name}.{secrets.token_hex(8)}")  # of other machines' processes, too
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(file)

@@ -15,8 +15,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from monetrun.commands.main import main
 from monetrun.commands.run import run_launch
@@ -25,6 +28,7 @@ from monetrun.launcher import agent
 from monetrun.launcher.failure import first_failure
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.parser import launch_parser
+from monetrun.launcher.process import exit_on_signals
 from monetrun.runtime.traceback_file import install_excepthook
 from support.paths import SCRIPTS
 
@@ -460,3 +464,57 @@ def test_nodes_that_do_not_meet_give_one_message(words, message, tmp_path):
         with pytest.raises(MonetrunError, match=message.replace("PORT", port)):
             launched(*(word.replace("PORT", port) for word in words), BEHAVE)
     assert left_behind(tmp_path) == []
+
+
+# ---- a rendezvous that other nodes may join
+
+ELASTIC = ("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=last_call_timeout=1")
+
+
+@pytest.mark.parametrize("when", ["they meet", "they plan"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_one_node_before_its_workers_start_leaves_the_rendezvous_to_the_others(
+    number, when, monkeypatch, capfd
+):
+    closed, handlers = [], {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(DynamicRendezvousHandler, "shutdown", lambda self: closed.append(self) or True)
+
+    def stop(*_):
+        os.kill(os.getpid(), number)
+
+    def plan(*_):
+        try:
+            stop()
+        except Exception:  # noqa: BLE001 - as planning does
+            pytest.fail("planning takes it for a fault of its own")
+
+    if when == "they meet":
+        monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", stop)
+    with exit_on_signals():
+        assert agent.launch(parsed(*ELASTIC, BEHAVE), {}, plan) == 128 + number
+    assert closed == []
+    assert capfd.readouterr().err == f"monetrun: stopped by {signal.Signals(number).name}\n"
+    assert {n: signal.getsignal(n) for n in handlers} == handlers
+
+
+def test_a_store_that_is_lost_while_the_workers_train_is_told_as_that(monkeypatch, tmp_path):
+    def lose(self):
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lose)
+    lost = r"the node that has the rendezvous's store \(localhost:0\) has ended: The connection to the C10d store"
+    with pytest.raises(MonetrunError, match=lost):
+        agent.launch(parsed(*ELASTIC, "--monitor-interval=0.1", BEHAVE, "0=obey"), {}, lambda *_: {})
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "expected"),
+    [((1, 2), {}, "2430"), ((1, 2), {"join_timeout": "5"}, "5"), ((2, 2), {}, None)],
+)
+def test_a_node_that_joins_later_waits_while_the_others_plan(nodes, given, expected, monkeypatch):
+    seen = []
+    monkeypatch.setattr(registry, "get_rendezvous_handler", lambda parameters: seen.append(parameters) or Mock())
+    with agent._agreeing(parsed("--solver-seconds=30", BEHAVE), None):
+        registry.get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "id", *nodes, **given))
+    assert seen[0].get("join_timeout") == expected
