@@ -12,7 +12,7 @@ from monetrun.launcher.agent import launch_again, launch_until_decided
 from monetrun.launcher.job import Job, as_it_is, decide_anew, keep_plan, open_job
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.page import check_folder, check_tensorboard
+from monetrun.launcher.page import check_folder, check_log_folder, check_tensorboard
 from monetrun.launcher.parser import LaunchParser, launch_parser
 from monetrun.launcher.plain import has_run_short
 from monetrun.launcher.process import restored_environment
@@ -44,8 +44,8 @@ def run_launch(options: LaunchOptions) -> int:
         check_folder(options.report_folder)
     if options.tensorboard_folder:
         check_tensorboard(options.tensorboard_folder)
+    check_log_folder(options)
     with open_job(options) as job:
-        plain_key = keys.plain_key(options, job.ranks) if job.ranks.kind == "cuda" else ""  # of the script as it is now
         if options.several_nodes:  # other nodes' workers would not know of a start with a tighter plan
             exit_code = launch_until_decided(options, {}, Nodes(job).joined)
         else:
@@ -61,6 +61,7 @@ def run_launch(options: LaunchOptions) -> int:
                 forget_reports(environment)
                 exit_code = launch_again(options, job.follow(instead))
         if exit_code == BudgetExceeded.exit_code and job.mode == PLAIN and job.plain is not None:
+            plain_key = keys.plain_key(job.record_key)
             report.warn(has_run_short(job.plain, job.plain_cap_bytes, plain_key, job.store))
         job.finish(exit_code)
     return exit_code

@@ -27,6 +27,7 @@ class Decision:
         plain: what the plain run takes of a CUDA device, where measured.
         plan_given: the user named the plan.
         as_is: why no model of the script can be planned; empty: one can, or that is not known.
+        nodes: for how many this was decided.
     """
 
     mode: str
@@ -37,6 +38,7 @@ class Decision:
     plain: PlainPeaks | None
     plan_given: bool
     as_is: str = ""
+    nodes: int = 1
 
     def environment(self, settings: Settings, folder: Path, kind: str) -> dict[str, str]:
         """The variables of the workers of one node.

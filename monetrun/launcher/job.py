@@ -6,7 +6,6 @@ run, the plan by the solver.
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -65,7 +64,8 @@ class Job:
     Attributes:
         options: as given.
         budget: parsed.
-        ranks: the workers to start.
+        ranks: the workers to start; ``node``: rank of this node among them, once they have met.
+        record_key: of the script as it is when the launch begins: it may be edited while it trains.
         modelled_bytes: memory of the device that ``--cost-model`` describes; 0 if costs are measured.
         console: for progress and reports; ``settings``, ``folder``: of the trial runs' and the workers' processes.
         plain: what the plain run takes of a CUDA device, once measured.
@@ -81,7 +81,8 @@ class Job:
     def __init__(self, options: LaunchOptions) -> None:
         self.options = options
         self.budget: Budget = parse(options.budget)
-        self.ranks = find_ranks(options)
+        self.ranks, self.node = find_ranks(options), 0
+        self.record_key = keys.record_key(options, self.ranks)
         self.modelled_bytes = memory.modelled_bytes(options.cost_model)
         self.console = report.stderr_console()
         self.plain: PlainPeaks | None = None
@@ -94,13 +95,13 @@ class Job:
         self._reports = self.folder / "reports"
         self._reports.mkdir()
         self.settings = _settings(options, self._reports, self.store)
-        place = (self.settings, self.folder, self.console, self.store)
-        self._find_plain = functools.partial(find_plain, options, self.ranks, *place)
 
-    @functools.cached_property
-    def _record_key(self) -> str:
-        """Of the script as it is when the launch begins: it may be edited while it trains."""
-        return keys.record_key(self.options, self.ranks)
+    def met(self, nodes: int) -> None:
+        """Plan for so many nodes: what was found for another number of them is not used."""
+        if nodes != self.ranks.nodes:
+            self.ranks = replace(self.ranks, nodes=nodes)
+            self.record_key = keys.record_key(self.options, self.ranks)
+            self.record = self.plan = self.plain = None
 
     def close(self) -> None:
         """Remove the job's files, other than the cache."""
@@ -128,7 +129,7 @@ class Job:
             raise _not_here(self.options.cost_model)
         if self.options.plan_file:
             self.plan = read_plan(self.options.plan_file)
-            self.record = record_of(self.plan, self.store, self._record_key)  # with it, workers measure intervals
+            self.record = record_of(self.plan, self.store, self.record_key)  # with it, workers measure intervals
             check_options(self.plan, self.record, self.options, self.budget)
         elif switch := hook_switched_off():
             report.warn(f"nothing is planned: {switch} keeps torch from loading monetrun's hook; unset it")
@@ -186,11 +187,16 @@ class Job:
             for line in report.plan_lines(self.plan, title, self.record):
                 self.console.print(line)
 
+    def _find_plain(self, look: bool = True) -> PlainPeaks | None:
+        """See ``find_plain``."""
+        place = (self.settings, self.folder, self.console, self.store)
+        return find_plain(self.options, self.ranks, keys.plain_key(self.record_key), *place, look=look)
+
     def _find_record(self, needed: bool = True, look: bool = True) -> None:
         """Set ``record``, from the cache (``look``) or by a trial run; see ``run_trial``."""
         if self.record is not None:
             return
-        key = self._record_key
+        key = self.record_key
         self.record = kept_record(self.store, key) if look else None
         self.from_cache = self.record is not None
         if self.record is None:
@@ -205,7 +211,7 @@ class Job:
 
     def _find_plan(self, record: StepRecord) -> Plan:
         """Set ``plan``, from the cache or by the solver."""
-        record_key = self._record_key
+        record_key = self.record_key
         budget_bytes = self.budget_bytes()
         self._plan_key = keys.plan_key(self.options, record_key, budget_bytes, record)
         self.plan = kept_plan(self.store, self._plan_key, record, self.budget, budget_bytes)
@@ -234,9 +240,9 @@ class Job:
             keep_measured_step(self.store, (self.plan, outcome.plan), outcome.measured_step)
         seen = self.record and with_collectives(with_excess(self.record, outcome.excess_bytes), outcome.collectives)
         if self.store is not None and seen is not None and seen is not self.record:  # the next launch plans with it
-            self.store.put("probe", self._record_key, seen)
+            self.store.put("probe", self.record_key, seen)
         if self.options.report_folder:
-            _write_report(self.options, outcome, seen)
+            _write_report(self.options, outcome, seen, self.node)
         if self.options.json:
             report.print_last(json.dumps(report.outcome_json(outcome)))
         if not self.options.quiet:
@@ -271,9 +277,9 @@ def _solved(job: Job, record: StepRecord, smallest_key: str, budget_bytes: int |
         raise
 
 
-def _write_report(options: LaunchOptions, outcome: report.Outcome, seen: StepRecord | None) -> None:
+def _write_report(options: LaunchOptions, outcome: report.Outcome, seen: StepRecord | None, node: int) -> None:
     try:
-        page.write_report(options, outcome, seen)
+        page.write_report(options, outcome, seen, node)
     except UsageError as unwritable:
         report.warn(f"no report: {unwritable.message}")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from monetrun.core import codec
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget, resolve, smallest
-from monetrun.core.errors import MonetrunError
+from monetrun.core.errors import InfeasibleBudget, MonetrunError, NoPlanInTime
 from monetrun.launcher import keys, report
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.job import Job
@@ -87,6 +87,7 @@ class Nodes:
         """
         from torch.distributed import DistError  # imported here: slow
 
+        self._job.node = rank
         if fixed and self._decision is not None:
             return self._job.follow(self._decision, shown=False)
         try:
@@ -99,7 +100,8 @@ class Nodes:
         except DistError as error:
             message = "the node that has the rendezvous's store ended before all nodes had a plan"
             raise MonetrunError(message, "its own messages say why") from error
-        shown, self._decision = self._decision != decision, decision
+        shown, self._decision, self._lost = self._decision != decision, decision, 0
+        self._job.met(decision.nodes)
         if shown and self._job.plan is not decision.plan:  # another node has decided
             _keep(self._job, decision)
             if self._job.options.plan_file and not decision.plan_given:
@@ -136,7 +138,7 @@ class Nodes:
         refusal: Refusal | None = None
         try:
             with _signs_of_life(store, rank):
-                decision = self._decided(smallest(budgets))
+                decision = self._decided(smallest(budgets), len(budgets))
             exchange.post(store, f"monetrun/decision/{rank}", codec.dumps(decision))
         except MonetrunError as error:
             refusal = Refusal.of(error)
@@ -146,13 +148,22 @@ class Nodes:
         exchange.post(store, f"monetrun/verdict/{rank}", json.dumps(codec.to_plain(refusal)))
         return decision
 
-    def _decided(self, budget: Budget) -> Decision:
-        """What this launch has decided before; anew where ``budget`` is smaller than that."""
+    def _decided(self, budget: Budget, nodes: int) -> Decision:
+        """What this launch has decided before; anew where ``budget`` is smaller than that, if there is such a plan."""
         earlier = self._decision
         if earlier is not None and not _is_smaller(budget, earlier):
             return earlier
+        if earlier is None:
+            self._job.met(nodes)
         _take(self._job, budget)
-        return self._job.decide()
+        try:
+            return replace(self._job.decide(), nodes=self._job.ranks.nodes)
+        except (InfeasibleBudget, NoPlanInTime) as refused:
+            if earlier is None:
+                raise
+            report.warn(f"{refused.message}; training has begun, and goes on as it was decided then")
+            _take(self._job, earlier.budget)
+            return earlier
 
     def _wait_for(self, store: Any, decider: int) -> None:
         verdict, alive = f"monetrun/verdict/{decider}", f"monetrun/alive/{decider}"
@@ -201,9 +212,8 @@ def _keep(job: Job, decision: Decision) -> None:
     if store is None or decision.plan is None or decision.record is None or decision.plan_given:
         return
     _take(job, decision.budget)
-    record_key = keys.record_key(job.options, job.ranks)
-    store.put("probe", record_key, decision.record)
-    plan_key = keys.plan_key(job.options, record_key, job.budget_bytes(), decision.record)
+    store.put("probe", job.record_key, decision.record)
+    plan_key = keys.plan_key(job.options, job.record_key, job.budget_bytes(), decision.record)
     store.put("plan", plan_key, decision.plan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -105,23 +106,32 @@ def check_folder(folder: str, option: str = "--report") -> None:
         raise _unwritable(option, folder, error) from error
 
 
-def write_report(options: LaunchOptions, outcome: Outcome, record: StepRecord | None) -> None:
+def check_log_folder(options: LaunchOptions) -> None:
+    """``check_folder`` of torchrun's ``--log-dir``, which it makes when it starts the workers."""
+    folder, specs = options.torchrun.log_dir, options.torchrun.logs_specs
+    if folder and not specs and folder != os.devnull:
+        check_folder(folder, "--log-dir")
+
+
+def write_report(options: LaunchOptions, outcome: Outcome, record: StepRecord | None, node: int) -> None:
     """Write ``report.json``, and ``report.html`` where the plan's trial run is known, into the folder of ``--report``.
+
+    On several nodes, which may share the folder, their names have the rank of this ``node``.
 
     Raises:
         UsageError: they cannot be written.
     """
-    folder = Path(options.report_folder)
+    folder, name = Path(options.report_folder), f"report.node{node}" if options.several_nodes else "report"
+    page = folder / f"{name}.html"
     found = {"command": [options.script, *options.script_args], **outcome_json(outcome)}
     found["intervals"] = [] if outcome.measured_step is None else as_plain(outcome.measured_step)
     title = " ".join(found["command"])
     try:
-        replace_file(folder / "report.json", json.dumps(found, indent=1))
+        replace_file(folder / f"{name}.json", json.dumps(found, indent=1))
         if outcome.plan is not None and record is not None and describes(record, outcome.plan):
-            text = page_of(outcome.plan, record, outcome.measured_step, title)
-            replace_file(folder / "report.html", text)
+            replace_file(page, page_of(outcome.plan, record, outcome.measured_step, title))
         else:  # an older launch's page is not this one's
-            (folder / "report.html").unlink(missing_ok=True)
+            page.unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable("--report", options.report_folder, error) from error
 

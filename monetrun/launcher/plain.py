@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from monetrun.core.budget import SHARE_OF_PLAIN, Budget, format_bytes, resolve
 from monetrun.core.plain import PlainPeaks
-from monetrun.launcher import keys, memory
+from monetrun.launcher import memory
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.trial import measure_plain_run
@@ -22,6 +23,7 @@ PLAIN_FILE = "plain.json"  # in the job's folder, once the plain run was measure
 def find_plain(
     options: LaunchOptions,
     ranks: Ranks,
+    key: str,
     settings: Settings,
     folder: Path,
     console: Console,
@@ -34,6 +36,7 @@ def find_plain(
     Args:
         options: of the launch.
         ranks: the workers that it will start.
+        key: of the peaks in the cache.
         settings: of the launch's workers.
         folder: for the trial's files.
         console: where progress is shown.
@@ -45,7 +48,6 @@ def find_plain(
     """
     if ranks.kind != "cuda" or options.cost_model != "measured":
         return None
-    key = keys.plain_key(options, ranks)
     plain = store.get("plain", key, PlainPeaks) if store and look else None
     if plain is None:
         trial = replace(settings, mode=MEASURE, record_file=str(folder / PLAIN_FILE))
@@ -53,7 +55,8 @@ def find_plain(
         if plain is not None and store is not None:
             store.put("plain", key, plain)
         elif store is not None and not look:
-            store.remove("plain", key)
+            with contextlib.suppress(OSError):  # a cache that cannot be written
+                store.remove("plain", key)
     return plain
 
 

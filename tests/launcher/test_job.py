@@ -11,14 +11,14 @@ from monetrun.core.plain import PlainPeaks
 from monetrun.core.plain_step import plain_step
 from monetrun.core.step import replay
 from monetrun.launcher import job as jobs
-from monetrun.launcher import keys
+from monetrun.launcher import keys, plain
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import launch_parser
 from monetrun.launcher.ranks import Ranks, find_ranks
 from monetrun.launcher.trial import Trial
 from monetrun.machine.device import MemoryInfo
 from monetrun.planning import planner
-from monetrun.runtime.settings import PLAIN, RUN
+from monetrun.runtime.settings import PLAIN, RUN, Settings
 from support.paths import SCRIPTS
 from support.step_records import chain_record
 
@@ -159,3 +159,23 @@ def test_a_steps_key_has_the_variables_that_the_script_names_and_all_of_a_packag
     assert key("-m", "bare.train") != of_bare
     (tmp_path / "bare" / "__main__.py").write_text("batch = 16\n")
     assert key("bare") != of_folder
+
+
+def test_what_was_found_for_another_number_of_nodes_is_not_used():
+    with open_job(launch_parser().parse_launch(["--nnodes=1:2", "--nproc-per-node=3", TINY])[0]) as job:
+        before, job.record = job.record_key, chain_record(10)
+        job.met(1)
+        assert (job.record_key, job.record is None, job.ranks.world_size) == (before, False, 3)
+        job.met(2)
+        assert (job.record_key != before, job.record, job.ranks.world_size) == (True, None, 6)
+
+
+def test_peaks_in_a_cache_that_cannot_be_written_end_no_launch(monkeypatch, tmp_path):
+    class ReadOnly:
+        def remove(self, kind, key):
+            raise PermissionError(f"{kind} {key}")
+
+    monkeypatch.setattr(plain, "measure_plain_run", lambda *_: None)
+    options = launch_parser().parse_launch(["--budget", "0.7x", TINY])[0]
+    place = (Settings(), tmp_path, None, ReadOnly())
+    assert plain.find_plain(options, Ranks("cuda", 1, 1), "key", *place, look=False) is None

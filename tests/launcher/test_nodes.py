@@ -21,6 +21,7 @@ from monetrun.core.errors import InfeasibleBudget, MonetrunError
 from monetrun.launcher import nodes
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.nodes import Nodes
+from monetrun.launcher.ranks import Ranks
 from monetrun.planning import planner
 from monetrun.runtime.settings import RUN
 from support import launcher
@@ -38,15 +39,19 @@ class Job:
     def __init__(self, budget, refuses=False, kind="cpu"):
         self.budget, self.refuses, self.decided_with = parse(budget), refuses, []
         self.options = SimpleNamespace(use_cache=False, quiet=True, budget=budget, plan_file="")
-        self.ranks, self.console, self.plan = SimpleNamespace(kind=kind, local=1), None, None
-        self.store = None
-        self.followed = []
+        self.ranks, self.console, self.plan = Ranks(kind, 1, 1), None, None
+        self.store, self.node, self.record_key = None, None, "key"
+        self.followed, self.decided_for = [], []
 
     def budget_bytes(self):
         return int(self.budget.value) if self.budget.kind == "bytes" else None
 
+    def met(self, nodes):
+        self.ranks = dataclasses.replace(self.ranks, nodes=nodes)
+
     def decide(self):
         self.decided_with.append(self.budget)
+        self.decided_for.append(self.ranks.nodes)
         if self.refuses:
             raise InfeasibleBudget("too little", "more", budget_bytes=1, smallest_bytes=2)
         nbytes = int(self.budget.value) if self.budget.kind == "bytes" else int(self.budget.value * PLAIN)
@@ -61,7 +66,12 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def options_are_replaced_in_place(monkeypatch):
-    monkeypatch.setattr(nodes, "replace", lambda options, **given: SimpleNamespace(**{**vars(options), **given}))
+    def replace(value, **given):
+        if dataclasses.is_dataclass(value):
+            return dataclasses.replace(value, **given)
+        return SimpleNamespace(**{**vars(value), **given})
+
+    monkeypatch.setattr(nodes, "replace", replace)
 
 
 def meet(*members, fixed=False):
@@ -108,6 +118,30 @@ def test_nodes_that_meet_again_keep_their_plan_unless_a_new_one_has_a_smaller_bu
     assert old.followed[-1][0].plan.budget_bytes == int(0.85 * PLAIN)
 
 
+def test_the_trial_is_of_as_many_nodes_as_met_and_stays_so():
+    """Of ``--nnodes MIN:MAX`` any number may meet."""
+    jobs = [Job("0.95x") for _ in range(3)]
+    stays, leaves = Nodes(jobs[0]), Nodes(jobs[1])
+    meet(stays, leaves)
+    assert (jobs[0].decided_for, [job.ranks.nodes for job in jobs[:2]]) == ([2], [2, 2])
+    new = Nodes(jobs[2])
+    meet(new, stays, leaves)
+    assert ([job.node for job in jobs], jobs[2].ranks.nodes) == ([1, 2, 0], 2)  # its cache's keys are of what was tried
+    smaller = Job("0.85x")
+    meet(Nodes(smaller), stays)
+    assert jobs[0].decided_for == [2, 2]
+
+
+def test_a_node_with_less_memory_that_joins_later_does_not_end_the_training(capsys):
+    first, small = Job("0.95x"), Job("0.5x")
+    stays = Nodes(first)
+    (before,) = meet(stays)
+    first.refuses = True
+    assert meet(stays, Nodes(small)) == [before, before]
+    assert "warning: too little; training has begun, and goes on" in capsys.readouterr().err
+    assert first.budget.text == "0.95x"
+
+
 def test_a_node_whose_workers_start_again_needs_no_other_where_nodes_do_not_meet_anew():
     members = [Nodes(Job("0.95x")), Nodes(Job("0.95x"))]
     first = meet(*members, fixed=True)
@@ -127,6 +161,14 @@ def test_where_a_node_is_lost_the_others_meet_anew_a_few_times(monkeypatch):
     alone = Nodes(Job("0.95x"))
     assert [meet(alone, None)[0] for _ in range(2)] == [None, None]
     assert "node 1 has joined, but" in str(meet(alone, None)[0])
+
+
+def test_nodes_that_were_lost_long_ago_do_not_count(monkeypatch):
+    monkeypatch.setattr(nodes, "_SILENCE_SECONDS", 0.2)
+    one = Nodes(Job("0.95x"))
+    for _ in range(2):
+        assert [meet(one, None)[0] for _ in range(2)] == [None, None]
+        assert meet(one)[0] is not None
 
 
 # ---- launches
@@ -168,28 +210,37 @@ def assert_same(folder, names):
         assert [k for k in a["state"] if not torch.equal(a["state"][k], b["state"][k])] == []
 
 
-@pytest.mark.slow
-def test_two_agents_on_one_host_train_one_plan_as_torchrun_does_or_refuse_alike(tmp_path, plain_surroundings):
-    here, tiny = [[], []], [str(SCRIPTS / "tiny.py"), str(tmp_path / "planned"), "--ddp", "--steps=4"]
-    torch_script = [tiny[0], str(tmp_path / "plain"), *tiny[2:]]
-    plain = agents(tmp_path, here, f"127.0.0.1:{free_port()}", ["torch.distributed.run"], [[], []], torch_script)
-    assert [agent.code for agent in plain] == [0, 0]
+def on_one_host(folder, module, out, options, *words):
+    """Two agents, one with each of the ``options``, train two ranks; gives their results."""
+    script = [str(SCRIPTS / "tiny.py"), str(folder / out), "--ddp", "--steps=4"]
+    return agents(folder, [[], []], f"127.0.0.1:{free_port()}", [module, *words], options, script)
 
-    words = ["monetrun", "--implementations=exact", "--solver-seconds=3", "--json"]
-    budgets = [["--budget=0.9x"], ["--budget=0.75x"]]
-    planned = agents(tmp_path, here, f"127.0.0.1:{free_port()}", words, budgets, tiny)
+
+PLANNED = ("--implementations=exact", "--solver-seconds=1", "--json")
+BUDGETS = [["--budget=0.9x"], ["--budget=0.75x"]]
+
+
+@pytest.mark.slow
+def test_two_agents_on_one_host_train_one_plan_as_torchrun_does(tmp_path, plain_surroundings):
+    plain = on_one_host(tmp_path, "torch.distributed.run", "plain", [[], []])
+    assert [agent.code for agent in plain] == [0, 0]
+    planned = on_one_host(tmp_path, "monetrun", "planned", BUDGETS, *PLANNED)
     assert [agent.code for agent in planned] == [0, 0], planned
     assert_same(tmp_path, ("plain", "planned"))
     found = [json.loads(agent.out.splitlines()[-1]) for agent in planned]
     assert found[0]["budget_bytes"] == found[1]["budget_bytes"] == int(0.75 * found[0]["plain_peak_bytes"])
     assert sum("trial run up to" in agent.err for agent in planned) == 1
 
-    shutil.rmtree(tmp_path / "cache0")  # one is cold, the other warm
-    again = agents(tmp_path, here, f"127.0.0.1:{free_port()}", words, budgets, tiny)
-    assert [agent.code for agent in again] == [0, 0], again
-    assert_same(tmp_path, ("plain", "planned"))
 
-    refused = agents(tmp_path, here, f"127.0.0.1:{free_port()}", words, [["--budget=0.9x"], ["--budget=0.01x"]], tiny)
+@pytest.mark.nightly
+def test_two_agents_of_which_one_has_a_cache_train_alike_and_refuse_alike(tmp_path, plain_surroundings):
+    cold = on_one_host(tmp_path, "monetrun", "cold", BUDGETS, *PLANNED)
+    assert [agent.code for agent in cold] == [0, 0], cold
+    shutil.rmtree(tmp_path / "cache0")
+    half_warm = on_one_host(tmp_path, "monetrun", "half_warm", BUDGETS, *PLANNED)
+    assert [agent.code for agent in half_warm] == [0, 0], half_warm
+    assert_same(tmp_path, ("cold", "half_warm"))
+    refused = on_one_host(tmp_path, "monetrun", "refused", [["--budget=0.9x"], ["--budget=0.01x"]], *PLANNED)
     assert [agent.code for agent in refused] == [80, 80], refused
     assert all("smallest feasible" in agent.err for agent in refused)
 
@@ -218,13 +269,13 @@ def namespaces():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces are made by ip, of the package iproute2")
 def test_two_machines_train_as_under_torchrun(tmp_path, plain_surroundings):
     with namespaces() as machines:
         for name, words in (
             ("plain", ["torch.distributed.run"]),
-            ("planned", ["monetrun", "--implementations=exact", "--solver-seconds=3", "--budget=1.0x", "--json"]),
+            ("planned", ["monetrun", *PLANNED, "--budget=1.0x"]),
         ):
             script = [str(SCRIPTS / "tiny.py"), str(tmp_path / name), "--ddp", "--steps=4", "--bucket-mb=0.01"]
             own = "--local-addr=10.213.77.{}", "--nproc-per-node=2", "--rdzv-conf=is_host={}"

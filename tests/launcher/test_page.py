@@ -3,22 +3,26 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from monetrun.commands import run
 from monetrun.core import codec
 from monetrun.core.errors import UsageError
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.options import Options
 from monetrun.core.plan import Pool, plain_schedule
-from monetrun.launcher.page import check_folder, page_of, write_report
+from monetrun.launcher.page import check_folder, check_log_folder, page_of, write_report
 from monetrun.launcher.parser import launch_parser
+from monetrun.launcher.process import replace_file
 from monetrun.launcher.rank_figures import RankFigures
 from monetrun.launcher.report import Outcome
 from monetrun.planning import planner
 from monetrun.planning.explain import PARAMETERS, SCRIPT, STATE, WORKSPACE, explain
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals, as_plain
 from monetrun.planning.moments import moments
+from support.paths import SCRIPTS
 from support.step_records import chain_record
 
 RECORD = chain_record(64)
@@ -98,7 +102,7 @@ def test_a_report_folder_is_tried_before_training_and_filled_after_it(tmp_path, 
     check_folder(options.report_folder)
     figures = RankFigures(0, 2000, 1990, 0.5, 0.1)
     outcome = Outcome(plan, 1990, None, None, 0, 0.1, 3, (), MEASURED, ranks=(figures,))
-    write_report(options, outcome, RECORD)
+    write_report(options, outcome, RECORD, node=0)
     folder = tmp_path / "a" / "b"
     found = json.loads((folder / "report.json").read_text())
     assert found["command"] == ["train.py", "--lr", "1"]
@@ -106,8 +110,42 @@ def test_a_report_folder_is_tried_before_training_and_filled_after_it(tmp_path, 
     assert found["intervals"] == as_plain(MEASURED)
     assert {key: found[key] for key in ("ranks", "steps")} == {"ranks": [codec.to_plain(figures)], "steps": 3}
     assert data_of((folder / "report.html").read_text())["title"] == "train.py --lr 1"
-    write_report(options, outcome, None)  # planned in the worker: the launcher does not know the step
+    write_report(options, outcome, None, node=0)  # planned in the worker: the launcher does not know the step
     assert [path.name for path in folder.iterdir()] == ["report.json"]
+    several, _ = launch_parser().parse_launch(["--report", str(folder), "--nnodes=1:2", "train.py"])
+    for node in (0, 1):  # which may share the folder
+        write_report(several, outcome, RECORD, node)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["report.json", *(f"report.node{k}.{end}" for k in (0, 1) for end in ("html", "json"))]
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--report .*file: "):
         check_folder(str(tmp_path / "file"))
+
+
+def test_a_log_folder_is_tried_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "open_job", lambda options: pytest.fail("it plans"))
+    (tmp_path / "file").write_text("")
+    script = str(SCRIPTS / "tiny.py")
+    options, _ = launch_parser().parse_launch(["--log-dir", str(tmp_path / "file"), script])
+    with pytest.raises(UsageError, match=r"--log-dir .*file: "):
+        run.run_launch(options)
+    for words in (
+        ["--log-dir", str(tmp_path / "new")],
+        ["--log-dir", "/dev/null"],
+        ["--logs-specs=own", "--log-dir=x"],
+    ):
+        check_log_folder(launch_parser().parse_launch([*words, script])[0])
+    assert (tmp_path / "new").is_dir()
+    assert not Path("x").exists()
+
+
+def test_files_of_several_machines_are_replaced_without_meeting(tmp_path, monkeypatch):
+    """Processes in containers may have the same number."""
+    parts = []
+    replaced = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda part, file: (parts.append(part), replaced(part, file)))
+    for text in ("one", "two"):
+        replace_file(tmp_path / "report.json", text)
+    assert parts[0] != parts[1]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["two"]
