@@ -51,3 +51,22 @@ def test_outputs_that_may_be_missing_end_no_training():
     room.limit_bytes = 1800
     assert (found := shortage()).missing_bytes == 0
     assert not room.does_without(found)
+
+
+def test_a_step_that_the_optimizer_skips_is_no_other_way_through_the_forward():
+    room = Room(None)
+    room._in_python = True
+    room._needs["graph"] = (ForwardNeed(held_bytes=0, planned_bytes=1, plain_bytes=1, last_outputs_bytes=0),)
+
+    def call():
+        room.call_begins()
+        other = room.takes_another_way("graph")
+        room._calls["graph"] += 1
+        return other
+
+    assert not call()
+    room.gradients_dropped()  # as by ``zero_grad``, without an optimizer's step
+    assert not call()
+    assert call()  # a second forward before any backward
+    room.optimizer_ended()
+    assert not call()

@@ -186,3 +186,24 @@ def test_peaks_are_of_the_plan_that_had_the_most_until_they_are_forgotten():
     assert steps.most_planned == (8, 25)
     steps.plan_is(7, 7)
     assert steps.most_planned == (8, 25)
+
+
+def test_retries_between_settled_steps_are_no_steps():
+    meter, steps = metered(1)
+    for retried in (0, 0, 0, 3, 2):
+        meter.retries += retried  # in evaluation, before the step
+        train(steps, meter)
+    assert steps.retries == 0
+
+
+def test_a_step_that_the_script_has_left_counts_for_nothing():
+    meter, steps = metered(1)
+    for _ in range(3):
+        train(steps, meter)
+    steps.forward_begins()
+    meter.allocate(0, 900)
+    steps.interrupt()
+    steps.resume()
+    steps.step_left()
+    train(steps, meter)
+    assert (steps.steps, steps.peak_bytes) == (4, 150)
