@@ -231,9 +231,18 @@ class Lifetimes:
         last = max((c for c in self._calls if any(i.cdata == of for i in c.inputs.values())), key=lambda c: c.backward)
         return last is call and (call is self._calls[0] or not self._first_inputs_only)
 
-    def changed(self, joint: JointGraph) -> set[int]:
-        """Inputs and outputs of ``joint`` that others changed, in place, between a forward and its backward."""
-        return self._changed.get(id(joint), set())
+    def not_to_read_again(self, joint: JointGraph) -> set[int]:
+        """Inputs and outputs of ``joint`` that others changed, in place, between a forward and its backward.
+
+        And inputs that were freed between the two and that ``dropped`` does not tell: what it would take to save them
+        until then is not known.
+        """
+        found = set(self._changed.get(id(joint), ()))
+        for call in self._calls:
+            if call.joint is joint:
+                freed = (t for t, at in call.ended.items() if call.external(t) and at < call.backward)
+                found |= {t for t in freed if not self._may_be_saved(call, t)}
+        return found
 
     def held(self) -> list[tuple[JointGraph, int]]:
         """Outputs that were not freed so far."""

@@ -238,7 +238,7 @@ class Recorder(WithoutCaptures):
     def _known_of(self, joint: JointGraph) -> Graph:
         """The graph of ``joint`` with what the step has shown of it."""
         graph = usable_now(joint, cost.as_tried(joint, self.known))
-        return without_reading_again(graph, self._lifetimes.changed(joint))
+        return without_reading_again(graph, self._lifetimes.not_to_read_again(joint))
 
 
 def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:
