@@ -74,7 +74,7 @@ def planned(
     ``see`` is called with the engine before each step but the first.
     """
     gc.collect()  # models of tests before this one, and of its own first session, are bytes that torch holds until then
-    settings = Settings(mode=RUN, budget=budget, recompute=recompute, solver_seconds=2.0, **options)
+    settings = Settings(mode=RUN, budget=budget, recompute=recompute, solver_seconds=0.5, **options)
     session = Session(settings, plan)
     session.watch_process()
 
