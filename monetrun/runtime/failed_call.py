@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from monetrun.core.errors import MonetrunError, is_out_of_memory
-
-if TYPE_CHECKING:  # which uses this module
-    from monetrun.runtime.planned_calls import PlannedCall
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,7 +18,7 @@ def undone_if_the_script_fails(method: F) -> F:
     """
 
     @functools.wraps(method)
-    def called(call: PlannedCall, *args: Any, **kwargs: Any) -> Any:
+    def called(call: Any, *args: Any, **kwargs: Any) -> Any:
         before = _ways(call)
         estimated = _is_estimate(call)
         try:
@@ -35,16 +32,16 @@ def undone_if_the_script_fails(method: F) -> F:
     return cast(F, called)
 
 
-def _ways(call: PlannedCall) -> tuple[Any, ...]:
+def _ways(call: Any) -> tuple[Any, ...]:
     return call.broken, call._open_sizes, call.as_compiled, call._without_hooks
 
 
-def _is_estimate(call: PlannedCall) -> tuple[bool, bool]:
+def _is_estimate(call: Any) -> tuple[bool, bool]:
     running = call.engine.running
     return call.engine.part_in_python, running is not None and running.enforcement.share_is_estimate
 
 
-def _forget(call: PlannedCall, ways: tuple[Any, ...], estimated: tuple[bool, bool]) -> None:
+def _forget(call: Any, ways: tuple[Any, ...], estimated: tuple[bool, bool]) -> None:
     call.broken, call._open_sizes, call.as_compiled, call._without_hooks = ways
     call._generation, call.backend = -1, None
     engine = call.engine
