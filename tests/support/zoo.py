@@ -81,12 +81,12 @@ def gpt(steps):
 @case
 def lengths(steps):
     """A new sequence length at every step, the longest first."""
-    model = GPT(layers=3)
+    model = GPT(layers=1, width=32, length=64)
     optimizer = sgd(model)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        out = model(tokens(8, 256 - 9 * step, step))
+        out = model(tokens(8, 64 - 3 * step, step))
         out["loss"].backward()
         optimizer.step()
         losses.append(out["loss"].item())
@@ -118,7 +118,7 @@ def sequential(steps):
 
 @case
 def accumulation(steps):
-    model = SmallResNet(blocks=4)
+    model = SmallResNet(blocks=2)
     optimizer = sgd(model)
     losses = []
     for step in range(steps):
@@ -138,7 +138,7 @@ def teacher(steps):
     elder = SmallResNet(blocks=2)
     for p in elder.parameters():
         p.requires_grad_(False)
-    model = SmallResNet(blocks=4, dropout=0.1)
+    model = SmallResNet(blocks=2, dropout=0.1)
     optimizer = sgd(model)
     losses = []
     for step in range(steps):
@@ -217,7 +217,7 @@ def scaler(steps):
     scale = torch.amp.GradScaler("cpu")
     losses = []
     for step in range(steps):
-        x, y = images(8, 32, seed=step)  # a CPU without instructions for bfloat16 is slow
+        x, y = images(4, 16, seed=step)  # a CPU without instructions for bfloat16 is slow
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(model(x), y)
