@@ -209,7 +209,7 @@ def test_captured_output_has_the_prefix_that_was_asked_for(run, files, monkeypat
 # ---- scripts that import torch, in each rank
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_knows_that_the_agent_launched_it_and_only_then(run, files, tmp_path):
     found = tmp_path / "found"
     assert run("--run-path", "--nnodes=1", "--nproc-per-node=1", *QUICK[:1], files.launched_by_torch, found) == 0
@@ -229,7 +229,7 @@ def test_a_script_knows_that_the_agent_launched_it_and_only_then(run, files, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["tcp://localhost:{}", "env://"])
+@pytest.mark.parametrize("method", [pytest.param("tcp://localhost:{}", marks=pytest.mark.nightly), "env://"])
 def test_ranks_meet_by_address_and_by_environment(run, files, method):
     port = free_port()
     place = ("--run-path", "--nnodes=1", "--nproc-per-node=4", "--master-addr=localhost", f"--master-port={port}")
@@ -237,18 +237,17 @@ def test_ranks_meet_by_address_and_by_environment(run, files, method):
     assert ran(files.ranks) == FOUR
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_runs_from_its_path_in_every_rank(run, files):
     assert run("--run-path", "--nnodes=1", "--nproc-per-node=4", *QUICK, files.worker, files.ranks) == 0
     assert ran(files.ranks) == FOUR
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["torch.distributed.run", "monetrun"])
-def test_two_agents_form_one_launch(module, files):
+def test_two_agents_form_one_launch(files):
     words = ["--nnodes=1:2", "--nproc-per-node=4", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
     words += ["--rdzv-conf=timeout=5", "--rdzv-id=21", *QUICK, str(files.worker), str(files.ranks)]
     environment = {**os.environ, "OF_THE_LAUNCHER": "set"}
-    agents = [subprocess.Popen([sys.executable, "-m", module, *words], env=environment) for _ in range(2)]
+    agents = [subprocess.Popen([sys.executable, "-m", "monetrun", *words], env=environment) for _ in range(2)]
     assert [agent.wait(120) for agent in agents] == [0, 0]
     assert ran(files.ranks) == [str(rank) for rank in range(8)]

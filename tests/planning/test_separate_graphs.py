@@ -21,7 +21,8 @@ from monetrun.solve.cut import dropping
 from support.random_graphs import joint_graphs, schedules
 from support.step_records import chain_record
 
-OPTIONS = Options(seconds=2.0, implementations=())
+NIGHTLY = pytest.mark.nightly
+OPTIONS = Options(seconds=0.5, implementations=())
 
 
 def looped(calls=3, batch=400):
@@ -130,7 +131,7 @@ def with_inexact_implementations():
 def test_a_refusal_under_exact_implementations_names_what_is_enough_for_them():
     record = with_inexact_implementations()
     lowest_bytes = planner.baseline(record).frugal.peak_bytes
-    options = Options(seconds=2.0, implementations=("exact",))
+    options = Options(seconds=0.5, implementations=("exact",))
     with pytest.raises(planner.BudgetBelowSmallest, match="part of the implementations") as refused:
         planner.plan_step(record, lowest_bytes, options=options)
     assert refused.value.smallest_bytes > lowest_bytes
@@ -164,6 +165,7 @@ def adversaries(one_widths, two_widths, held=0):
     )
 
 
+@pytest.mark.parametrize("share", [pytest.param(0.1, marks=NIGHTLY), 0.2, pytest.param(0.5, marks=NIGHTLY)])
 @pytest.mark.parametrize(
     ("widths", "held"),
     [
@@ -172,7 +174,7 @@ def adversaries(one_widths, two_widths, held=0):
         (((33, 20, 31), (37, 13, 16)), 0),
     ],
 )
-def test_rounds_that_share_a_graph_are_planned_together(widths, held):
+def test_rounds_that_share_a_graph_are_planned_together(widths, held, share):
     record = adversaries(*widths, held)
     choices = []
     for graph in record.graphs:
@@ -182,8 +184,7 @@ def test_rounds_that_share_a_graph_are_planned_together(widths, held):
     points = [(t.peak_bytes, t.seconds) for pair in itertools.product(*choices) if (t := replay(record, pair))]
     least, most = min(p for p, _ in points), max(p for p, _ in points)
     base = planner.baseline(record)
-    for share in (0.1, 0.2, 0.5):
-        budget_bytes = int(least + share * (most - least))
-        plan = planner.plan_step(record, budget_bytes, options=OPTIONS)
-        seconds = (1 + plan.overhead) * base.plain.seconds
-        assert seconds <= 1.000001 * min(s for p, s in points if p <= budget_bytes)
+    budget_bytes = int(least + share * (most - least))
+    plan = planner.plan_step(record, budget_bytes, options=OPTIONS)
+    seconds = (1 + plan.overhead) * base.plain.seconds
+    assert seconds <= 1.000001 * min(s for p, s in points if p <= budget_bytes)
