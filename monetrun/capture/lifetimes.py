@@ -237,11 +237,12 @@ class Lifetimes:
         And inputs that were freed between the two and that ``dropped`` does not tell: what it would take to save them
         until then is not known.
         """
+        told = {c.inputs[t].cdata for c in self._calls for t in c.inputs if t in c.ended and self._may_be_saved(c, t)}
         found = set(self._changed.get(id(joint), ()))
         for call in self._calls:
             if call.joint is joint:
-                freed = (t for t, at in call.ended.items() if call.external(t) and at < call.backward)
-                found |= {t for t in freed if not self._may_be_saved(call, t)}
+                freed = (t for t, at in call.ended.items() if t in call.inputs and at < call.backward)
+                found |= {t for t in freed if call.inputs[t].cdata not in told}
         return found
 
     def held(self) -> list[tuple[JointGraph, int]]:

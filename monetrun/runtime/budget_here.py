@@ -39,7 +39,8 @@ def budget_here(settings: Settings, device: torch.device, meter: Meter) -> str:
 
 def _own_memory(device: torch.device) -> MemoryInfo:
     """The memory of this process's device, or its part of it."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # which share the machine's memory, or its devices
     if device.type != "cuda":
-        return query("cpu", int(os.environ.get("LOCAL_WORLD_SIZE", 1)))[0]  # which the ranks of this machine share
+        return query("cpu", ranks)[0]
     index = device_peaks.index_of(device)
-    return query("cuda", index + 1)[index]
+    return query("cuda", ranks if ranks > torch.cuda.device_count() else index + 1)[index]

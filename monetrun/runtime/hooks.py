@@ -193,13 +193,23 @@ def _observe_modes(observer: TrainingObserver, undo: contextlib.ExitStack) -> No
     """Patch what sets a module to evaluation mode, its parts not counted apart."""
     train, evaluate = nn.Module.train, nn.Module.eval
     within = False
+    latest: Callable[[], nn.Module | None] = lambda: None  # noqa: E731 - that was set to training mode
+
+    def evaluates(module: nn.Module) -> None:
+        """Not where a part of what trains is put in evaluation mode, as for a batch norm's statistics."""
+        whole = latest()
+        if whole is None or module is whole or all(part is not module for part in whole.modules()):
+            observer.evaluates(module)
 
     @functools.wraps(train)
     def observed_train(self: nn.Module, mode: bool = True) -> nn.Module:
-        nonlocal within
-        if mode or within or torch.compiler.is_compiling():
+        nonlocal within, latest
+        if within or torch.compiler.is_compiling():
             return train(self, mode)
-        observer.evaluates(self)
+        if mode:
+            latest = weakref.ref(self)
+        else:
+            evaluates(self)
         within = True
         try:
             return train(self, mode)
@@ -209,7 +219,7 @@ def _observe_modes(observer: TrainingObserver, undo: contextlib.ExitStack) -> No
     @functools.wraps(evaluate)
     def observed_eval(self: nn.Module) -> nn.Module:  # a module's own ``train`` may not call torch's
         if not torch.compiler.is_compiling():
-            observer.evaluates(self)
+            evaluates(self)
         return evaluate(self)
 
     undo.enter_context(patched(nn.Module, "train", observed_train))

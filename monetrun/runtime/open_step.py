@@ -22,11 +22,12 @@ class OpenStep:
     """Lets go of the budget for evaluation that is not a part of each step, until the step goes on. Of one process.
 
     Attributes:
-        after_backward: what has run last of the step is a backward.
+        begun: a part of the step has run.
+        after_backward: what has run last of it is a backward.
     """
 
     def __init__(self) -> None:
-        self.after_backward = self._begun = self._recorded_here = False
+        self.after_backward = self.begun = self._recorded_here = False
         self._in_each_step: set[bool] = set()  # evaluation is, after a backward or not
 
     def evaluates(self, running: Running | None) -> None:
@@ -35,7 +36,7 @@ class OpenStep:
         Where it does that in the recorded step, such as for a target that the loss needs, it does in each, and the plan
         knows what it takes.
         """
-        if not self._begun:
+        if not self.begun:
             return
         if running is None or not (self._recorded_here or running.steps.steps):
             self._in_each_step.add(self.after_backward)
@@ -45,11 +46,11 @@ class OpenStep:
 
     def goes_on(self, running: Running | None, *, backward: bool = False) -> None:
         """What belongs to a training step begins: a forward, a ``backward``, or an optimizer's step."""
-        self.after_backward, self._begun = backward, True
+        self.after_backward, self.begun = backward, True
         self._recorded_here |= running is None
         if running is not None and running.enforcement.goes_on():
             running.steps.resume()
 
     def ended(self) -> None:
         """The step has ended, or the script has left it."""
-        self.after_backward = self._begun = False
+        self.after_backward = self.begun = False

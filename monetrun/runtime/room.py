@@ -117,13 +117,17 @@ class Room:
         """An optimizer's step has ended."""
         self._optimizer_steps += 1
         if self._optimizer_steps % self._optimizers == 0:
-            self.step_left()
+            self._calls.clear()
+            self._dropped.clear()
             self._last_outputs, self._outputs = self._outputs, []
 
-    def step_left(self) -> None:
-        """No more calls belong to the present step."""
-        self._calls.clear()
-        self._dropped.clear()
+    def calls(self) -> dict[str, int]:
+        """Of each graph, in the present step so far."""
+        return dict(self._calls)
+
+    def call_failed(self, calls: Mapping[str, int]) -> None:
+        """A call has failed, and the script may go on: the step has had ``calls``."""
+        self._calls = Counter(calls)
 
     def gradients_dropped(self) -> None:
         """The script sets all gradients to nothing after a backward: a part of each step, or no optimizer steps."""

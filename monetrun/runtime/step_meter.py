@@ -141,6 +141,7 @@ class StepMeter:
         self.most_planned = self._planned
         self.peak_bytes = self.reserved_bytes = self.retries = 0
         self._recent = (0, 0)
+        self._before = 0, 0, self._recent
         self._retries_before = self._retries_ended = self.meter.peaks().retries
 
     def interrupt(self) -> None:

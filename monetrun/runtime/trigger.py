@@ -38,7 +38,8 @@ class Nesting:
             return False
         trains = is_training(module, self.any_mode)
         if trains:
-            self.evaluated.difference_update(module.modules())
+            if self.evaluated:
+                self.evaluated.difference_update(module.modules())
         elif not module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.evaluated.add(module)
         return trains

@@ -61,11 +61,13 @@ class WithRoom(Recording):
 
     @contextlib.contextmanager
     def planned_forward(self) -> Iterator[None]:
-        """A planned model is called in training. Where that fails, the script has left the step until another call."""
+        """A planned model is called in training. Where a step's first call fails, the script has left the step."""
         if self._failed:
             self._failed = False
             gc.collect()  # what the trace of the forward that failed holds, in cycles
+        first, calls = not self.open_step.begun, {}
         if self.running is not None:
+            calls = self.running.room.calls()
             self.running.enforcement.call_begins()
             self.running.steps.forward_begins()
         try:
@@ -73,11 +75,15 @@ class WithRoom(Recording):
         except Exception:
             self._failed = True
             if self.running is not None:
-                self.open_step.ended()
-                self.running.room.step_left()
-                self.running.steps.step_left()
-                self.running.enforcement.lift()
+                self.running.room.call_failed(calls)
+                if first:
+                    self._leave(self.running)
             raise
+
+    def _leave(self, running: RunningPlan) -> None:
+        self.open_step.ended()
+        running.steps.step_left()
+        running.enforcement.lift()
 
     def optimizer_goes_on(self) -> None:
         """An optimizer's step begins, or goes on after its closure."""

@@ -8,13 +8,17 @@ from monetrun.capture.lifetimes import Lifetimes
 from support.captured import captured
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("first_inputs_only", [False, True])
-def test_an_input_whose_saving_no_event_would_tell_is_not_read_again(first_inputs_only):
+def test_an_input_whose_saving_no_event_would_tell_is_not_read_again(first_inputs_only, shared):
     joint = captured(nn.Tanh(), torch.randn(8, 8, requires_grad=True))
     lifetimes = Lifetimes(first_inputs_only)
     outputs, stretch = [], 0
-    for _ in range(2):  # both calls' inputs are the script's, which drops them after the forward
-        given = [torch.randn(8, 8)]
+    both = torch.randn(8, 8)
+    for number in range(2):  # both calls' inputs are the script's, which drops them after the forward
+        given = [both if shared else torch.randn(8, 8)]
+        if number:
+            del both
         lifetimes.forward_begins(joint, stretch, given)
         outputs.append(given[0].tanh())
         lifetimes.forward_ended([outputs[-1]])
@@ -27,4 +31,4 @@ def test_an_input_whose_saving_no_event_would_tell_is_not_read_again(first_input
         lifetimes.look(stretch, of_script=False)
         stretch += 1
     (x,) = (joint.storage[p] for p in joint.primals)
-    assert lifetimes.not_to_read_again(joint) == ({x} if first_inputs_only else set())
+    assert lifetimes.not_to_read_again(joint) == ({x} if first_inputs_only and not shared else set())

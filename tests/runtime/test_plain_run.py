@@ -37,8 +37,11 @@ def test_evaluation_of_each_network_that_is_trained_is_not_bounded(bounded, whic
     assert is_bounded()
 
 
-def test_a_batch_norm_that_stays_as_it_is_and_a_teacher_are_none(bounded):
+def test_a_batch_norm_or_block_that_stays_as_it_is_and_a_teacher_are_none(bounded):
     small, _, is_bounded, _ = bounded
     small[1].eval()
+    whole = nn.Sequential(small)
+    whole.train()
+    small.eval()
     nn.Sequential(nn.Linear(3, 3)).eval()
     assert is_bounded()
