@@ -60,7 +60,7 @@ def trained(use, steps=4, keep=True, **options):
         *((use, options) for use in (of_features, of_one_and_a_parameter) for options in ({}, {"dropout": 0.3})),
         *((of_features, {"keep": False, **options}) for options in ({}, {"dropout": 0.3})),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_they_are_eagers(use, options):
     plain = trained(use, **options)
