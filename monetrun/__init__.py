@@ -17,13 +17,17 @@ _PUBLIC = {
     "BudgetExceeded": "monetrun.core.errors",
     "CaptureFailed": "monetrun.core.errors",
     "UsageError": "monetrun.core.errors",
+    "BudgetSyntaxError": "monetrun.core.errors",
+    "PlanMismatch": "monetrun.core.errors",
 }
 
 __all__ = [
     "BudgetExceeded",
+    "BudgetSyntaxError",
     "CaptureFailed",
     "InfeasibleBudget",
     "MonetrunError",
+    "PlanMismatch",
     "SavedTensors",
     "UsageError",
     "__version__",
