@@ -125,7 +125,7 @@ def test_scip_and_highs_agree(problem, tenths):
 
 
 def test_the_same_inputs_give_the_same_plan_when_the_work_ends_the_search():
-    graph, costs = conv_norm_relu(45, (16, 8, 24, 12, 20, 7, 13))
+    graph, costs = conv_norm_relu(90, (16, 8, 24, 12, 20, 7, 13))
     budget_bytes = share_of_plain_peak(graph, costs, 2)
     options = Options(seconds=1.0, gap=0.0)
     backwards = itertools.count(0.0, -1e6)  # so that the clock ends no search, however slow the machine is
