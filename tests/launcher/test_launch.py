@@ -471,6 +471,15 @@ def test_nodes_that_do_not_meet_give_one_message(words, message, tmp_path):
 ELASTIC = ("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=last_call_timeout=1")
 
 
+@pytest.fixture
+def not_ignored():
+    """SIGHUP, which is ignored under ``nohup``, ends a process."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("not_ignored")
 @pytest.mark.parametrize("when", ["they meet", "they plan"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_one_node_before_its_workers_start_leaves_the_rendezvous_to_the_others(
