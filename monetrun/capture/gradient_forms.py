@@ -71,9 +71,9 @@ def fitting(run: Callable[..., Any], module: fx.GraphModule, inputs: Sequence[An
 
     def called(arguments: list[Any]) -> Any:
         others = tuple(
-            (position, arguments[position].stride())
+            (position, given.stride())
             for position, (shape, strides) in forms.items()
-            if arguments[position] is not None and not alike(shape, arguments[position].stride(), strides)
+            if (given := arguments[position]) is not None and not alike(shape, given.stride(), strides)
         )
         if others:
             if others not in copied:

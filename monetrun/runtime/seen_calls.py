@@ -6,8 +6,6 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
-import torch
-
 from monetrun.capture.in_turn import Turns
 from monetrun.core.graph import BACKWARD, Graph
 from monetrun.runtime.call_timing import Run
@@ -55,15 +53,11 @@ class RoomKeeper(Protocol):
         """A backward is about to run, see ``OutputUses.are_as_recorded``."""
 
 
-def _strides(gradient: torch.Tensor | None) -> tuple[int, ...] | None:
-    return None if gradient is None else gradient.stride()
-
-
 def with_uses(keeper: RoomKeeper, number: int, positions: Sequence[int], run: T, *, recording: bool) -> T:
     """``run``, which runs the backward of the graph with this number; ``positions``: of its outputs' gradients."""
 
     def called(arguments: list[Any]) -> Any:
-        form = tuple(_strides(arguments[k]) for k in positions)
+        form = tuple(None if (given := arguments[k]) is None else given.stride() for k in positions)
         keeper.gradients_come(number, form, recording=recording)
         return run(arguments)
 
