@@ -201,26 +201,27 @@ def _observe_modes(observer: TrainingObserver, undo: contextlib.ExitStack) -> No
         if whole is None or module is whole or all(part is not module for part in whole.modules()):
             observer.evaluates(module)
 
-    @functools.wraps(train)
-    def observed_train(self: nn.Module, mode: bool = True) -> nn.Module:
+    def observed(module: nn.Module, mode: bool, set_mode: Callable[[], nn.Module]) -> nn.Module:
         nonlocal within, latest
         if within or torch.compiler.is_compiling():
-            return train(self, mode)
+            return set_mode()
         if mode:
-            latest = weakref.ref(self)
+            latest = weakref.ref(module)
         else:
-            evaluates(self)
+            evaluates(module)
         within = True
         try:
-            return train(self, mode)
+            return set_mode()
         finally:
             within = False
 
+    @functools.wraps(train)
+    def observed_train(self: nn.Module, mode: bool = True) -> nn.Module:
+        return observed(self, mode, lambda: train(self, mode))
+
     @functools.wraps(evaluate)
     def observed_eval(self: nn.Module) -> nn.Module:  # a module's own ``train`` may not call torch's
-        if not torch.compiler.is_compiling():
-            evaluates(self)
-        return evaluate(self)
+        return observed(self, False, lambda: evaluate(self))
 
     undo.enter_context(patched(nn.Module, "train", observed_train))
     undo.enter_context(patched(nn.Module, "eval", observed_eval))
