@@ -446,7 +446,7 @@ def test_a_fault_of_monetruns_own_has_models_run_as_they_are_and_training_goes_o
 
     plain = trained(3)
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
-    one = Session(Settings(mode=RUN, budget="0.98x", solver_seconds=1.0))
+    one = Session(Settings(mode=RUN, budget="0.98x", solver_seconds=1.0, implementations="exact"))
     one.watch_process()
     try:
         if not planned_once:
