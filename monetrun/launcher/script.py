@@ -46,8 +46,6 @@ def check_script(options: LaunchOptions, commands: Iterable[str] = ()) -> None:
         UsageError: it exists, but cannot be run.
     """
     name = options.script
-    if not os.path.exists(name) and (near := difflib.get_close_matches(name, commands, 1)):
-        raise ScriptNotFound(f"there is no script or command {name!r}", f"did you mean monetrun {near[0]}?")
     if not (options.torchrun.run_path or options.torchrun.no_python):
         _check_interpreter()
     if options.torchrun.run_path:
@@ -57,7 +55,7 @@ def check_script(options: LaunchOptions, commands: Iterable[str] = ()) -> None:
     elif options.is_module:
         _check_module(name)
     elif name != "-":  # Python reads a script from stdin
-        _check_file(name)
+        _check_file(name, commands)
 
 
 def _check_interpreter() -> None:
@@ -75,11 +73,13 @@ def _check_program(name: str) -> None:
         raise ScriptNotFound(f"there is no program {name!r}", _near_files(name))
 
 
-def _check_file(name: str) -> None:
+def _check_file(name: str, commands: Iterable[str] = ()) -> None:
     path = Path(name)
     if not os.path.exists(name):  # not Path.exists, which raises where a folder may not be entered
         if name.replace(".", "_").isidentifier() and not name.endswith(".py") and _find_module(name):
             raise ScriptNotFound(f"there is no script {name!r}", f"there is a module of that name: -m {name}")
+        if near := difflib.get_close_matches(name, commands, 1):
+            raise ScriptNotFound(f"there is no script or command {name!r}", f"did you mean monetrun {near[0]}?")
         raise ScriptNotFound(f"there is no script {name!r}", _near_files(name))
     if not os.access(path, os.R_OK):
         raise UsageError(f"{name} cannot be read", f"ls -l {name} shows who may")

@@ -198,6 +198,21 @@ def test_a_missing_script_is_named_with_similar_names(capsys, tmp_path, monkeypa
     assert "no script was given" in capsys.readouterr().err
 
 
+def test_a_program_or_a_module_whose_name_is_like_a_commands_runs(tmp_path, monkeypatch):
+    (tmp_path / "bench.py").write_text("")
+    (tmp_path / "plans.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    check_script(parsed("--no-python", "bash", "run.sh"), SUMMARIES)
+    check_script(parsed("-m", "bench"), SUMMARIES)
+    for words, message in (
+        (["--no-python", "basch"], "no program 'basch'"),
+        (["-m", "batc"], "no module 'batc'"),
+        (["plans"], "there is a module of that name: -m plans"),
+    ):
+        with pytest.raises(ScriptNotFound, match=message):
+            check_script(parsed(*words), SUMMARIES)
+
+
 def test_the_script_is_checked_as_python_would_look_for_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "app").mkdir()
