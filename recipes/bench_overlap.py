@@ -154,6 +154,7 @@ def work(case: str, share: float, args: argparse.Namespace) -> list[dict[str, An
                     "step_ratio": median_of([b.step / a.step for a, b in rows]),
                     "planned_overhead": plan.overhead,
                     "graphs": len(plan.graphs),
+                    "pairs": args.pairs,
                     "backward_seconds": backward,
                     **{f"plain_{k}": v for k, v in sides[0]},
                     **{f"planned_{k}": v for k, v in sides[1]},

@@ -371,7 +371,7 @@ def test_what_another_thread_frees_in_a_moment_is_waited_for():
     cpu.set_limit(cpu.allocated_bytes() + MIB // 2)
 
     def free():
-        time.sleep(0.03)
+        time.sleep(0.005)
         held.untyped_storage().resize_(0)
 
     thread = threading.Thread(target=free)

@@ -36,6 +36,9 @@ def surroundings(monkeypatch, tmp_path):
     set_apart(monkeypatch, tmp_path)
 
 
+EXACT = ("--solver-seconds", "1", "--implementations", "exact")  # else the times decide the last bits
+
+
 def monetrun(*words, expect=0):
     return launcher.run(launcher.MONETRUN, *words, expect=expect)
 
@@ -51,7 +54,7 @@ def same(a, b):
 
 
 def test_a_launch_trains_as_torchrun_does_within_the_budget_and_the_second_comes_from_the_cache(plain):
-    done = monetrun("--budget", "0.7x", "--solver-seconds", "1", "--json", TINY, "planned")
+    done = monetrun("--budget", "0.7x", *EXACT, "--json", TINY, "planned")
     same(plain / "one.0", "planned.0")
     assert Path("planned.steps").read_text() == "0 0\n0 1\n0 2\n"  # the trial run took no step
     found = json.loads(done.stdout.splitlines()[-1])
@@ -62,7 +65,7 @@ def test_a_launch_trains_as_torchrun_does_within_the_budget_and_the_second_comes
     assert found["steps"] == 3
     assert "trial run" in done.stderr
 
-    again = monetrun("--budget", "0.7x", "--solver-seconds", "1", TINY, "planned")
+    again = monetrun("--budget", "0.7x", *EXACT, TINY, "planned")
     assert "trial run" not in again.stderr
     assert "plan from the cache" in again.stderr
     same(plain / "one.0", "planned.0")
@@ -110,7 +113,7 @@ def test_ranks_that_run_in_processes_of_multiprocessing_plan_as_others_do(plain,
 @pytest.mark.slow
 def test_without_a_probe_rank_0_plans_at_the_first_step_for_all(plain):
     done = monetrun(
-        *("--nproc-per-node=2", "--no-probe", "--budget", "0.75x", "--solver-seconds", "1", "--json"),
+        *("--nproc-per-node=2", "--no-probe", "--budget", "0.75x", *EXACT, "--json"),
         *(TINY, "planned", *TWO_RANKS),
     )
     found = json.loads(done.stdout.splitlines()[-1])
@@ -120,14 +123,14 @@ def test_without_a_probe_rank_0_plans_at_the_first_step_for_all(plain):
 
 
 def test_plan_writes_a_plan_that_a_launch_runs_and_measures_and_another_model_refuses(tmp_path, plain):
-    done = monetrun("plan", "--out", "p.json", "--budget", "0.8x", "--solver-seconds", "1", TINY, "planned")
+    done = monetrun("plan", "--out", "p.json", "--budget", "0.8x", *EXACT, TINY, "planned")
     assert not Path("planned.0").exists()
     assert "nothing trained" in done.stderr
     plan = codec.loads(Plan, Path("p.json").read_text())
     assert plan.planned_peak_bytes <= plan.budget_bytes
     missing = monetrun("explain", "--measured", "p.json", expect=83)
     assert "monetrun --plan p.json train.py" in missing.stderr
-    monetrun("--plan", "p.json", "--report", "report", TINY, "planned")
+    monetrun("--plan", "p.json", *EXACT, "--report", "report", TINY, "planned")
     same(plain / "one.0", "planned.0")
     assert "Sequential backward" in Path("report/report.html").read_text()
     (rank,) = json.loads(monetrun("explain", "--measured", "--json", "p.json").stdout)["ranks"]
@@ -162,7 +165,7 @@ def test_a_budget_under_the_smallest_feasible_names_it_and_it_is_feasible():
     assert "trial run" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_whose_import_fails_shows_its_traceback_as_python_does(tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("import torch\nimport no_such_module_here\n")
@@ -179,7 +182,7 @@ def test_a_script_that_fails_while_training_shows_its_own_traceback():
     assert done.stderr.count("Traceback") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_that_never_trains_runs(tmp_path):
     script = tmp_path / "idle.py"
     script.write_text("import torch\nprint(torch.zeros(1, 2).sum().item())\n")
@@ -204,7 +207,7 @@ def test_what_no_schedule_fits_beside_ends_in_the_middle_with_the_bytes_by_kind_
 
 @pytest.mark.nightly
 def test_memory_that_runs_out_before_the_first_steps_end_restarts_with_a_tighter_plan_which_is_kept(plain):
-    words = ("--budget", "0.75x", "--solver-seconds", "1", TINY, "out", "--untried", str(2300 << 10))
+    words = ("--budget", "0.75x", *EXACT, TINY, "out", "--untried", str(2300 << 10))
     done = monetrun(*words)
     same(plain / "one.0", "out.0")
     assert 1 <= done.stderr.count("starting again") <= 2

@@ -143,6 +143,7 @@ def test_the_pages_lines_train_by_inductors_name_for_it(monkeypatch):
 
 
 def test_a_graph_that_cannot_be_captured_is_compiled_with_a_warning():
+    torch.manual_seed(0)
     model = Net()
     x = torch.randn(512, 64)
     step = torch.compile(model, backend="aot_eager", dynamic=True)

@@ -184,7 +184,7 @@ def test_the_shutdown_timeout_holds_when_a_worker_fails(monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
     began = time.monotonic()
     assert launched("--nproc-per-node=2", BEHAVE, "0=exit:3", "1=stay") == 3
-    assert time.monotonic() - began < 15  # torch's own default is 30
+    assert time.monotonic() - began < 25  # torch's own default is 30
 
 
 def interrupted(*words: str, signals: list[int]) -> tuple[int, float, str]:

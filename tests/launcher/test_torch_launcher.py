@@ -243,7 +243,7 @@ def test_a_script_runs_from_its_path_in_every_rank(run, files):
     assert ran(files.ranks) == FOUR
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_agents_form_one_launch(files):
     words = ["--nnodes=1:2", "--nproc-per-node=4", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
     words += ["--rdzv-conf=timeout=5", "--rdzv-id=21", *QUICK, str(files.worker), str(files.ranks)]

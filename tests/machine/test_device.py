@@ -343,7 +343,7 @@ def test_a_board_that_shares_the_hosts_memory_counts_what_the_host_has_available
     answer = ask(unified + f"cuda {A} {total_bytes} 12345 1\n")
     assert answer.source == "cuda driver"
     assert answer.note == "NVML: Not Supported; the board shares the host's memory"
-    assert answer.free_gib[0] == pytest.approx(psutil.virtual_memory().available / GIB, rel=0.2)
+    assert answer.free_gib[0] == pytest.approx(psutil.virtual_memory().available / GIB, rel=0.5)
 
 
 @pytest.mark.parametrize("memory", [f"{10 * GIB} {11 * GIB}", "0 0"])

@@ -110,7 +110,7 @@ def test_a_command_that_cannot_be_started_is_a_failure(tmp_path):
 
 def test_a_section_whose_time_is_up_keeps_what_it_printed(tmp_path):
     text = "import time; print('{\"row\": 1}', flush=True); time.sleep(600)"
-    entry = run(section(text, read=gpu_sections.read_rows, limit=3.0), tmp_path)
+    entry = run(section(text, read=gpu_sections.read_rows, limit=10.0), tmp_path)
     assert entry["status"] == "timeout"
     assert entry["figures"] == {"rows": [{"row": 1}]}
     assert entry["failures"][0]["what"].startswith("stopped after ")

@@ -52,9 +52,18 @@ def trained_in_half(case, steps=4, share=SHARE):
 
 # another case covers what is particular to their training
 NIGHTLY = {"resnet50", "googlenet", "vgg16", "zero_init", "mobilenet_v2", "unet", "gpt", "autocast", "graph_break"}
-NIGHTLY |= {"graph_break_in_loop", "clipping", "evaluation", "last_batch", "adam_ema", "sequential"}
+NIGHTLY |= {
+    "graph_break_in_loop",
+    "clipping",
+    "evaluation",
+    "last_batch",
+    "adam_ema",
+    "sequential",
+    "teacher",
+    "accumulation",
+}
 MARKS = dict.fromkeys(NIGHTLY, pytest.mark.nightly)
-MARKS |= dict.fromkeys(("teacher", "scaler", "accumulation", "gan"), pytest.mark.slow)
+MARKS |= dict.fromkeys(("scaler", "gan"), pytest.mark.slow)
 CASES = [pytest.param(case, marks=MARKS.get(case, ())) for case in sorted(set(zoo.CASES) - {"lengths"})]
 
 
@@ -67,7 +76,7 @@ def test_training_is_the_same_and_the_budget_is_kept(case):
         assert losses == plain_losses
         assert [k for k in state if not torch.equal(state[k], plain_state[k])] == []
     else:
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses), rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses), rtol=1e-4, atol=0)
         for name in state:
             torch.testing.assert_close(state[name], plain_state[name], rtol=1e-4, atol=1e-4)
     assert warned == set()
