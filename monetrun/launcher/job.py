@@ -135,10 +135,7 @@ class Job:
             report.warn(f"nothing is planned: {switch} keeps torch from loading monetrun's hook; unset it")
         elif self.options.probe:
             self.plain = self._find_plain(look=look)
-            if budget_bytes := budget_that_fits(self.plain, self.budget, self.ranks):
-                return Decision(PLAIN, self.budget, budget_bytes, None, None, self.plain, plan_given=False)
-            self._find_record(needed=False, look=look)
-            if self.record is not None and (instead := _planned_or_as_it_is(self, self.record)) is not None:
+            if (instead := _planned_or_as_it_is(self, look)) is not None:
                 return instead
         budget_bytes = self.plan.budget_bytes if self.plan else memory.given_bytes(self.budget)
         found = self.plan, self.record, self.plain
@@ -291,16 +288,20 @@ def keep_plan(job: Job, tighter: Plan) -> None:
     job.store.put("plan", job._plan_key, planner.of_step(job.record, tighter))
 
 
-def _planned_or_as_it_is(job: Job, record: StepRecord) -> Decision | None:
-    """Plan ``record``; gives a decision where no plan keeps the budget, but the plain run does.
+def _planned_or_as_it_is(job: Job, look: bool) -> Decision | None:
+    """Record the step and plan it; gives a decision where the plain run needs no plan, or has to do without one.
 
     Raises:
-        InfeasibleBudget, NoPlanInTime: nothing keeps it.
+        InfeasibleBudget, NoPlanInTime, NothingLeft: nothing keeps the budget.
     """
     try:
-        job.settings = replace(job.settings, as_is=_why_no_plan(job, record))
-    except (InfeasibleBudget, NoPlanInTime) as refused:
-        if (instead := as_it_is(job, refused.message)) is None:
+        if budget_bytes := budget_that_fits(job.plain, job.budget, job.ranks):
+            return Decision(PLAIN, job.budget, budget_bytes, None, None, job.plain, plan_given=False)
+        job._find_record(needed=False, look=look)
+        if job.record is not None:
+            job.settings = replace(job.settings, as_is=_why_no_plan(job, job.record))
+    except (InfeasibleBudget, NoPlanInTime, memory.NothingLeft) as refused:
+        if (instead := as_it_is(job, refused.message.partition("\n")[0])) is None:
             raise
         return instead
     return None
@@ -318,7 +319,7 @@ def decide_anew(job: Job) -> Decision | None:
 
 
 def as_it_is(job: Job, why: str) -> Decision | None:
-    """Have models run as they are, after one warning, if no plan keeps the budget, but the plain run does."""
+    """Have models run as they are, after one warning, where no plan was found and ``plain_instead`` allows it."""
     instead = None if job.options.strict else plain_instead(job.plain, job.budget, job.ranks)
     if instead is None:
         return None

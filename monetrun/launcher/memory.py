@@ -14,7 +14,7 @@ from monetrun.core.budget import (
     format_bytes,
     resolve,
 )
-from monetrun.core.errors import DeviceQueryFailed
+from monetrun.core.errors import DeviceQueryFailed, UsageError
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.launcher.ranks import Ranks
@@ -28,6 +28,15 @@ _GRAIN_BYTES = 32 << 20
 # for several ranks, which a trial does not have (it grows with the communicators).
 _LATER_BYTES = 192 << 20
 _COMMUNICATION_BYTES = 768 << 20
+
+
+class NothingLeft(UsageError):
+    """Of a device's free memory nothing is left for tensors: ``auto`` and percentages are no budget there."""
+
+
+def is_auto(budget: Budget) -> bool:
+    """Whether the user has stated no amount; also where the nodes have made bytes of it."""
+    return budget.text.lower() == AUTO
 
 
 def modelled_bytes(cost_model: str) -> int:
@@ -60,13 +69,17 @@ def budget_bytes(budget: Budget, ranks: Ranks, modelled_bytes: int, plain: Plain
 
     Raises:
         DeviceQueryFailed: the free memory could not be read.
+        NothingLeft: of it.
     """
     if budget.kind == BYTES:
         return int(budget.value)
     if budget.kind not in (AUTO, SHARE_OF_FREE):
         return None
     free = modelled_bytes or _free_bytes(ranks, plain)
-    nbytes = resolve(budget, free, None, _reserve_bytes(ranks, plain))
+    try:
+        nbytes = resolve(budget, free, None, _reserve_bytes(ranks, plain))
+    except UsageError as error:
+        raise NothingLeft(error.message, error.hint) from error
     return max(1, nbytes // _GRAIN_BYTES * _GRAIN_BYTES)
 
 

@@ -88,15 +88,18 @@ def has_run_short(plain: PlainPeaks, budget_bytes: int, key: str, store: Store |
 
 
 def plain_instead(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> tuple[str, int] | None:
-    """Where the plain run keeps the budget, if only just: why it trains in place of a plan, and its cap in bytes.
+    """What the plain run has to do in place of a plan that was not found: why it may, and its cap in bytes.
 
-    A share of the plain run's peak is no cap for it (0): what it takes later is what the share is of.
+    It has to keep a budget that the user has stated, if only just. A share of the plain run's peak is no cap for it
+    (0): what it takes later is what the share is of. Nor is ``auto``: torchrun would try.
     """
+    took = "" if plain is None else f": the plain run's first steps took {format_bytes(plain.reserved_bytes)}"
+    if memory.is_auto(budget):
+        return f"models run as they are, without a limit, as under torchrun{took}", 0
     budget_bytes = _in_bytes(plain, budget, ranks)
     if plain is None or max(plain.reserved_bytes, plain.more_than_bytes + 1) > budget_bytes:
         return None
-    taken, given = format_bytes(plain.reserved_bytes), format_bytes(budget_bytes)
-    line = f"models run as they are: the plain run's first steps took {taken}, the budget is {given}"
+    line = f"models run as they are{took}, the budget is {format_bytes(budget_bytes)}"
     return line, 0 if budget.kind == SHARE_OF_PLAIN else budget_bytes
 
 

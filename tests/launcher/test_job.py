@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from monetrun.commands.main import main
-from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
+from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError, UsageError
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plain_step import plain_step
 from monetrun.core.step import replay
 from monetrun.launcher import job as jobs
-from monetrun.launcher import keys, plain
+from monetrun.launcher import keys, memory, plain
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import launch_parser
 from monetrun.launcher.ranks import Ranks, find_ranks
@@ -87,6 +87,67 @@ def test_a_smaller_one_is_and_so_is_each_under_strict(budget, words, fails_with)
         job._find_plain = lambda look: PlainPeaks(90 * MIB, 100 * MIB, 0, 2)
         with pytest.raises(InfeasibleBudget):
             job.decide()
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Have a GPU on which so much is free."""
+
+    def have(nbytes):
+        monkeypatch.setattr(memory, "query", lambda *_: (MemoryInfo("cuda:0", "GPU-1", GIB, nbytes, "nvml"),))
+
+    return have
+
+
+def on_gpu(job, plain):
+    """Have ``job`` be of one GPU, on which the plain run was measured, with 5 MiB beside torch's allocator."""
+    job.ranks = Ranks("cuda", 1, 1)
+    job._find_plain = lambda look: plain
+    job._find_record = lambda **_: setattr(job, "record", replace(chain_record(10), device="cuda:0"))
+    return job
+
+
+LITTLE, MOST = (PlainPeaks((n - 10) * MIB, n * MIB, 0, 2, outside_bytes=5 * MIB) for n in (100, 300))
+
+
+@pytest.mark.parametrize("words", [[], ["--budget=auto"]])
+@pytest.mark.parametrize(
+    ("free_mib", "peaks", "error", "said"),
+    [
+        (400, MOST, InfeasibleBudget("too small\n  floor: mm"), "too small;"),
+        (400, MOST, NoPlanInTime("too slow"), "too slow"),
+        (150, LITTLE, None, "150.0 MiB are free on the device"),
+        (400, None, InfeasibleBudget("too small"), "too small"),
+        (400, None, None, "400.0 MiB are free on the device"),
+    ],
+)
+def test_what_auto_has_no_plan_for_runs_as_under_torchrun(
+    words, free_mib, peaks, error, said, fails_with, free, monkeypatch, capsys
+):
+    fails_with(error or AssertionError("planned"))
+    free(free_mib * MIB)
+    if error and peaks is None:
+        monkeypatch.setattr(memory, "CUDA_RESERVE_BYTES", 100 * MIB)
+    with open_job(launch_parser().parse_launch([*words, TINY])[0]) as job:
+        decision = on_gpu(job, peaks).decide()
+        variables = job.follow(decision)
+    assert (decision.mode, variables["MONETRUN_BUDGET_BYTES"]) == (PLAIN, "0")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    took = f": the plain run's first steps took {peaks.reserved_bytes / MIB:.1f} MiB" if peaks else ""
+    assert line.endswith(f"models run as they are, without a limit, as under torchrun{took}")
+
+
+@pytest.mark.parametrize("words", [["--strict"], ["--budget=100%"], ["--budget=240MiB"]])
+def test_a_budget_that_is_stated_and_auto_under_strict_are_hard(words, fails_with, free):
+    fails_with(InfeasibleBudget("too small"))
+    with open_job(launch_parser().parse_launch([*words, TINY])[0]) as job:
+        free(400 * MIB)
+        with pytest.raises(InfeasibleBudget):
+            on_gpu(job, MOST).decide()
+        free(150 * MIB)
+        with pytest.raises(InfeasibleBudget if "240MiB" in words[0] else UsageError):
+            on_gpu(job, MOST).decide()
 
 
 def test_a_step_from_the_cache_that_no_plan_fits_is_recorded_again(monkeypatch, tmp_path):
