@@ -35,9 +35,11 @@ from monetrun.launcher.process import (
 from monetrun.launcher.ranks import local_world_size
 from monetrun.runtime.settings import AS_IS_MARK, KEEPS_LOGS, PROBED, Settings
 
-# After Ctrl-C, wait this long for workers that are stuck outside Python. torchrun waits 30 s; --shutdown-timeout sets
-# both.
-INTERRUPT_GRACE_SECONDS = 5
+# For so long torch waits until workers have ended that it has asked to, unless --shutdown-timeout says otherwise.
+_SHUTDOWN_SECONDS = 30
+
+# How long to wait for workers that were killed.
+_KILLED_SECONDS = 5
 
 # How long a node waits to join, beside the solver's seconds: torch's 600, and a trial run of the nodes that have met.
 _JOIN_SECONDS = 600 + 1800
@@ -91,7 +93,7 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
         _run_path(args),
         restored_signal_handlers(),
         _filtered_torch_logs(),
-        _prompt_shutdown(args) as stopped_pids,
+        _shutdown_in_time(args) as stopped_pids,
         _log_folder(options, args),
         _agreeing(options, joined) as meetings,
     ):
@@ -242,10 +244,10 @@ def _filtered_torch_logs() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _prompt_shutdown(args: argparse.Namespace) -> Iterator[Set[int]]:
-    """Apply ``--shutdown-timeout`` however a run ends, and stop at once on a second Ctrl-C.
+def _shutdown_in_time(args: argparse.Namespace) -> Iterator[Set[int]]:
+    """Apply ``--shutdown-timeout`` however a run ends, and kill the workers on a second Ctrl-C.
 
-    After a worker's failure torch always waits 30 s, and at each signal it starts to wait anew.
+    After a worker's failure torch always waits 30 s, and a signal ends the waiting before workers have ended.
 
     Yields:
         A set to which the pids of the workers that had to be stopped are added.
@@ -258,19 +260,22 @@ def _prompt_shutdown(args: argparse.Namespace) -> Iterator[Set[int]]:
     close = PContext.close
     stopped_pids: set[int] = set()
 
-    def prompt_close(self: Any, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
-        if wanted is not None:
-            timeout = wanted
-        elif death_sig == signal.SIGINT:
-            timeout = INTERRUPT_GRACE_SECONDS
+    def close_in_time(self: Any, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
+        seconds = (_SHUTDOWN_SECONDS if timeout is None else timeout) if wanted is None else wanted
         stopped_pids.update(pid for pid in self.pids().values() if _is_running(pid))
-        try:
-            close(self, death_sig, 30 if timeout is None else timeout)
-        except SignalException:
-            close(self, signal.SIGKILL, INTERRUPT_GRACE_SECONDS)
-            raise
+        interrupts, last = int(death_sig == signal.SIGINT), None
+        while True:
+            try:
+                close(self, death_sig, seconds)
+                break
+            except SignalException as error:
+                last = error
+            interrupts += last.sigval == signal.SIGINT
+            death_sig, seconds = (signal.SIGKILL, _KILLED_SECONDS) if interrupts > 1 else (signal.SIGTERM, seconds)
+        if last is not None:
+            raise last
 
-    setattr(PContext, "close", prompt_close)  # noqa: B010 - mypy rejects the assignment
+    setattr(PContext, "close", close_in_time)  # noqa: B010 - mypy rejects the assignment
     try:
         yield stopped_pids
     finally:

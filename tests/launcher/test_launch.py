@@ -212,27 +212,36 @@ def test_ctrl_c_and_sigterm_stop_at_once(tmp_path, monkeypatch):
     assert left_behind(tmp_path) == []
 
 
-def test_after_one_ctrl_c_a_launch_waits_less_than_torch_unless_a_timeout_is_set(monkeypatch):
-    from torch.distributed.elastic.multiprocessing import PContext
+def closings(monkeypatch, args, death_sig, *further):
+    """What torch's ``close`` is called with (signal, seconds) when workers end at last; ``further`` signals come."""
+    from torch.distributed.elastic.multiprocessing import PContext, SignalException
 
-    closed = []
-    monkeypatch.setattr(PContext, "close", lambda self, death_sig, timeout: closed.append((death_sig, timeout)))
-    workers, args = SimpleNamespace(pids=dict), parsed("train.py").torchrun
-    with agent._prompt_shutdown(args):
-        PContext.close(workers, signal.SIGINT, 30)
-        PContext.close(workers, signal.SIGTERM, 30)
-        PContext.close(workers)
+    closed, coming = [], list(further)
+
+    def close(self, death_sig, timeout):
+        closed.append((death_sig, timeout))
+        if coming:
+            raise SignalException("", coming.pop(0))
+
+    monkeypatch.setattr(PContext, "close", close)
+    with agent._shutdown_in_time(args), pytest.raises(SignalException) if further else contextlib.nullcontext():
+        PContext.close(SimpleNamespace(pids=dict), death_sig, 30)
+    return closed
+
+
+def test_workers_get_torchs_time_to_end_and_only_a_second_ctrl_c_kills_them(monkeypatch):
+    args = parsed("train.py").torchrun
+    for number in (signal.SIGINT, signal.SIGTERM, None):
+        assert closings(monkeypatch, args, number) == [(number, 30)]
+    killed = (signal.SIGKILL, agent._KILLED_SECONDS)
+    once, again = (signal.SIGINT, 30), (signal.SIGTERM, 30)
+    assert closings(monkeypatch, args, signal.SIGINT, signal.SIGINT) == [once, killed]
+    assert closings(monkeypatch, args, signal.SIGTERM, signal.SIGTERM) == [again, again]
+    assert closings(monkeypatch, args, signal.SIGINT, signal.SIGTERM, signal.SIGINT) == [once, again, killed]
+    assert closings(monkeypatch, args, signal.SIGTERM, signal.SIGINT) == [again, again]
     args.shutdown_timeout = 7
-    with agent._prompt_shutdown(args):
-        PContext.close(workers, signal.SIGINT, 30)
-        PContext.close(workers)
-    assert closed == [
-        (signal.SIGINT, agent.INTERRUPT_GRACE_SECONDS),
-        (signal.SIGTERM, 30),
-        (None, 30),
-        (signal.SIGINT, 7),
-        (None, 7),
-    ]
+    for number in (signal.SIGINT, None):
+        assert closings(monkeypatch, args, number) == [(number, 7)]
 
 
 def failure(exitcode: int, timestamp: int, raised_ns: int = 0, pid: int = 1) -> SimpleNamespace:
