@@ -1,12 +1,15 @@
 """The table of torch's private names lists all that monetrun uses, and the installed torch has them."""
 
 import importlib
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch._dynamo
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses import FakeTensorMode
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from support import torch_internals
@@ -107,6 +110,7 @@ def objects():
         "MetaConverter": converter.meta_converter,
         "Module": torch.nn.Linear(1, 1),
         "OpOverload": torch.ops.aten.relu.default,
+        "SimpleElasticAgent": LocalElasticAgent(WorkerSpec("", 1, Mock(), entrypoint="train.py"), Mock()),
         "StorageWeakRef": StorageWeakRef(storage),
         "Unsupported": broken.value,
         "UntypedStorage": storage,

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from monetrun.commands import SUMMARIES
 from monetrun.core.errors import BudgetExceeded
 from monetrun.launcher import keys, report
 from monetrun.launcher.agent import launch_again, launch_until_decided
-from monetrun.launcher.job import Job, as_it_is, decide_anew, keep_plan, open_job
+from monetrun.launcher.job import open_job
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.page import check_folder, check_log_folder, check_tensorboard
 from monetrun.launcher.parser import LaunchParser, launch_parser
 from monetrun.launcher.plain import has_run_short
 from monetrun.launcher.process import restored_environment
-from monetrun.launcher.restart import forget_reports, plan_that_lasted, ran_short_early, tighter_plan
+from monetrun.launcher.restart import Restarts
 from monetrun.launcher.script import check_script
 from monetrun.runtime.settings import PLAIN
 
@@ -51,29 +50,13 @@ def run_launch(options: LaunchOptions) -> int:
         else:
             with restored_environment():  # workers get only the variables that prepare() returns
                 environment = job.prepare()
-            exit_code = _with_tighter_plans(job, environment, launch_until_decided(options, environment))
-            if ran_short_early(environment, exit_code) and (anew := decide_anew(job)) is not None:
-                forget_reports(environment)
-                environment = job.follow(anew)
-                exit_code = _with_tighter_plans(job, environment, launch_again(options, environment))
-            short = job.mode != PLAIN and ran_short_early(environment, exit_code)
-            if short and (instead := as_it_is(job, "memory ran out under each plan")) is not None:
-                forget_reports(environment)
-                exit_code = launch_again(options, job.follow(instead))
+            restarts = Restarts(job, environment)
+            exit_code = launch_until_decided(options, environment, restarts.joined)
+            while (changed := restarts.next_environment(exit_code)) is not None:
+                exit_code = launch_again(options, changed, restarts.joined)
+            restarts.keep(exit_code)
         if exit_code == BudgetExceeded.exit_code and job.mode == PLAIN and job.plain is not None:
             plain_key = keys.plain_key(job.record_key)
             report.warn(has_run_short(job.plain, job.plain_cap_bytes, plain_key, job.store))
         job.finish(exit_code)
-    return exit_code
-
-
-def _with_tighter_plans(job: Job, environment: Mapping[str, str], exit_code: int) -> int:
-    """Launch again while memory runs out in the first steps and a tighter plan is found; gives the exit code."""
-    restarts = 0
-    while line := tighter_plan(environment, exit_code, restarts, job.options):
-        print(f"monetrun: {line}", file=sys.stderr, flush=True)
-        restarts += 1
-        exit_code = launch_again(job.options, environment)
-    if restarts and (tighter := plan_that_lasted(environment, exit_code)) is not None:
-        keep_plan(job, tighter)
     return exit_code

@@ -18,8 +18,7 @@ import shutil
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from monetrun.core.errors import MonetrunError
@@ -33,20 +32,14 @@ from monetrun.launcher.process import (
     temporary_folder,
 )
 from monetrun.launcher.ranks import local_world_size
-from monetrun.runtime.settings import AS_IS_MARK, KEEPS_LOGS, PROBED, Settings
-
-# For so long torch waits until workers have ended that it has asked to, unless --shutdown-timeout says otherwise.
-_SHUTDOWN_SECONDS = 30
-
-# How long to wait for workers that were killed.
-_KILLED_SECONDS = 5
+from monetrun.launcher.workers import Workers, starts_anew, watched_workers
+from monetrun.runtime.settings import KEEPS_LOGS
 
 # How long a node waits to join, beside the solver's seconds: torch's 600, and a trial run of the nodes that have met.
 _JOIN_SECONDS = 600 + 1800
 
-# With what a worker ends so that the launch starts anew (``unplannable_use``), and what ``launch`` gives then: a script
-# may end with any code of its own.
-START_ANEW, _ANEW = PROBED, -1
+# What ``launch`` gives where workers are to start anew: a script may end with any code of its own.
+_ANEW = -1
 
 # torch's messages that repeat what monetrun prints: (logger, how the message begins). LOGLEVEL shows them all.
 _REDUNDANT_MESSAGES = (
@@ -59,9 +52,10 @@ _REDUNDANT_MESSAGES = (
 )
 
 
-# Called when the nodes have met, with the store that they share, this node's rank, how many they are, and whether they
-# cannot meet anew; gives the variables of this node's workers, or None: the nodes have to meet anew.
-Joined = Callable[[Any, int, int, bool], Mapping[str, str] | None]
+# Called when the nodes have met, with the store that they share, this node's rank, how many they are, whether they
+# cannot meet anew, and with what this node's workers have failed that were started before, else 0; gives the variables
+# of this node's workers, or None: the nodes have to meet anew.
+Joined = Callable[[Any, int, int, bool, int], Mapping[str, str] | None]
 
 
 def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joined | None = None) -> int:
@@ -86,27 +80,27 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    workers = local_world_size(options)
+    ranks = local_world_size(options)
     args = copy.copy(options.torchrun)  # run() writes into it
     with (
         restored_environment(environment),
         _run_path(args),
         restored_signal_handlers(),
         _filtered_torch_logs(),
-        _shutdown_in_time(args) as stopped_pids,
+        watched_workers(args) as workers,
         _log_folder(options, args),
-        _agreeing(options, joined) as meetings,
+        _agreeing(options, joined, workers) as meetings,
     ):
-        if workers > 1 and "OMP_NUM_THREADS" not in os.environ and not options.quiet:
+        if ranks > 1 and "OMP_NUM_THREADS" not in os.environ and not options.quiet:
             print("monetrun: OMP_NUM_THREADS=1 in each worker, as under torchrun; set it to change it", file=sys.stderr)
         try:
             with exit_on_signals(_stopped):  # torch leaves the rendezvous open to the other nodes then
                 # record() writes the reason to the error file that a scheduler may have given to this process.
                 record(run.run)(args)
         except ChildFailedError as error:
-            if wants_to_start_anew(error.failures, os.environ):  # on several nodes it has what ``joined`` gave
+            if starts_anew(error.failures, os.environ):  # on several nodes it has what ``joined`` gave
                 return _ANEW
-            return report_failure(options, error.failures, stopped_pids)
+            return report_failure(options, error.failures, workers.stopped_pids)
         except SignalException as error:
             print(f"monetrun: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
             return 128 + int(error.sigval)
@@ -143,20 +137,30 @@ def launch_until_decided(options: LaunchOptions, environment: Mapping[str, str],
     """
     exit_code = launch(options, environment, joined)
     if exit_code == _ANEW:
-        gc.collect()  # frees the first one's store, and with it the port
+        _forget_launch()
         exit_code = launch(options, environment, joined)
     return exit_code
 
 
 def launch_again(options: LaunchOptions, environment: Mapping[str, str], joined: Joined | None = None) -> int:
     """``launch_until_decided``, after another launch in this process."""
-    gc.collect()
+    _forget_launch()
     return launch_until_decided(options, environment, joined)
 
 
+def _forget_launch() -> None:
+    """Free the store of the last launch, and with it the port; remove what it has told a scheduler of its failure."""
+    gc.collect()
+    if told := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            os.unlink(told)
+
+
 @contextlib.contextmanager
-def _agreeing(options: LaunchOptions, joined: Joined | None) -> Iterator[Sequence[int]]:
+def _agreeing(options: LaunchOptions, joined: Joined | None, workers: Workers) -> Iterator[Sequence[int]]:
     """Call ``joined`` at the end of each rendezvous, after which workers have a store of their own.
+
+    It sees this process's environment without the variables that it gave before.
 
     Yields:
         How many nodes have met, each time.
@@ -165,6 +169,7 @@ def _agreeing(options: LaunchOptions, joined: Joined | None) -> Iterator[Sequenc
 
     original = registry.get_rendezvous_handler
     meetings: list[int] = []
+    before, given = dict(os.environ), set[str]()
 
     def get_rendezvous_handler(parameters: Any) -> Any:
         if parameters.min_nodes < parameters.max_nodes:  # some may come while others plan
@@ -182,10 +187,13 @@ def _agreeing(options: LaunchOptions, joined: Joined | None) -> Iterator[Sequenc
                     return met
                 try:
                     with exit_on_signals():  # planning takes an Exception for a fault of monetrun's
-                        variables = joined(met.store, met.rank, met.world_size, own.get_backend() == "static")
+                        _restore(given, before)
+                        ended = workers.exit_code(float(options.torchrun.monitor_interval))
+                        variables = joined(met.store, met.rank, met.world_size, own.get_backend() == "static", ended)
                 except SystemExit as stopped:
                     raise _stopped(int(stopped.code or 0) - 128) from None
                 if variables is not None:
+                    given.update(variables)
                     os.environ.update(variables)  # workers inherit this process's environment
                     return met
 
@@ -197,6 +205,15 @@ def _agreeing(options: LaunchOptions, joined: Joined | None) -> Iterator[Sequenc
         yield meetings
     finally:
         setattr(registry, "get_rendezvous_handler", original)  # noqa: B010
+
+
+def _restore(names: Iterable[str], environment: Mapping[str, str]) -> None:
+    """Have this process's variables of these names as they are in ``environment``."""
+    for name in names:
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            os.environ.pop(name, None)
 
 
 def _forget_store(handler: Any) -> None:
@@ -241,59 +258,6 @@ def _filtered_torch_logs() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(keep)
-
-
-@contextlib.contextmanager
-def _shutdown_in_time(args: argparse.Namespace) -> Iterator[Set[int]]:
-    """Apply ``--shutdown-timeout`` however a run ends, and kill the workers on a second Ctrl-C.
-
-    After a worker's failure torch always waits 30 s, and a signal ends the waiting before workers have ended.
-
-    Yields:
-        A set to which the pids of the workers that had to be stopped are added.
-    """
-    from torch.distributed.elastic.multiprocessing import PContext, SignalException
-
-    wanted = getattr(args, "shutdown_timeout", None)  # torch 2.11 has no such option
-    if wanted is None and (text := os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")).isdigit():
-        wanted = int(text)
-    close = PContext.close
-    stopped_pids: set[int] = set()
-
-    def close_in_time(self: Any, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
-        seconds = (_SHUTDOWN_SECONDS if timeout is None else timeout) if wanted is None else wanted
-        stopped_pids.update(pid for pid in self.pids().values() if _is_running(pid))
-        interrupts, last = int(death_sig == signal.SIGINT), None
-        while True:
-            try:
-                close(self, death_sig, seconds)
-                break
-            except SignalException as error:
-                last = error
-            interrupts += last.sigval == signal.SIGINT
-            death_sig, seconds = (signal.SIGKILL, _KILLED_SECONDS) if interrupts > 1 else (signal.SIGTERM, seconds)
-        if last is not None:
-            raise last
-
-    setattr(PContext, "close", close_in_time)  # noqa: B010 - mypy rejects the assignment
-    try:
-        yield stopped_pids
-    finally:
-        setattr(PContext, "close", close)  # noqa: B010
-
-
-def wants_to_start_anew(failures: Mapping[int, Any], environment: Mapping[str, str]) -> bool:
-    """Whether a worker ended since models have to run as they are, which it has noted in the report folder."""
-    folder = Settings.from_environment(environment).report_folder
-    ended = any(failure.exitcode == START_ANEW for failure in failures.values())
-    return ended and bool(folder) and (Path(folder) / AS_IS_MARK).exists()
-
-
-def _is_running(child: int) -> bool:
-    try:
-        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # ended, and its exit code has been read
-        return False
 
 
 @contextlib.contextmanager

@@ -44,6 +44,11 @@ def report_failure(options: LaunchOptions, failures: Mapping[int, Any], stopped_
     return _exit_code(failure)
 
 
+def exit_code_of(failures: Mapping[int, Any], stopped_pids: Set[int], monitor_seconds: float) -> int:
+    """The exit code of ``report_failure``. Arguments as for ``first_failure``."""
+    return _exit_code(failures[first_failure(failures, stopped_pids, monitor_seconds)])
+
+
 def first_failure(failures: Mapping[int, Any], stopped_pids: Set[int], monitor_seconds: float) -> int:
     """The rank that failed first.
 

@@ -70,7 +70,7 @@ class Nodes:
         self._decision: Decision | None = None
         self._lost = 0
 
-    def joined(self, store: Any, rank: int, size: int, fixed: bool) -> Mapping[str, str] | None:
+    def joined(self, store: Any, rank: int, size: int, fixed: bool, ended: int = 0) -> Mapping[str, str] | None:
         """The nodes have met: agree with them, and give the variables of this node's workers.
 
         Args:
@@ -78,6 +78,7 @@ class Nodes:
             rank: of this node among them.
             size: how many they are.
             fixed: they do not meet anew: a node whose workers start again is alone with that.
+            ended: with what this node's workers have failed that were started before, else 0.
 
         Returns:
             None where a node was lost, so that the nodes have to meet anew.

@@ -7,8 +7,10 @@ trained again, from the script's start. Budget and batch stay as they are; the p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from monetrun.core import codec
 from monetrun.core.budget import format_bytes
@@ -17,16 +19,58 @@ from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_more_held
 from monetrun.launcher import report
+from monetrun.launcher.job import Job, as_it_is, decide_anew, keep_plan
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.process import replace_file
 from monetrun.planning import planner
 from monetrun.planning.summary import rounding_note
+from monetrun.runtime.settings import PLAIN
 from monetrun.runtime.step_meter import SETTLING_STEPS
 
 MOST_RESTARTS = 2
 # Shares of the budget that a restart leaves free beside what the plan left free and what the failed allocation lacked:
 # the first one; and, for each, a second one, or one that does not know what was lacking.
 _FREE, _MUCH_FREE = 0.01, 0.08
+
+
+class Restarts:
+    """What the workers of a launch on one node get after memory has run out in their first steps.
+
+    Args:
+        job: of the launch.
+        environment: that the workers get at first.
+    """
+
+    def __init__(self, job: Job, environment: Mapping[str, str]) -> None:
+        self._job, self._environment = job, environment
+        self._tightened = 0
+
+    def joined(self, store: Any, rank: int, size: int, fixed: bool, ended: int) -> Mapping[str, str]:
+        """An ``agent.Joined``: torch starts the same workers again by itself (``--max-restarts``)."""
+        return self.next_environment(ended) or self._environment
+
+    def next_environment(self, exit_code: int) -> Mapping[str, str] | None:
+        """What the workers get after some have ended with ``exit_code``; None: there is nothing else to try."""
+        job, environment = self._job, self._environment
+        if not ran_short_early(environment, exit_code):
+            return None
+        if line := tighter_plan(environment, exit_code, self._tightened, job.options):
+            print(f"monetrun: {line}", file=sys.stderr, flush=True)
+            self._tightened += 1
+            return environment
+        decision, self._tightened = decide_anew(job), 0
+        if decision is None and job.mode != PLAIN:
+            decision = as_it_is(job, "memory ran out under each plan")
+        if decision is None:
+            return None
+        forget_reports(environment)
+        self._environment = job.follow(decision)
+        return self._environment
+
+    def keep(self, exit_code: int) -> None:
+        """Keep the tighter plan for the next launch, if there is one and training went on with it."""
+        if self._tightened and (tighter := plan_that_lasted(self._environment, exit_code)) is not None:
+            keep_plan(self._job, tighter)
 
 
 def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, options: LaunchOptions) -> str:

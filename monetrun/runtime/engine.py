@@ -210,7 +210,7 @@ class Engine(WithRoom):
         """An optimizer's step has ended; ``all_stepped``: every optimizer has made at least one."""
         if self.running is not None:
             self.meters.steps.optimizer_ended(name)
-            self.running.step_ended()
+            self.generation += self.running.step_ended()
             self.scalars.step_ended(self.meters.steps.steps)
             self._traces.drop()
             if self._first_steps.have_settled:

@@ -18,6 +18,9 @@ def _call_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
 
 
+# Of modules of one class so many are kept whose trained parameters differ (fine-tuning of a few layers in turn).
+_MOST_TRAINED = 8
+
 # Of the process, since Dynamo's tables are: some are keyed by file, line and name, and outlive whoever compiled.
 _entry_numbers = itertools.count(1)
 
@@ -30,3 +33,16 @@ def entry(without_hooks: bool) -> types.FunctionType:
     call = _call_forward if without_hooks else _call
     code = call.__code__.replace(co_name=f"monetrun_model_{next(_entry_numbers)}")
     return types.FunctionType(code, call.__globals__, code.co_name)
+
+
+def forget_former(compiled: dict[tuple[Any, ...], tuple[Any, ...]], key: tuple[Any, ...], generation: int) -> None:
+    """Make place for what is compiled for ``key``, whose last element is which parameters are trained.
+
+    Args:
+        compiled: what was compiled, by keys; a value's first element is its generation.
+        key: its place.
+        generation: what was compiled in other ones will not be called again.
+    """
+    former = [k for k in compiled if k[:-1] == key[:-1] and k != key]
+    for k in [k for k, made in compiled.items() if made[0] != generation] + former[: 1 - _MOST_TRAINED]:
+        compiled.pop(k, None)

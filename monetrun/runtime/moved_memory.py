@@ -143,13 +143,15 @@ class PlainReserved:
         self._record = record
         self._steps: dict[str, StepRecord] = {}  # plain steps, by the fingerprint of their graph; the last ones
         self._heap: PlainHeap | None = None
+        self._found: dict[str, tuple[int, int]] = {}  # by fingerprint: allocated, and what is reserved for it
 
     def step_is(self, step: StepRecord) -> None:
         """The graph of ``step``, a plain one, is not in the record."""
         if step.memory is not None:
             self._steps[step.graphs[0].fingerprint] = step
             if len(self._steps) > _STEPS_KEPT:
-                del self._steps[next(iter(self._steps))]
+                self._found.pop(oldest := next(iter(self._steps)), None)
+                del self._steps[oldest]
 
     def bytes_at(self, fingerprint: str, plan: Plan, plain_allocated_bytes: int) -> int:
         """At a forward of this graph, in whose plain step so much is allocated.
@@ -160,10 +162,14 @@ class PlainReserved:
         step = self._steps.get(fingerprint, self._record)
         if step is None or self._record is None or self._record.memory is None:
             return plan.pool.plain_bytes * plain_allocated_bytes // max(1, plan.plain_peak_bytes)
-        if self._heap is None:
-            self._heap = PlainHeap(self._record)
-        self._heap.run(step, _held_beside(step, self.device))
-        return max(plan.pool.plain_bytes, self._heap.reserved_bytes, plain_allocated_bytes)
+        tried_bytes, found_bytes = self._found.get(fingerprint, (0, 0))
+        if plain_allocated_bytes > tried_bytes * _GROWTH:  # a replay takes a tenth of a second
+            if self._heap is None:
+                self._heap = PlainHeap(self._record)
+            self._heap.run(step, _held_beside(step, self.device))
+            found_bytes = self._heap.reserved_bytes
+            self._found[fingerprint] = plain_allocated_bytes, found_bytes
+        return max(plan.pool.plain_bytes, found_bytes, plain_allocated_bytes)
 
 
 def _held_beside(step: StepRecord, device: torch.device) -> list[int]:

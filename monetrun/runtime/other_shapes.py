@@ -164,7 +164,7 @@ class OtherShapes:
         if self.settings.plan_given and not self._held_more:  # the first such graph
             shapes = adaptation.input_shapes(joint)
             self.note(f"inputs of {shapes} are not the plan's, nor is its plain peak theirs: planned within its budget")
-        more = self._held_more.setdefault(graph.fingerprint, 0)
+        more = self._held_more.setdefault(graph.fingerprint, max(self._held_more.values(), default=0))
         limit = moved_memory.limit_of(step, plan) - more
         for carried in adaptation.carried(step, plan.graphs, limit):
             if not adaptation.inexact(graph, carried):

@@ -26,7 +26,7 @@ from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
 from monetrun.runtime import resharding, sharding, unplannable_use
-from monetrun.runtime.entries import entry
+from monetrun.runtime.entries import entry, forget_former
 from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
 from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, frozen, is_training
@@ -132,7 +132,7 @@ class PlannedCall(NotCopied):
     def _run_outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         hooked = _leaves(args, kwargs) if self._sharded else None
         if self.broken is not None or self.model is not None:
-            self.settling.begins(_leaves(args, kwargs))
+            self.settling.begins(_leaves(args, kwargs), self.engine.generation)
         try:
             self.engine.plan_recorded_step()
         except PlanningFault as fault:
@@ -217,12 +217,12 @@ class PlannedCall(NotCopied):
         key = (self.model is None, type(self.module()), *state)
         if key not in shared or shared[key][0] != generation:
             backend = self.engine.backend(self.name)
-            backend.apart = functools.partial(
-                _differentiated_apart, weakref.ref(self.model or self), weakref.ref(backend)
-            )
+            of = weakref.ref(self.model or self), weakref.ref(backend)
+            backend.apart = functools.partial(_differentiated_apart, *of)
             compiler = backend if whole else or_as_it_is(backend, self.reporter.give_up, self.engine.runs_in_python)
             dynamic = None if whole and self._open_sizes and self.engine.recorder is None else False
             run = _torch_compile(entry(self._without_hooks), backend=compiler, dynamic=dynamic, fullgraph=whole)
+            forget_former(shared, key, generation)
             shared[key] = (generation, backend, run)
         self._generation, self.backend, self._run = shared[key]
 

@@ -63,11 +63,13 @@ class Room:
 
     Attributes:
         limit_bytes: what a step may have allocated; see ``limit_of``.
+        excess_bytes: held at the last forward of the plan's graphs beyond what is planned; None where not looked at.
     """
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
         self.limit_bytes = 0
+        self.excess_bytes: int | None = None
         self._needs: dict[str, tuple[ForwardNeed, ...]] = {}
         self._beyond: dict[str, int] = {}  # of graphs at other shapes: what a step may have beyond ``limit_bytes``
         self._in_python = False
@@ -164,16 +166,18 @@ class Room:
         if need is None or self._repeated >= _MOST_REPEATS:
             self._repeated = 0
             return None
-        if self._found(fingerprint, need).held_bytes + need.planned_bytes <= self.limit_of(fingerprint):
+        found = self._found(fingerprint, need)
+        if found.held_bytes + need.planned_bytes <= self.limit_of(fingerprint):
             self._repeated = 0
             return None
         gc.collect()
         found = self._found(fingerprint, need)
-        if found.held_bytes + need.planned_bytes <= self.limit_of(fingerprint):
-            return None
-        self._calls[fingerprint] -= 1  # the call is repeated
+        return found if found.held_bytes + need.planned_bytes > self.limit_of(fingerprint) else None
+
+    def call_repeats(self, fingerprint: str) -> None:
+        """The forward of a graph that began, and for which there is no room, begins again."""
+        self._calls[fingerprint] -= 1
         self._repeated += 1
-        return found
 
     def does_without(self, shortage: Shortage) -> bool:
         """No schedule fits: outputs that may be missing are counted no more. Gives whether that changes anything."""
@@ -190,11 +194,13 @@ class Room:
         there = [o.nbytes for o in self._last_outputs if not o.storage.expired()]
         missing = _missing(need.last_outputs_bytes, gone, there) if self._counts_outputs else 0
         missing = missing if missing > self.limit_bytes >> _NOTHING_SHIFT else 0
-        return Shortage(fingerprint, self.meter.current_bytes() + missing, need, missing)
+        found = Shortage(fingerprint, self.meter.current_bytes() + missing, need, missing)
+        self.excess_bytes = None if fingerprint in self._beyond else found.excess_bytes
+        return found
 
     def _need(self, fingerprint: str) -> ForwardNeed | None:
         """What the step of a forward that begins needs; None where it is not looked at."""
-        number = self._calls[fingerprint]
+        number, self.excess_bytes = self._calls[fingerprint], None
         self._calls[fingerprint] += 1
         needs = self._needs.get(fingerprint)
         first, self._first = self._first, False

@@ -33,6 +33,7 @@ from monetrun.planning.intervals import Interval, counted_steps, intervals
 from monetrun.planning.summary import planned_bytes, rounding_note
 from monetrun.runtime import adaptation, agreement, moved_memory, resharding
 from monetrun.runtime.collective_times import CollectiveTimes
+from monetrun.runtime.earlier_plans import EarlierPlans
 from monetrun.runtime.enforcement import Enforcement
 from monetrun.runtime.other_shapes import NewGraph, OtherShapes
 from monetrun.runtime.room import Room, Shortage
@@ -107,7 +108,7 @@ class RunningPlan:
     def follow(self, plan: Plan) -> None:
         """Run this plan from now on; models have to be compiled anew."""
         kept.check_torch(plan.torch_version, torch.__version__, "the plan")
-        self.plan = plan
+        self.plan, self._earlier = plan, EarlierPlans()
         self.record = None if self.record is None else as_planned(self.record, plan.keeps_parameters)
         self.schedules: dict[str, Schedule] = {g.fingerprint: g.schedule for g in plan.graphs}
         self.enforcement.plan_is(plan.budget_bytes, plan.pool, bool(plan.ledger.get(LIBRARIES)))
@@ -183,7 +184,7 @@ class RunningPlan:
             self._plain_reserved.step_is(plain)
             estimated = not adaptation.is_known(joint, self.record)
             why = f"inputs of {adaptation.input_shapes(joint)}"
-            self._follow_plain_peak(fingerprint, moved_memory.plain_peak(plain), why, estimated=estimated)
+            _follow_plain_peak(self, fingerprint, moved_memory.plain_peak(plain), why, estimated=estimated)
             new = replace(new, plan=self.plan)  # its budget may have grown
             step, self.schedules[fingerprint] = self._other_shapes.schedule(new, step, estimated=estimated)
             _make_ready(self, step, self.schedules[fingerprint], estimated=estimated)
@@ -192,12 +193,13 @@ class RunningPlan:
 
     # ---- memory that moves
 
-    def step_ended(self) -> None:
-        """An optimizer's step has ended."""
+    def step_ended(self) -> bool:
+        """An optimizer's step has ended. Gives whether an earlier plan runs again: models have to be compiled anew."""
         self.room.optimizer_ended()
         self.enforcement.lift()
         resharding.optimizer_ended()
         guards.optimizer_ended()
+        return _goes_back(self)
 
     def check_room(self, fingerprint: str) -> None:
         """A graph's forward begins, and with it the budget holds; a call of which nothing was captured is not bounded.
@@ -206,16 +208,20 @@ class RunningPlan:
             MemoryShort: more is held than its step has room for.
         """
         self.enforcement.enforce(suspended=fingerprint in self._estimated or self.room.takes_another_way(fingerprint))
+        if (schedule := self.schedules.pop(fingerprint, None)) is not None:
+            self.schedules[fingerprint] = schedule  # the last one to be forgotten
         holds = self.enforcement.holds
         shortage = self.room.shortage(fingerprint) if holds else self.room.held_before(fingerprint)
-        if shortage is None:
-            self.enforcement.use_pool_of(fingerprint)
-            return
-        plain = moved_memory.plain_peak_beside(shortage, 0 if holds else self.steps.peak_bytes)
-        why = f"{format_bytes(shortage.excess_bytes)} more are held before a forward"
-        self._follow_plain_peak(fingerprint, plain, why, estimated=not holds)
-        if holds and shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_of(fingerprint):
-            raise MemoryShort("too much is held for this schedule", "monetrun plans again", shortage=shortage)
+        if self.record is not None and self.room.excess_bytes is not None:
+            self._earlier.held(self.room.excess_bytes, self.record)
+        if shortage is not None:
+            plain = moved_memory.plain_peak_beside(shortage, 0 if holds else self.steps.peak_bytes)
+            why = f"{format_bytes(shortage.excess_bytes)} more are held before a forward"
+            _follow_plain_peak(self, fingerprint, plain, why, estimated=not holds)
+            if holds and shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_of(fingerprint):
+                self.room.call_repeats(fingerprint)
+                raise MemoryShort("too much is held for this schedule", "monetrun plans again", shortage=shortage)
+        self.enforcement.use_pool_of(fingerprint)
 
     def make_room(self, shortage: Shortage) -> None:
         """Plan again, in this rank alone, for a step before which more is held.
@@ -235,24 +241,14 @@ class RunningPlan:
             if self.room.does_without(shortage):
                 return
             raise moved_memory.refused_step(self.plan, shortage, failure, self.device) from None
+        earlier = self._earlier
+        earlier.leave(self.plan, self.record, found.plan)
         self.record, self._frugal = found.record, found.frugal
         self.follow(found.plan)
+        self._earlier = earlier
         again = f"planned again within {format_bytes(self.plan.budget_bytes)}, overhead {self.plan.overhead:+.1%}"
         again += rounding_note(self.plan, self.record)
         self.note(f"{format_bytes(shortage.excess_bytes)} more are held before the forward than planned: {again}")
-
-    def _follow_plain_peak(self, fingerprint: str, plain_bytes: int, why: str, *, estimated: bool = False) -> None:
-        """A budget that is a share of the plain peak grows with it. ``plain_bytes``: allocated, at these shapes."""
-        grown = moved_memory.plan_at_plain_peak(self.plan, self._budget, plain_bytes, fingerprint, self._plain_reserved)
-        if grown is None:
-            return
-        before, now = moved_memory.plain_bytes(self.plan), moved_memory.plain_bytes(grown)
-        if now > before + before // 100:  # no line for each byte; the report has the last
-            budget = f"{self._budget} of it are {format_bytes(grown.budget_bytes)}"
-            self.note(f"{why}: the plain run takes {'about ' * estimated}{format_bytes(now)}, so that {budget}")
-        self.plan = grown
-        self.room.limit_bytes = moved_memory.allocated_limit(grown)
-        self.enforcement.budget_is(grown.budget_bytes)
 
 
 def intervals_of(running: RunningPlan) -> tuple[Interval, ...]:
@@ -269,6 +265,37 @@ def _number(fingerprint: str, record: StepRecord | None) -> int:
     """Which of the record's graphs has this fingerprint; -1: none."""
     graphs = () if record is None else record.graphs
     return next((k for k, graph in enumerate(graphs) if graph.fingerprint == fingerprint), -1)
+
+
+def _goes_back(running: RunningPlan) -> bool:
+    """Whether a plan that was left runs again, since there is room for it."""
+    earlier = running._earlier
+    if (found := earlier.step_ended(running.plan)) is None:
+        return False
+    plan, running.record = found
+    running.follow(plan)
+    running._earlier = earlier
+    again = f"that plan runs again, overhead {plan.overhead:+.1%}"
+    running.note(f"what was held beyond the plan is held no more: {again}")
+    return True
+
+
+def _follow_plain_peak(
+    running: RunningPlan, fingerprint: str, plain_bytes: int, why: str, *, estimated: bool = False
+) -> None:
+    """A budget that is a share of the plain peak grows with it. ``plain_bytes``: allocated, at these shapes."""
+    grown = moved_memory.plan_at_plain_peak(
+        running.plan, running._budget, plain_bytes, fingerprint, running._plain_reserved
+    )
+    if grown is None:
+        return
+    before, now = moved_memory.plain_bytes(running.plan), moved_memory.plain_bytes(grown)
+    if now > before + before // 100:  # no line for each byte; the report has the last
+        budget = f"{running._budget} of it are {format_bytes(grown.budget_bytes)}"
+        running.note(f"{why}: the plain run takes {'about ' * estimated}{format_bytes(now)}, so that {budget}")
+    running.plan = grown
+    running.room.limit_bytes = moved_memory.allocated_limit(grown)
+    running.enforcement.budget_is(grown.budget_bytes)
 
 
 def _make_ready(running: RunningPlan, step: StepRecord, schedule: Schedule, *, estimated: bool) -> None:

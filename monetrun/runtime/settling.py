@@ -23,9 +23,18 @@ class Settling:
         self._seen: set[tuple[Any, ...]] = set()
         self._as_before = True
         self._calls: Counter[str] = Counter()
+        self._generation = 0
 
-    def begins(self, inputs: list[Any]) -> None:
-        """A call begins that is not within another one's; ``inputs`` are its arguments, out of whatever holds them."""
+    def begins(self, inputs: list[Any], generation: int = 0) -> None:
+        """A call begins that is not within another one's.
+
+        Args:
+            inputs: its arguments, out of whatever holds them.
+            generation: goes up where models are compiled anew: known shapes are captured once more.
+        """
+        if generation != self._generation:
+            self._generation = generation
+            self._seen.clear()
         shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, torch.Tensor))
         self._as_before = shapes in self._seen
         self._seen.add(shapes)

@@ -9,7 +9,8 @@ from monetrun.capture import double_backward
 from monetrun.capture.gradient_order import brings_other_terms
 from monetrun.runtime.unplannable_use import compiled_calls
 
-# Of so many backwards since a graph was captured it is looked up what they go through, which takes the host's time.
+# Of so many backwards since a graph was captured it is looked up what they go through, which takes the host's time;
+# of those after them each time so many have passed.
 _LOOKED_AT = 16
 
 
@@ -22,17 +23,17 @@ class GradientTerms:
 
     def __init__(self) -> None:
         self.needed = False
-        self._left = 0
+        self._backwards = 0
 
     def graph_captured(self) -> None:
         """There is another graph, of which no backward was seen."""
-        self._left = _LOOKED_AT
+        self._backwards = 0
 
     def changes(self, roots: Sequence[Any]) -> bool:
         """The script is about to differentiate ``roots`` (tensors). Gives whether models have to be compiled anew."""
-        if self.needed or not self._left:
+        self._backwards += 1
+        if self.needed or (self._backwards > _LOOKED_AT and self._backwards % _LOOKED_AT):
             return False
-        self._left -= 1
         sums = [edge for call in compiled_calls(roots) for edge in double_backward.sums_of(call)]
         self.needed = bool(sums) and brings_other_terms(roots, sums)
         return self.needed

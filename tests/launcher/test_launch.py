@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from monetrun.commands.main import main
 from monetrun.commands.run import run_launch
 from monetrun.core.errors import MonetrunError
-from monetrun.launcher import agent
+from monetrun.launcher import agent, workers
 from monetrun.launcher.failure import first_failure
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.parser import launch_parser
@@ -224,7 +224,7 @@ def closings(monkeypatch, args, death_sig, *further):
             raise SignalException("", coming.pop(0))
 
     monkeypatch.setattr(PContext, "close", close)
-    with agent._shutdown_in_time(args), pytest.raises(SignalException) if further else contextlib.nullcontext():
+    with workers.watched_workers(args), pytest.raises(SignalException) if further else contextlib.nullcontext():
         PContext.close(SimpleNamespace(pids=dict), death_sig, 30)
     return closed
 
@@ -233,7 +233,7 @@ def test_workers_get_torchs_time_to_end_and_only_a_second_ctrl_c_kills_them(monk
     args = parsed("train.py").torchrun
     for number in (signal.SIGINT, signal.SIGTERM, None):
         assert closings(monkeypatch, args, number) == [(number, 30)]
-    killed = (signal.SIGKILL, agent._KILLED_SECONDS)
+    killed = (signal.SIGKILL, workers.KILLED_SECONDS)
     once, again = (signal.SIGINT, 30), (signal.SIGTERM, 30)
     assert closings(monkeypatch, args, signal.SIGINT, signal.SIGINT) == [once, killed]
     assert closings(monkeypatch, args, signal.SIGTERM, signal.SIGTERM) == [again, again]
@@ -533,6 +533,6 @@ def test_a_store_that_is_lost_while_the_workers_train_is_told_as_that(monkeypatc
 def test_a_node_that_joins_later_waits_while_the_others_plan(nodes, given, expected, monkeypatch):
     seen = []
     monkeypatch.setattr(registry, "get_rendezvous_handler", lambda parameters: seen.append(parameters) or Mock())
-    with agent._agreeing(parsed("--solver-seconds=30", BEHAVE), None):
+    with agent._agreeing(parsed("--solver-seconds=30", BEHAVE), None, workers.Workers()):
         registry.get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "id", *nodes, **given))
     assert seen[0].get("join_timeout") == expected

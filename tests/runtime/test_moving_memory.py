@@ -1,6 +1,7 @@
 """What is held before a step, and what its plain run takes, may change while training: losses stay eager's."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from monetrun.capture import cost, cpu_allocator
 from monetrun.capture.meter import meter_for
 from monetrun.core.errors import BudgetExceeded, InfeasibleBudget
+from monetrun.core.step import HELD_SINCE
 from monetrun.runtime import adaptation, running_plan
 from monetrun.runtime.running_plan import RunningPlan
 from monetrun.runtime.session import Session
@@ -128,6 +130,29 @@ def test_what_is_kept_later_and_larger_evaluations_are_planned_around_on_the_spo
     err = capsys.readouterr().err
     assert 1 <= err.count("planned again within") <= 3  # not in each step
     assert err.count("between training steps") == 1
+
+
+def test_once_what_was_held_in_a_few_steps_is_gone_the_first_plan_runs_again(capsys):
+    """As DistributedDataParallel's first buckets under NCCL, which stay into the second step."""
+
+    def script():
+        model, optimizer = pair()
+        losses = []
+        for number in range(12):
+            held = torch.randn(MIB // 2) if number in (3, 4) else None
+            losses.append(step(model, optimizer))
+            del held
+        return [*losses, *(p.sum().item() for p in model.parameters())]
+
+    plain, planned, engine = under("0.6x", script)
+    assert planned == plain
+    assert engine.peak_bytes <= engine.plan.budget_bytes
+    err = capsys.readouterr().err
+    first = re.search(r"overhead ([+0-9.]+%)", err)[1]
+    again = re.search(r"planned again within [0-9.]+ MiB, overhead ([+0-9.]+%)", err)[1]
+    assert f"held no more: that plan runs again, overhead {first}\n" in err
+    assert float(again[:-1]) >= float(first[:-1]) + 1
+    assert HELD_SINCE not in engine.running.record.ledger
 
 
 @pytest.mark.parametrize(("begins", "followed_by"), [(0, "a forward"), (1, "the optimizer")], ids=str)

@@ -70,3 +70,22 @@ def test_a_step_that_the_optimizer_skips_is_no_other_way_through_the_forward():
     assert call()  # a second forward before any backward
     room.optimizer_ended()
     assert not call()
+
+
+def test_a_forward_that_has_room_after_all_counts_as_a_call():
+    """A share of the plain peak grows with what is held, and the forward goes on: only a repeated one does not count."""
+
+    class Held:
+        exact = True
+
+        def current_bytes(self):
+            return 1000
+
+    room = Room(Held())
+    room.limit_bytes = 1500
+    room._needs["graph"] = (ForwardNeed(held_bytes=700, planned_bytes=900, plain_bytes=1100, last_outputs_bytes=0),)
+    room.call_begins()
+    assert room.shortage("graph").excess_bytes == room.excess_bytes == 300
+    assert room.calls() == {"graph": 1}
+    room.call_repeats("graph")
+    assert room.calls() == {"graph": 0}

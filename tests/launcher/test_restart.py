@@ -1,0 +1,134 @@
+"""Workers that start again: with a tighter plan, without a plan, and what torch counts as a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+from monetrun.core.budget import parse
+from monetrun.launcher import agent, restart
+from monetrun.launcher.decision import Decision
+from monetrun.launcher.parser import launch_parser
+from monetrun.launcher.workers import Workers
+from monetrun.runtime.settings import AS_IS_MARK, PLAIN, PROBED, RUN, Settings
+
+pytestmark = pytest.mark.usefixtures("plain_surroundings")
+
+# Each life notes the plan it has, leaves a report, and ends as the next of the words says: CODE, or CODE! for one that
+# leaves a mark before.
+SCRIPT = f"""
+import json, os, sys
+lives, reports = sys.argv[1], os.environ["MONETRUN_REPORT_FOLDER"]
+before = open(lives).read().split() if os.path.exists(lives) else []
+how = sys.argv[2:][len(before)]
+with open(lives, "a") as file:
+    file.write((os.environ["MONETRUN_PLAN_FILE"] or "none") + chr(10))
+with open(os.path.join(reports, "rank0.json"), "w") as file:
+    json.dump({{"rank": 0, "exact": True, "steps": 1, "intervals": []}}, file)
+if how.endswith("!"):
+    open(os.path.join(reports, "{AS_IS_MARK}"), "w").close()
+sys.exit(int(how.rstrip("!")))
+"""
+
+
+@pytest.fixture
+def lives(tmp_path):
+    """Launches a script whose lives end as the words say; gives the exit code and the plan that each life had."""
+    script, seen, reports = tmp_path / "train.py", tmp_path / "lives", tmp_path / "reports"
+    script.write_text(SCRIPT)
+    reports.mkdir()
+    environment = Settings(plan_file="first", record_file="record", report_folder=str(reports)).to_environment()
+
+    def launch(max_restarts, *ends, joined=None, launched=agent.launch_until_decided):
+        words = [f"--max-restarts={max_restarts}", "--monitor-interval=0.05", "--quiet", str(script), str(seen), *ends]
+        code = launched(launch_parser().parse_launch(words)[0], environment, joined)
+        return code, seen.read_text().split()
+
+    launch.environment = environment
+    return launch
+
+
+@pytest.fixture
+def tightened(monkeypatch):
+    """Tighter plans are found twice."""
+
+    def tighter_plan(environment, exit_code, restarts, options):
+        return "" if restarts >= 2 else f"tighter {restarts}"
+
+    monkeypatch.setattr(restart, "tighter_plan", tighter_plan)
+
+
+def a_job(environment):
+    """One that plans nothing when it follows a decision."""
+    folder = environment["MONETRUN_REPORT_FOLDER"]
+    plain = Settings(mode=PLAIN, report_folder=folder).to_environment()
+    return SimpleNamespace(options=None, mode=RUN, follow=lambda decision: plain, plain=None)
+
+
+def test_a_plan_is_tightened_before_torch_starts_the_workers_again(lives, tightened, capsys):
+    restarts = restart.Restarts(a_job(lives.environment), lives.environment)
+    assert lives(3, "84", "84", "0", joined=restarts.joined)[0] == 0
+    assert capsys.readouterr().err == "monetrun: tighter 0\nmonetrun: tighter 1\n"
+
+
+def test_what_no_tighter_plan_is_left_for_runs_as_it_is_at_the_next_restart(lives, tightened, monkeypatch):
+    decision = Decision(PLAIN, parse("auto"), 0, None, None, None, plan_given=False)
+    monkeypatch.setattr(restart, "as_it_is", lambda job, why: decision)
+    restarts = restart.Restarts(a_job(lives.environment), lives.environment)
+    code, plans = lives(5, "84", "84", "84", "3", "0", joined=restarts.joined)
+    assert (code, plans) == (0, ["first", "first", "first", "none", "none"])
+
+
+def test_another_failure_tightens_no_plan(lives, tightened, capsys):
+    restarts = restart.Restarts(a_job(lives.environment), lives.environment)
+    assert lives(1, "3", "3", joined=restarts.joined)[0] == 3
+    assert "tighter" not in capsys.readouterr().err
+
+
+def test_workers_that_start_anew_for_a_mark_have_all_restarts_left(lives):
+    code, plans = lives(1, f"{PROBED}!", "3", "0")
+    assert (code, len(plans)) == (0, 3)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_mark_counts_once_and_a_script_may_then_end_with_that_code(lives, max_restarts):
+    code, plans = lives(max_restarts, *[f"{PROBED}!"] * (2 + max_restarts))
+    assert (code, len(plans)) == (PROBED, 2 + max_restarts)
+
+
+def test_a_launch_that_succeeds_at_last_leaves_no_error_for_the_scheduler(lives, tmp_path, monkeypatch):
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    for launched in (agent.launch_again, agent.launch_until_decided):
+        told.write_text(json.dumps({"message": "memory ran out"}))
+        ends = ["0"] if launched is agent.launch_again else ["", f"{PROBED}!", "0"]
+        assert lives(0, *ends, launched=launched)[0] == 0
+        assert not told.exists()
+
+
+def test_the_launchers_own_allocator_is_known_as_that_each_time_the_nodes_meet(tmp_path, monkeypatch):
+    decision = Decision(RUN, parse("auto"), 1, None, None, None, plan_given=False)
+    handler = Mock()
+    type(handler).next_rendezvous = Mock(return_value=SimpleNamespace(store=None, rank=0, world_size=1))
+    monkeypatch.setattr(registry, "get_rendezvous_handler", lambda parameters: handler)
+    found = []
+
+    def joined(*_):
+        return decision.environment(Settings(), tmp_path, "cuda")
+
+    before = dict(os.environ)
+    try:
+        with agent._agreeing(launch_parser().parse_launch(["train.py"])[0], joined, Workers()):
+            meeting = registry.get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "id", 1, 2))
+            for _ in range(2):
+                meeting.next_rendezvous()
+                found.append([os.environ.get(n) for n in ("MONETRUN_OWN_ALLOCATOR", "PYTORCH_ALLOC_CONF")])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    assert found == [["1", "expandable_segments:True"]] * 2
