@@ -73,7 +73,7 @@ def test_a_step_that_the_optimizer_skips_is_no_other_way_through_the_forward():
 
 
 def test_a_forward_that_has_room_after_all_counts_as_a_call():
-    """A share of the plain peak grows with what is held, and the forward goes on: only a repeated one does not count."""
+    """A share of the plain peak grows with what is held, and the forward goes on: one that is repeated counts once."""
 
     class Held:
         exact = True
