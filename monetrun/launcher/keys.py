@@ -6,12 +6,14 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import sys
 from pathlib import Path
 
 from monetrun import __version__
 from monetrun.core.allocator_settings import settings_text
+from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.plan import PLAN_SCHEMA, Plan
 from monetrun.core.step import RECORD_SCHEMA, StepRecord
@@ -31,7 +33,10 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
     source = _source(options).decode("utf-8", "replace")
     measured_on = ["cpu"] if ranks.kind == "cpu" else []
     if ranks.kind == "cuda" and options.cost_model == "measured":
-        measured_on = [info.uuid or info.device for info in query(ranks.kind, ranks.local)]
+        try:
+            measured_on = [info.uuid or info.device for info in query(ranks.kind, ranks.local)]
+        except DeviceQueryFailed:  # only a budget of what is free needs it, and says so
+            measured_on = [platform.node()]
     return key(
         "probe",
         RECORD_SCHEMA,

@@ -1,10 +1,11 @@
 """The nodes of a launch decide together what their workers do, as soon as they have met and before workers start.
 
 Torchrun's rendezvous gives each agent its rank among the nodes and a store that all of them reach. There each node
-tells its budget and its devices. Of the nodes with the same devices one decides, with the smallest budget of all: the
-first that has decided in an earlier round of this launch, else the first. It has the trial run and the solver; what it
-decides, a refusal too, goes to the others over the store. So all end with the same plan or with the same error,
-whichever of them has a warm cache, and workers that are restarted, also on fewer or more nodes, keep their plan.
+tells its budget, or why it has none, and its devices. Of the nodes with the same devices one decides, with the smallest
+budget of all: the first that has decided in an earlier round of this launch, else the first. It has the trial run and
+the solver; what it decides, a refusal too, goes to the others over the store. So all end with the same plan or with the
+same error, whichever of them has a warm cache, and workers that are restarted, also on fewer or more nodes, keep their
+plan. Workers are started once all nodes know it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import importlib.metadata
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from monetrun.core import codec
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget, resolve, smallest
-from monetrun.core.errors import InfeasibleBudget, MonetrunError, NoPlanInTime
-from monetrun.launcher import keys, report
+from monetrun.core.errors import DeviceQueryFailed, InfeasibleBudget, MonetrunError, NoPlanInTime
+from monetrun.launcher import keys, memory, report
 from monetrun.launcher.decision import Decision
-from monetrun.launcher.job import Job
+from monetrun.launcher.job import Job, as_it_is
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
 from monetrun.machine.device import query
@@ -43,14 +44,16 @@ class Offer:
     """What a node tells the others.
 
     Attributes:
-        budget: its own, in bytes where it is no share of the plain peak.
+        budget: its own, in bytes where it is no share of the plain peak; as it was given where it has none in bytes.
         devices: plans can be passed on among nodes for which this is the same.
         decided: in an earlier round of the launch.
+        refusal: why it has no budget.
     """
 
     budget: Budget
     devices: str
     decided: bool
+    refusal: Refusal | None = None
 
 
 class NodeLost(Exception):
@@ -67,7 +70,9 @@ class Nodes:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._budget: Budget | None = None  # as first offered: what is free changes with restarts
+        self._refusal: Refusal | None = None  # in place of a budget
         self._decision: Decision | None = None
+        self._followed: Decision | None = None
         self._lost = 0
 
     def joined(self, store: Any, rank: int, size: int, fixed: bool, ended: int = 0) -> Mapping[str, str] | None:
@@ -89,10 +94,11 @@ class Nodes:
         from torch.distributed import DistError  # imported here: slow
 
         self._job.node = rank
-        if fixed and self._decision is not None:
-            return self._job.follow(self._decision, shown=False)
+        if fixed and self._followed is not None:
+            return self._job.follow(self._followed, shown=False)
         try:
-            decision = self._agreed(store, rank, size)
+            self._decision = decision = self._agreed(store, rank, size)
+            self._start_together(store, rank, size)
         except NodeLost as lost:
             self._lost += 1
             if fixed or self._lost >= _ROUNDS:
@@ -101,7 +107,7 @@ class Nodes:
         except DistError as error:
             message = "the node that has the rendezvous's store ended before all nodes had a plan"
             raise MonetrunError(message, "its own messages say why") from error
-        shown, self._decision, self._lost = self._decision != decision, decision, 0
+        shown, self._followed, self._lost = self._followed != decision, decision, 0
         self._job.met(decision.nodes)
         if shown and self._job.plan is not decision.plan:  # another node has decided
             _keep(self._job, decision)
@@ -110,19 +116,17 @@ class Nodes:
         return self._job.follow(decision, shown=shown)
 
     def _agreed(self, store: Any, rank: int, size: int) -> Decision:
-        self._budget = self._budget or _offered_budget(self._job)
-        mine = Offer(self._budget, _signature(self._job.ranks), self._decision is not None)
+        mine = self._offer(rank)
         exchange.post(store, f"monetrun/offer/{rank}", codec.dumps(mine))
         offers: list[Offer] = []
         for k in range(size):
-            if not exchange.wait_until(lambda k=k: exchange.is_posted(store, f"monetrun/offer/{k}"), _SILENCE_SECONDS):  # type: ignore[misc]
+            if not _posted_in_time(store, f"monetrun/offer/{k}"):
                 raise NodeLost(f"node {k} has joined, but does not say how much memory it has")
             offers.append(codec.loads(Offer, exchange.read(store, f"monetrun/offer/{k}")))
         deciders: dict[str, int] = {}  # of all nodes with the same devices
         for k in sorted(range(size), key=lambda k: not offers[k].decided):
             deciders.setdefault(offers[k].devices, k)
-        here = deciders[mine.devices] == rank
-        decision = self._decide(store, rank, [o.budget for o in offers]) if here else None
+        decision = self._decide(store, rank, offers) if deciders[mine.devices] == rank else None
         for decider in sorted(deciders.values()):
             self._wait_for(store, decider)
             verdict = json.loads(exchange.read(store, f"monetrun/verdict/{decider}"))
@@ -133,13 +137,30 @@ class Nodes:
             decision = codec.loads(Decision, exchange.read(store, f"monetrun/decision/{deciders[mine.devices]}"))
         return decision
 
-    def _decide(self, store: Any, rank: int, budgets: list[Budget]) -> Decision | None:
+    def _offer(self, rank: int) -> Offer:
+        """What this node tells the others. Its budget stays as it was first: what is free changes with restarts."""
+        if self._budget is None:
+            self._budget = self._job.budget
+            try:
+                self._budget = _offered_budget(self._job)
+            except MonetrunError as error:
+                self._refusal = Refusal(error.exit_code, f"node {rank}: {error.message}", error.hint)
+        return Offer(self._budget, _signature(self._job.ranks), self._decision is not None, self._refusal)
+
+    def _start_together(self, store: Any, rank: int, size: int) -> None:
+        """Wait until all nodes know what was decided, and are about to start their workers: these need all of them."""
+        exchange.post(store, f"monetrun/ready/{rank}", "")
+        for k in range(size):
+            if not _posted_in_time(store, f"monetrun/ready/{k}"):
+                raise NodeLost(f"node {k} ended before it had started its workers")
+
+    def _decide(self, store: Any, rank: int, offers: Sequence[Offer]) -> Decision | None:
         """Decide, and post it, or the refusal."""
         decision: Decision | None = None
         refusal: Refusal | None = None
         try:
             with _signs_of_life(store, rank):
-                decision = self._decided(smallest(budgets), len(budgets))
+                decision = self._decided(offers)
             exchange.post(store, f"monetrun/decision/{rank}", codec.dumps(decision))
         except MonetrunError as error:
             refusal = Refusal.of(error)
@@ -149,22 +170,35 @@ class Nodes:
         exchange.post(store, f"monetrun/verdict/{rank}", json.dumps(codec.to_plain(refusal)))
         return decision
 
-    def _decided(self, budget: Budget, nodes: int) -> Decision:
-        """What this launch has decided before; anew where ``budget`` is smaller than that, if there is such a plan."""
+    def _decided(self, offers: Sequence[Offer]) -> Decision:
+        """What this launch has decided before; anew where budgets are smaller than that, if there is such a plan."""
         earlier = self._decision
-        if earlier is not None and not _is_smaller(budget, earlier):
-            return earlier
         if earlier is None:
-            self._job.met(nodes)
-        _take(self._job, budget)
+            return self._decided_first(offers)
+        budget = smallest([offer.budget for offer in offers if offer.refusal is None])
+        if not _is_smaller(budget, earlier):
+            return earlier
+        _take(self._job, _stated(budget))
         try:
             return replace(self._job.decide(), nodes=self._job.ranks.nodes)
         except (InfeasibleBudget, NoPlanInTime) as refused:
-            if earlier is None:
-                raise
             report.warn(f"{refused.message}; training has begun, and goes on as it was decided then")
             _take(self._job, earlier.budget)
             return earlier
+
+    def _decided_first(self, offers: Sequence[Offer]) -> Decision:
+        self._job.met(len(offers))
+        for offer in offers:
+            refusal = offer.refusal
+            if refusal is None:
+                continue
+            nothing_left = memory.is_auto(offer.budget) and refusal.exit_code == memory.NothingLeft.exit_code
+            decision = as_it_is(self._job, refusal.message) if nothing_left else None
+            if decision is None or not memory.is_auto(self._job.budget):
+                raise refusal.error()
+            return replace(decision, nodes=len(offers))
+        _take(self._job, smallest([offer.budget for offer in offers]))
+        return replace(self._job.decide(), nodes=self._job.ranks.nodes)
 
     def _wait_for(self, store: Any, decider: int) -> None:
         verdict, alive = f"monetrun/verdict/{decider}", f"monetrun/alive/{decider}"
@@ -185,10 +219,19 @@ class Nodes:
             raise NodeLost(f"node {decider} ended before it had a plan")
 
 
+def _posted_in_time(store: Any, key: str) -> bool:
+    return exchange.wait_until(lambda: exchange.is_posted(store, key), _SILENCE_SECONDS)
+
+
 def _offered_budget(job: Job) -> Budget:
     """The budget of this node: in bytes, unless it is a share of the plain peak."""
     nbytes = job.budget_bytes()
     return job.budget if nbytes is None else Budget(BYTES, float(nbytes), job.budget.text)
+
+
+def _stated(budget: Budget) -> Budget:
+    """``budget`` as if bytes had been given: for ``auto`` models may run as they are, which here run under a plan."""
+    return replace(budget, text=f"{budget.value:.0f}B") if budget.kind == BYTES else budget
 
 
 def _is_smaller(budget: Budget, earlier: Decision) -> bool:
@@ -220,7 +263,9 @@ def _keep(job: Job, decision: Decision) -> None:
 
 def _signature(ranks: Ranks) -> str:
     """What decides the graphs that are captured, and what they need of a device."""
-    sizes = {info.total_bytes for info in query(ranks.kind, ranks.local)} if ranks.kind == "cuda" else set()
+    sizes: set[int] = set()
+    with contextlib.suppress(DeviceQueryFailed):  # only a budget of what is free needs it, and says so
+        sizes = {info.total_bytes for info in query(ranks.kind, ranks.local)} if ranks.kind == "cuda" else sizes
     return f"{ranks.kind} {sorted(sizes)}, torch {importlib.metadata.version('torch')}"
 
 

@@ -12,17 +12,20 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from monetrun.core.budget import parse
-from monetrun.core.errors import InfeasibleBudget, MonetrunError
-from monetrun.launcher import nodes
+from monetrun.core.errors import DeviceQueryFailed, InfeasibleBudget, MonetrunError
+from monetrun.launcher import keys, memory, nodes
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.nodes import Nodes
+from monetrun.launcher.parser import launch_parser
 from monetrun.launcher.ranks import Ranks
 from monetrun.planning import planner
+from monetrun.runtime.settings import PLAIN as PLAIN_MODE
 from monetrun.runtime.settings import RUN
 from support import launcher
 from support.paths import SCRIPTS
@@ -38,8 +41,9 @@ class Job:
 
     def __init__(self, budget, refuses=False, kind="cpu"):
         self.budget, self.refuses, self.decided_with = parse(budget), refuses, []
-        self.options = SimpleNamespace(use_cache=False, quiet=True, budget=budget, plan_file="")
+        self.options = SimpleNamespace(use_cache=False, quiet=True, budget=budget, plan_file="", strict=False)
         self.ranks, self.console, self.plan = Ranks(kind, 1, 1), None, None
+        self.plain = None
         self.store, self.node, self.record_key = None, None, "key"
         self.followed, self.decided_for = [], []
 
@@ -61,7 +65,7 @@ class Job:
 
     def follow(self, decision, shown):
         self.followed.append((decision, shown))
-        return {"PLAN": decision.plan.digest}
+        return {"PLAN": decision.plan.digest if decision.plan else ""}
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +173,82 @@ def test_nodes_that_were_lost_long_ago_do_not_count(monkeypatch):
     for _ in range(2):
         assert [meet(one, None)[0] for _ in range(2)] == [None, None]
         assert meet(one)[0] is not None
+
+
+def cannot_tell(job, error):
+    """Have ``job`` fail to state its budget."""
+
+    def fail():
+        raise error
+
+    job.budget_bytes = fail
+    return job
+
+
+NO_QUERY = DeviceQueryFailed("the free memory could not be read", "give bytes")
+NOTHING_LEFT = memory.NothingLeft("the budget auto: 100.0 MiB are free", "give bytes")
+
+
+def test_a_node_that_cannot_state_its_budget_refuses_for_all_with_its_reason():
+    jobs = [Job("0.95x"), cannot_tell(Job("auto"), NO_QUERY), Job("0.95x")]
+    given = meet(*map(Nodes, jobs))
+    wanted = (70, "node 1: the free memory could not be read\n  give bytes")
+    assert [(error.exit_code, str(error)) for error in given] == [wanted] * 3
+    assert jobs[0].decided_with == []
+
+
+def test_a_node_on_which_nothing_is_left_for_auto_has_all_run_as_under_torchrun(capsys):
+    jobs = [Job("auto"), cannot_tell(Job("auto"), NOTHING_LEFT)]
+    meet(*map(Nodes, jobs))
+    assert [job.followed[0][0].mode for job in jobs] == [PLAIN_MODE] * 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "node 1: the budget auto: 100.0 MiB are free; models run as they are, without a limit" in line
+    jobs = [Job("0.95x"), cannot_tell(Job("auto"), NOTHING_LEFT)]
+    assert [error.exit_code for error in meet(*map(Nodes, jobs))] == [2, 2]
+    jobs = [Job("auto"), cannot_tell(Job("80%"), NOTHING_LEFT)]
+    assert [error.exit_code for error in meet(*map(Nodes, jobs))] == [2, 2]
+
+
+def test_a_node_that_joins_later_and_cannot_state_its_budget_follows_the_others():
+    stays = Nodes(Job("0.95x"))
+    (first,) = meet(stays)
+    assert meet(stays, Nodes(cannot_tell(Job("auto"), NO_QUERY))) == [first, first]
+
+
+def test_where_a_plan_was_made_a_node_with_less_for_auto_does_not_have_it_dropped(capsys):
+    first, small = Job("auto"), Job(str(int(0.5 * PLAIN)))
+    first.budget_bytes = lambda: int(0.95 * PLAIN)
+    stays = Nodes(first)
+    (before,) = meet(stays)
+    first.refuses = True
+    small.budget = parse("auto")
+    small.budget_bytes = lambda: int(0.5 * PLAIN)
+    assert meet(stays, Nodes(small)) == [before, before]
+    assert not memory.is_auto(first.decided_with[-1])  # for which the plain run may take the place of a plan
+
+
+def test_a_device_that_cannot_be_read_does_not_matter_to_a_budget_in_bytes(monkeypatch):
+    def fail(*_):
+        raise NO_QUERY
+
+    for module in (nodes, keys):
+        monkeypatch.setattr(module, "query", fail)
+    assert nodes._signature(Ranks("cuda", 2, 1)) == nodes._signature(Ranks("cuda", 2, 1))
+    options = launch_parser().parse_launch(["--budget", "2GiB", "train.py"])[0]
+    assert keys.record_key(options, Ranks("cuda", 2, 1)) == keys.record_key(options, Ranks("cuda", 2, 1))
+
+
+def test_a_node_that_is_lost_once_all_have_decided_has_the_others_meet_anew_and_keep_the_plan(monkeypatch):
+    monkeypatch.setattr(nodes, "_SILENCE_SECONDS", 0.3)
+    jobs = [Job("0.95x"), Job("0.95x")]
+    members = [Nodes(job) for job in jobs]
+    stopped = MonetrunError("stopped")
+    monkeypatch.setattr(members[1], "_start_together", Mock(side_effect=stopped))  # it has read the verdict
+    assert meet(*members) == [None, stopped]
+    assert jobs[0].followed == []
+    (variables,) = meet(members[0])
+    assert variables is not None
+    assert (len(jobs[0].decided_with), [shown for _, shown in jobs[0].followed]) == (1, [True])
 
 
 # ---- launches
