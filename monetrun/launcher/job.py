@@ -243,6 +243,8 @@ class Job:
         if self.options.json:
             report.print_last(json.dumps(report.outcome_json(outcome)))
         if not self.options.quiet:
+            for warning in outcome.warnings if self.options.hides_warnings and self.node == 0 else ():
+                report.warn(warning)
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
 

@@ -207,6 +207,13 @@ class LaunchOptions:
         """Whether torchrun writes the workers' output to files."""
         return bool(self.torchrun.redirects != "0" or self.torchrun.tee != "0")
 
+    @property
+    def hides_warnings(self) -> bool:
+        """Whether the stderr of local rank 0, which warns for all, goes to a file or nowhere, and not to the screen."""
+        args = self.torchrun
+        shown = str(args.local_ranks_filter or "0").split(",")
+        return "0" not in shown or (_has_stderr_of_0(args.redirects) and not _has_stderr_of_0(args.tee))
+
     def with_script_args(self, script_args: Sequence[str]) -> LaunchOptions:
         """The same launch with other arguments for the script."""
         torchrun = copy.copy(self.torchrun)
@@ -225,3 +232,9 @@ class LaunchOptions:
     def command_line(self, budget: str) -> str:
         """The command that launches this with ``budget``, for the user to type next."""
         return shlex.join(["monetrun", "--budget", budget, *self.reusable_words, self.script, *self.script_args])
+
+
+def _has_stderr_of_0(streams: str) -> bool:
+    """Whether ``--redirects`` or ``--tee`` names local rank 0's stderr: ``3`` for all ranks, or ``0:2,1:3``."""
+    of_ranks = dict(part.split(":") for part in streams.split(",")) if ":" in streams else {"0": streams}
+    return bool(int(of_ranks.get("0", "0")) & 2)

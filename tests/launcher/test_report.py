@@ -131,3 +131,31 @@ def test_ranks_that_are_alike_are_not_called_slow_and_one_rank_has_no_line(tmp_p
     write_report(tmp_path, 1, call_seconds=0.21, measured_peak_bytes=9, exact=True)
     (line,) = [line for line in outcome_lines(read_outcome(tmp_path), 0) if line.startswith("  ranks")]
     assert line.split() == ["ranks", "2:", "measured", "9", "bytes", "on", "each"]
+
+
+@pytest.mark.parametrize(
+    ("words", "node", "seen"),
+    [
+        ([], 0, False),
+        (["--redirects=1"], 0, False),
+        (["--redirects=3"], 0, True),
+        (["--redirects=3"], 1, False),
+        (["--redirects=0:2,1:3"], 0, True),
+        (["--redirects=1:3"], 0, False),
+        (["--redirects=3", "--tee=2"], 0, False),
+        (["--redirects=3", "--tee=1:3"], 0, True),
+        (["--local-ranks-filter=1,2"], 0, True),
+        (["--tee=3", "--local-ranks-filter=1"], 0, True),
+        (["--local-ranks-filter=0,1"], 0, False),
+        (["--redirects=3", "--quiet"], 0, False),
+    ],
+)
+def test_warnings_of_workers_whose_stderr_goes_elsewhere_are_told_at_the_end(words, node, seen, capsys):
+    options, _ = launch_parser().parse_launch(["--no-cache", "--nproc-per-node=2", *words, "train.py"])
+    for exit_code in (0, 1):
+        with open_job(options) as job:
+            job.node = node
+            write_report(job._reports, 0, plan=None, warnings=["Net runs without a plan: [it] has hooks"])
+            job.finish(exit_code)
+        line = "monetrun: warning: Net runs without a plan: [it] has hooks\n"
+        assert capsys.readouterr().err.count(line) == seen
