@@ -45,8 +45,10 @@ def run_launch(options: LaunchOptions) -> int:
         check_tensorboard(options.tensorboard_folder)
     check_log_folder(options)
     with open_job(options) as job:
-        if options.several_nodes:  # other nodes' workers would not know of a start with a tighter plan
-            exit_code = launch_until_decided(options, {}, Nodes(job).joined)
+        if options.several_nodes:  # other nodes' workers would not know of another launch with a tighter plan
+            nodes = Nodes(job)
+            exit_code = launch_until_decided(options, {}, nodes.joined)
+            nodes.keep(exit_code)
         else:
             with restored_environment():  # workers get only the variables that prepare() returns
                 environment = job.prepare()

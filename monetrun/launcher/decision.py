@@ -10,6 +10,7 @@ from monetrun.core.budget import Budget
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
+from monetrun.core.step_changes import with_more_held
 from monetrun.launcher.trial_environment import allocator_variables
 from monetrun.runtime.settings import PLAIN, RUN, Settings
 
@@ -28,6 +29,8 @@ class Decision:
         plan_given: the user named the plan.
         as_is: why no model of the script can be planned; empty: one can, or that is not known.
         nodes: for how many this was decided.
+        tightened: how often the plan was made tighter since memory had run out under it.
+        more_held_bytes: beside what is in ``record`` so much is held by a tighter plan.
     """
 
     mode: str
@@ -39,6 +42,8 @@ class Decision:
     plan_given: bool
     as_is: str = ""
     nodes: int = 1
+    tightened: int = 0
+    more_held_bytes: int = 0
 
     def environment(self, settings: Settings, folder: Path, kind: str) -> dict[str, str]:
         """The variables of the workers of one node.
@@ -50,6 +55,9 @@ class Decision:
         """
         if self.mode == PLAIN:
             return replace(settings, mode=PLAIN, budget_bytes=self.budget_bytes).to_environment()
+        record = self.record
+        if record is not None and self.more_held_bytes:
+            record = with_more_held(record, self.more_held_bytes)
         found = replace(
             settings,
             mode=RUN,
@@ -57,7 +65,7 @@ class Decision:
             plan_given=self.plan_given,
             as_is=self.as_is,
             plan_file=_written(folder / "plan.json", self.plan),
-            record_file=_written(folder / "record.json", self.record),
+            record_file=_written(folder / "record.json", record),
         )
         return {**found.to_environment(), **allocator_variables(kind)}
 

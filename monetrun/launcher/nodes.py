@@ -27,7 +27,16 @@ from monetrun.launcher.decision import Decision
 from monetrun.launcher.job import Job, as_it_is
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
+from monetrun.launcher.restart import (
+    Shortage,
+    forget_reports,
+    plan_that_lasted,
+    ran_short_early,
+    relieved,
+    shortage_of,
+)
 from monetrun.machine.device import query
+from monetrun.planning import planner
 from monetrun.runtime import exchange
 from monetrun.runtime.exchange import Refusal
 
@@ -48,12 +57,14 @@ class Offer:
         devices: plans can be passed on among nodes for which this is the same.
         decided: in an earlier round of the launch.
         refusal: why it has no budget.
+        shortage: memory has run out in the first steps of its workers.
     """
 
     budget: Budget
     devices: str
     decided: bool
     refusal: Refusal | None = None
+    shortage: Shortage | None = None
 
 
 class NodeLost(Exception):
@@ -73,6 +84,8 @@ class Nodes:
         self._refusal: Refusal | None = None  # in place of a budget
         self._decision: Decision | None = None
         self._followed: Decision | None = None
+        self._environment: Mapping[str, str] = {}  # of the workers that were started last
+        self._shortage: Shortage | None = None  # in their first steps
         self._lost = 0
 
     def joined(self, store: Any, rank: int, size: int, fixed: bool, ended: int = 0) -> Mapping[str, str] | None:
@@ -96,6 +109,9 @@ class Nodes:
         self._job.node = rank
         if fixed and self._followed is not None:
             return self._job.follow(self._followed, shown=False)
+        if ran_short_early(self._environment, ended):
+            self._shortage = shortage_of(self._environment)
+            forget_reports(self._environment)
         try:
             self._decision = decision = self._agreed(store, rank, size)
             self._start_together(store, rank, size)
@@ -107,13 +123,22 @@ class Nodes:
         except DistError as error:
             message = "the node that has the rendezvous's store ended before all nodes had a plan"
             raise MonetrunError(message, "its own messages say why") from error
-        shown, self._followed, self._lost = self._followed != decision, decision, 0
+        shown, self._followed = self._followed != decision, decision
+        self._lost, self._shortage = 0, None
         self._job.met(decision.nodes)
         if shown and self._job.plan is not decision.plan:  # another node has decided
-            _keep(self._job, decision)
+            if not decision.tightened:  # else once it has lasted
+                _keep(self._job, decision)
             if self._job.options.plan_file and not decision.plan_given:
                 report.warn(f"--plan {self._job.options.plan_file} is not used: another node decides")
-        return self._job.follow(decision, shown=shown)
+        self._environment = self._job.follow(decision, shown=shown)
+        return self._environment
+
+    def keep(self, exit_code: int) -> None:
+        """After the launch: keep a tighter plan for the next one, if training went on with it."""
+        decision = self._followed
+        if decision is not None and decision.tightened and plan_that_lasted(self._environment, exit_code) is not None:
+            _keep(self._job, decision)
 
     def _agreed(self, store: Any, rank: int, size: int) -> Decision:
         mine = self._offer(rank)
@@ -145,7 +170,9 @@ class Nodes:
                 self._budget = _offered_budget(self._job)
             except MonetrunError as error:
                 self._refusal = Refusal(error.exit_code, f"node {rank}: {error.message}", error.hint)
-        return Offer(self._budget, _signature(self._job.ranks), self._decision is not None, self._refusal)
+        return Offer(
+            self._budget, _signature(self._job.ranks), self._decision is not None, self._refusal, self._shortage
+        )
 
     def _start_together(self, store: Any, rank: int, size: int) -> None:
         """Wait until all nodes know what was decided, and are about to start their workers: these need all of them."""
@@ -171,20 +198,27 @@ class Nodes:
         return decision
 
     def _decided(self, offers: Sequence[Offer]) -> Decision:
-        """What this launch has decided before; anew where budgets are smaller than that, if there is such a plan."""
+        """What this launch has decided before; anew where budgets are smaller than that, or memory has run out."""
         earlier = self._decision
         if earlier is None:
             return self._decided_first(offers)
         budget = smallest([offer.budget for offer in offers if offer.refusal is None])
-        if not _is_smaller(budget, earlier):
-            return earlier
+        if _is_smaller(budget, earlier) and (smaller := self._decided_anew(budget, earlier)) is not None:
+            return smaller
+        devices = offers[self._job.node].devices
+        shortages = [o.shortage for o in offers if o.shortage is not None and o.devices == devices]
+        most = max(shortages, key=lambda shortage: shortage.needed_bytes, default=None)
+        return earlier if most is None else relieved(self._job, earlier, most)
+
+    def _decided_anew(self, budget: Budget, earlier: Decision) -> Decision | None:
+        """A decision for a ``budget`` that is smaller than the ``earlier`` one, if there is such a plan."""
         _take(self._job, _stated(budget))
         try:
             return replace(self._job.decide(), nodes=self._job.ranks.nodes)
         except (InfeasibleBudget, NoPlanInTime) as refused:
             report.warn(f"{refused.message}; training has begun, and goes on as it was decided then")
             _take(self._job, earlier.budget)
-            return earlier
+            return None
 
     def _decided_first(self, offers: Sequence[Offer]) -> Decision:
         self._job.met(len(offers))
@@ -251,14 +285,15 @@ def _take(job: Job, budget: Budget) -> None:
 
 
 def _keep(job: Job, decision: Decision) -> None:
-    """Keep what another node has decided in this node's cache: this node may decide at the next launch."""
+    """Keep what was decided, by another node too, in this node's cache: this node may decide at the next launch."""
     store = job.store
     if store is None or decision.plan is None or decision.record is None or decision.plan_given:
         return
     _take(job, decision.budget)
     store.put("probe", job.record_key, decision.record)
     plan_key = keys.plan_key(job.options, job.record_key, job.budget_bytes(), decision.record)
-    store.put("plan", plan_key, decision.plan)
+    plan = planner.of_step(decision.record, decision.plan) if decision.tightened else decision.plan
+    store.put("plan", plan_key, plan)
 
 
 def _signature(ranks: Ranks) -> str:

@@ -3,12 +3,14 @@
 The trial run saw less than the run takes: other ranks have larger batches, or the script does more where it is not
 tried; or, on CUDA, what stays allocated from the first step on lies elsewhere than was planned. At most two steps are
 trained again, from the script's start. Budget and batch stay as they are; the plan leaves more of the budget free.
+On several nodes it is made when they meet again (``nodes``), since torch starts their workers again.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_more_held
 from monetrun.launcher import report
+from monetrun.launcher.decision import Decision
 from monetrun.launcher.job import Job, as_it_is, decide_anew, keep_plan
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.process import replace_file
@@ -31,6 +34,39 @@ MOST_RESTARTS = 2
 # Shares of the budget that a restart leaves free beside what the plan left free and what the failed allocation lacked:
 # the first one; and, for each, a second one, or one that does not know what was lacking.
 _FREE, _MUCH_FREE = 0.01, 0.08
+
+
+_UNDER_EACH = "memory ran out under each plan"
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Memory has run out.
+
+    Attributes:
+        steps: training steps before that.
+        needed_bytes: the least budget that the failed allocation needs; 0 if not known.
+    """
+
+    steps: int
+    needed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TighterPlan:
+    """A plan under which more is held than in the one before it.
+
+    Attributes:
+        plan: the new one.
+        record: the step with that.
+        free_bytes: so much.
+        line: for the user.
+    """
+
+    plan: Plan
+    record: StepRecord
+    free_bytes: int
+    line: str
 
 
 class Restarts:
@@ -60,7 +96,7 @@ class Restarts:
             return environment
         decision, self._tightened = decide_anew(job), 0
         if decision is None and job.mode != PLAIN:
-            decision = as_it_is(job, "memory ran out under each plan")
+            decision = as_it_is(job, _UNDER_EACH)
         if decision is None:
             return None
         forget_reports(environment)
@@ -88,11 +124,31 @@ def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, 
     files = [environment.get(f"MONETRUN_{name}", "") for name in ("PLAN_FILE", "RECORD_FILE", "REPORT_FOLDER")]
     if restarts >= MOST_RESTARTS or not all(files) or not ran_short_early(environment, exit_code):
         return ""
-    plan_file, record_file, reports = map(Path, files)
-    outcome = report.read_outcome(reports)
+    plan_file, record_file, _ = map(Path, files)
     plan, record = codec.loads(Plan, plan_file.read_text()), codec.loads(StepRecord, record_file.read_text())
+    made = tightened(plan, record, shortage_of(environment), restarts, options)
+    if made is None:
+        return ""
+    replace_file(plan_file, codec.dumps(made.plan))
+    replace_file(record_file, codec.dumps(made.record))
+    forget_reports(environment)
+    return made.line
+
+
+def tightened(
+    plan: Plan, record: StepRecord, shortage: Shortage, restarts: int, options: LaunchOptions
+) -> TighterPlan | None:
+    """A tighter plan in the place of ``plan``, under which memory ran out; None: none is found.
+
+    Args:
+        plan: of ``record``.
+        record: the step.
+        shortage: what is known of that.
+        restarts: so far.
+        options: of the launch.
+    """
     planned = plan.planned_peak_bytes if plan.pool is None else plan.pool.planned_bytes
-    lacking_bytes = max(0, outcome.needed_bytes - plan.budget_bytes)
+    lacking_bytes = max(0, shortage.needed_bytes - plan.budget_bytes)
     share = _FREE if lacking_bytes and not restarts else _MUCH_FREE * (restarts + 1)
     free_bytes = max(0, plan.budget_bytes - planned) + lacking_bytes + int(share * plan.budget_bytes)
     try:
@@ -100,15 +156,37 @@ def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, 
         base = planner.baseline(more, found)  # a more frugal one is looked for if this is over the budget
         made = planner.plan_step(more, plan.budget_bytes, options.algorithm, options.solver_options(), base, [found])
     except (InfeasibleBudget, NoPlanInTime):
-        return ""
-    replace_file(plan_file, codec.dumps(made))
-    replace_file(record_file, codec.dumps(more))
-    forget_reports(environment)
-    return (
-        f"memory ran out in training step {outcome.steps + 1}: starting again ({restarts + 1} of {MOST_RESTARTS}"
+        return None
+    line = (
+        f"memory ran out in training step {shortage.steps + 1}: starting again ({restarts + 1} of {MOST_RESTARTS}"
         f" times at most) with a plan that leaves {format_bytes(free_bytes)} of the budget free"
         f"{rounding_note(made, more)}"
     )
+    return TighterPlan(made, more, free_bytes, line)
+
+
+def relieved(job: Job, decision: Decision, shortage: Shortage) -> Decision:
+    """What the workers of several nodes do after memory has run out under ``decision``: a tighter plan, or none.
+
+    It is ``decision`` itself where there is neither.
+    """
+    plan, record = decision.plan, decision.record
+    if plan is None or record is None:
+        return decision
+    if decision.tightened < MOST_RESTARTS:
+        held = with_more_held(record, decision.more_held_bytes) if decision.more_held_bytes else record
+        if (made := tightened(plan, held, shortage, decision.tightened, job.options)) is not None:
+            print(f"monetrun: {made.line}", file=sys.stderr, flush=True)
+            more_held = decision.more_held_bytes + made.free_bytes
+            return replace(decision, plan=made.plan, tightened=decision.tightened + 1, more_held_bytes=more_held)
+    instead = as_it_is(job, _UNDER_EACH)
+    return decision if instead is None else replace(instead, nodes=decision.nodes)
+
+
+def shortage_of(environment: Mapping[str, str]) -> Shortage:
+    """What the workers have reported of it. ``environment``: as for ``tighter_plan``."""
+    outcome = report.read_outcome(Path(environment["MONETRUN_REPORT_FOLDER"]))
+    return Shortage(outcome.steps, outcome.needed_bytes)
 
 
 def ran_short_early(environment: Mapping[str, str], exit_code: int) -> bool:

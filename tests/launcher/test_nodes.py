@@ -17,16 +17,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from monetrun.core import codec
 from monetrun.core.budget import parse
 from monetrun.core.errors import DeviceQueryFailed, InfeasibleBudget, MonetrunError
-from monetrun.launcher import keys, memory, nodes
+from monetrun.core.plan import Plan
+from monetrun.core.step import StepRecord, replay
+from monetrun.launcher import keys, memory, nodes, restart
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.parser import launch_parser
 from monetrun.launcher.ranks import Ranks
 from monetrun.planning import planner
 from monetrun.runtime.settings import PLAIN as PLAIN_MODE
-from monetrun.runtime.settings import RUN
+from monetrun.runtime.settings import RUN, Settings
 from support import launcher
 from support.paths import SCRIPTS
 from support.step_records import chain_record
@@ -78,14 +81,17 @@ def options_are_replaced_in_place(monkeypatch):
     monkeypatch.setattr(nodes, "replace", replace)
 
 
-def meet(*members, fixed=False):
-    """Let nodes meet over a new store, each in a thread; gives what ``joined`` returned or raised."""
+def meet(*members, fixed=False, ended=()):
+    """Let nodes meet over a new store, each in a thread; gives what ``joined`` returned or raised.
+
+    The workers of the first nodes have ``ended`` with these codes.
+    """
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20), wait_for_workers=False)
     results = [None] * len(members)
 
     def run(rank):
         try:
-            results[rank] = members[rank].joined(store, rank, len(members), fixed)
+            results[rank] = members[rank].joined(store, rank, len(members), fixed, dict(enumerate(ended)).get(rank, 0))
         except MonetrunError as error:
             results[rank] = error
 
@@ -251,6 +257,102 @@ def test_a_node_that_is_lost_once_all_have_decided_has_the_others_meet_anew_and_
     assert (len(jobs[0].decided_with), [shown for _, shown in jobs[0].followed]) == (1, [True])
 
 
+class LaunchedJob(Job):
+    """Gives its workers the variables of a real job, which tell them of a plan in ``folder``."""
+
+    def __init__(self, folder):
+        super().__init__("1.0x")
+        words = ["--budget=1.0x", "--algorithm=greedy", "--solver-seconds=1", "--quiet", "train.py"]
+        self.options = launch_parser().parse_launch(words)[0]
+        self.folder = folder
+        folder.mkdir()
+
+    def follow(self, decision, shown):
+        super().follow(decision, shown)
+        self.mode, self.record = decision.mode, decision.record
+        return decision.environment(Settings(report_folder=str(self.folder)), self.folder, "cpu")
+
+    def worker_reports(self, steps, **found):
+        report = {"rank": 0, "exact": True, "steps": steps, "intervals": [], **found}
+        (self.folder / "rank0.json").write_text(json.dumps(report))
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """A chain with more to gain, of which each job decides on a plan at almost its plain peak."""
+    record = chain_record(1000, widths=(40,) * 30)
+    base = planner.baseline(record)
+    plan = planner.plan_step(record, base.plain.peak_bytes, "greedy", known=base)
+
+    def decide(self):
+        self.plan, self.record = plan, record
+        return Decision(RUN, self.budget, plan.budget_bytes, plan, record, None, plan_given=False)
+
+    monkeypatch.setattr(LaunchedJob, "decide", decide)
+    return SimpleNamespace(plan=plan, record=record, budget_bytes=plan.budget_bytes)
+
+
+@pytest.mark.parametrize("short_one", [0, 1])
+def test_after_memory_ran_out_on_one_node_all_get_a_tighter_plan_and_at_last_none(
+    short_one, wide, tmp_path, monkeypatch, capsys
+):
+    jobs = [LaunchedJob(tmp_path / str(k)) for k in range(2)]
+    members = list(map(Nodes, jobs))
+    meet(*members)
+    lacking = wide.budget_bytes // 50
+    codes = [84 if k == short_one else 1 for k in range(2)]
+    peaks = []
+    for _ in range(2):
+        jobs[short_one].worker_reports(1, short={"needed_bytes": wide.budget_bytes + lacking, "held": {}})
+        jobs[1 - short_one].worker_reports(1)
+        meet(*members, ended=codes)
+        plans, records = (
+            [codec.loads(kind, (job.folder / name).read_text()) for job in jobs]
+            for kind, name in ((Plan, "plan.json"), (StepRecord, "record.json"))
+        )
+        assert plans[0] == plans[1] == jobs[0].followed[-1][0].plan
+        assert [record.ledger for record in records] == [records[0].ledger] * 2
+        assert [job.record for job in jobs] == [wide.record] * 2  # what is kept for the next launch is as recorded
+        peaks.append(replay(jobs[0].record, [g.schedule for g in plans[0].graphs]).peak_bytes)
+        assert not (jobs[short_one].folder / "rank0.json").exists()
+    assert peaks[1] + wide.budget_bytes // 10 <= peaks[0] <= wide.budget_bytes - lacking
+    told = [line for line in capsys.readouterr().err.splitlines() if "starting again" in line]
+    assert ["memory ran out in training step 2" in line for line in told] == [True, True]
+    instead = Decision(PLAIN_MODE, parse("0.95x"), 0, None, None, None, plan_given=False)
+    monkeypatch.setattr(restart, "as_it_is", lambda job, why: instead)
+    jobs[short_one].worker_reports(1, short={"needed_bytes": 0, "held": {}})
+    meet(*members, ended=codes)
+    assert [(job.mode, job.followed[-1][0].nodes) for job in jobs] == [(PLAIN_MODE, 2)] * 2
+
+
+def test_a_plan_under_which_memory_runs_out_later_stays(wide, tmp_path):
+    job = LaunchedJob(tmp_path / "0")
+    node = Nodes(job)
+    meet(node)
+    job.worker_reports(4, short={"needed_bytes": 2 * wide.budget_bytes, "held": {}})
+    meet(node, ended=[84])
+    meet(node, ended=[1])
+    assert [decision.plan for decision, _ in job.followed] == [wide.plan] * 3
+
+
+def test_a_tighter_plan_that_has_lasted_is_kept_by_each_node(wide, tmp_path):
+    jobs = [LaunchedJob(tmp_path / str(k)) for k in range(2)]
+    members = list(map(Nodes, jobs))
+    meet(*members)
+    jobs[0].worker_reports(0, short={"needed_bytes": 0, "held": {}})
+    meet(*members, ended=[84])
+    for job, node in zip(jobs, members, strict=True):
+        job.store = Mock()
+        job.worker_reports(0)
+        node.keep(1)
+        assert job.store.mock_calls == []
+        job.worker_reports(9)
+        node.keep(0)
+        (put,) = [call.args for call in job.store.put.mock_calls if call.args[0] == "plan"]
+        schedules = [g.schedule for g in job.followed[-1][0].plan.graphs]
+        assert [g.schedule for g in put[2].graphs] == schedules
+
+
 # ---- launches
 
 
@@ -290,9 +392,9 @@ def assert_same(folder, names):
         assert [k for k in a["state"] if not torch.equal(a["state"][k], b["state"][k])] == []
 
 
-def on_one_host(folder, module, out, options, *words):
-    """Two agents, one with each of the ``options``, train two ranks; gives their results."""
-    script = [str(SCRIPTS / "tiny.py"), str(folder / out), "--ddp", "--steps=4"]
+def on_one_host(folder, module, out, options, *words, given=()):
+    """Two agents, one with each of the ``options``, train two ranks of a script that is ``given`` words."""
+    script = [str(SCRIPTS / "tiny.py"), str(folder / out), "--ddp", "--steps=4", *given]
     return agents(folder, [[], []], f"127.0.0.1:{free_port()}", [module, *words], options, script)
 
 
@@ -323,6 +425,19 @@ def test_two_agents_of_which_one_has_a_cache_train_alike_and_refuse_alike(tmp_pa
     refused = on_one_host(tmp_path, "monetrun", "refused", [["--budget=0.9x"], ["--budget=0.01x"]], *PLANNED)
     assert [agent.code for agent in refused] == [80, 80], refused
     assert all("smallest feasible" in agent.err for agent in refused)
+
+
+@pytest.mark.nightly
+def test_memory_that_runs_out_in_the_first_step_has_two_agents_start_again_with_a_tighter_plan(
+    tmp_path, plain_surroundings
+):
+    plain = on_one_host(tmp_path, "torch.distributed.run", "plain", [[], []])
+    assert [agent.code for agent in plain] == [0, 0]
+    words = (*PLANNED, "--budget=0.75x", "--max-restarts=2", "--monitor-interval=0.2")
+    planned = on_one_host(tmp_path, "monetrun", "planned", [[], []], *words, given=["--untried", str(2300 << 10)])
+    assert [agent.code for agent in planned] == [0, 0], planned
+    assert_same(tmp_path, ("plain", "planned"))
+    assert 1 <= sum(agent.err.count("starting again (") for agent in planned) <= 2
 
 
 @contextlib.contextmanager
