@@ -35,6 +35,7 @@ class GradientOrder:
 
     Args:
         in_terms: gradients that are sums over an input's uses can be given in their terms (see ``gradient_terms``).
+        by_turns: gradients can be given by turns also where they do not communicate.
 
     Attributes:
         results: positions among the backward's results; empty until the graph is traced, and where the order of some
@@ -43,11 +44,11 @@ class GradientOrder:
         sums: the inputs whose gradients are sums over several uses.
     """
 
-    def __init__(self, in_terms: bool = False) -> None:
+    def __init__(self, in_terms: bool = False, by_turns: bool = False) -> None:
         self.results: tuple[int, ...] = ()
         self.turns: tuple[tuple[int, ...], ...] = ()
         self.sums: tuple[int, ...] = ()
-        self._in_terms = in_terms
+        self._in_terms, self._by_turns = in_terms, by_turns
         self._count = 0  # of the backward's results
         self._terms: dict[int, tuple[int, ...]] = {}  # positions of the terms that are further results, and of the sum
         self._input_of: dict[int, int] = {}  # position among the graph's inputs, by that among the results
@@ -98,7 +99,7 @@ class GradientOrder:
 
         Also the module that gives the same results: ``module``, or one with terms in place of sums.
         """
-        if not self.results or not (self._terms or communicates()):
+        if not self.results or not (self._terms or self._by_turns or communicates()):
             return module, None
         module = in_terms(module, self._terms) if self._terms else module
         backward = in_turn(module, self.results)

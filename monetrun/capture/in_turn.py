@@ -7,6 +7,7 @@ a generator: it stops where a gradient is ready, and all before it in the order 
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,12 @@ def _give(gradients: list[Any]) -> None:
 
 
 def _generator(module: fx.GraphModule, graph: fx.Graph) -> Turns:
-    """The code of ``graph``, in which each call of ``_give`` is a ``yield``; constants are ``module``'s."""
+    """Runs ``graph``, in which each call of ``_give`` is a ``yield``; constants are ``module``'s."""
+    forward = functools.cache(lambda: _compiled(graph))  # a recorded backward may give all at once
+    return lambda arguments: forward()(module, arguments)
+
+
+def _compiled(graph: fx.Graph) -> Callable[..., Generator[list[Any], None, Any]]:
     graph.set_codegen(_BoxedCodeGen())
     code = graph.python_code("self")
     stops = {name for name, value in code.globals.items() if value is _give}
@@ -141,5 +147,4 @@ def _generator(module: fx.GraphModule, graph: fx.Graph) -> Turns:
     names = dict(code.globals)
     tree = ast.fix_missing_locations(Stops().visit(ast.parse(code.src)))
     exec(compile(tree, "<backward in turn>", "exec"), names)
-    forward = names["forward"]
-    return lambda arguments: forward(module, arguments)
+    return names["forward"]

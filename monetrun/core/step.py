@@ -152,6 +152,7 @@ class StepRecord:
         reductions: the gradients that DistributedDataParallel reduces, if any.
         backward_autocast: device types with autocast where the script calls the backward, each with its dtype.
         gradients_in_terms: the graphs' backwards give an input's gradient in terms, one for each of its uses.
+        gradients_by_turns: they give each gradient as soon as it is final, also in one process.
         sharding: the modules that FSDP2 shards, if any; ``events`` are those of its present choice.
     """
 
@@ -168,6 +169,7 @@ class StepRecord:
     reductions: Reductions | None = None
     backward_autocast: tuple[tuple[str, str], ...] = ()
     gradients_in_terms: bool = False
+    gradients_by_turns: bool = False
     sharding: Sharding | None = None
 
     def check(self) -> None:

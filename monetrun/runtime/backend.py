@@ -129,7 +129,7 @@ class Backend:
         meters: of calls under a plan. With them the guards of the schedules are checked before each call; without them
             guards only remember the weights they were called with.
         autocast: under which the script calls the backward.
-        terms: whether gradients that are sums over an input's uses are given in their terms.
+        terms: how gradients are given.
         traced: called when TorchDynamo traces a forward.
 
     Attributes:
@@ -176,9 +176,9 @@ class Backend:
         self.traced()
         breaks.check_static(module)
         note_regions(module)
-        # while a step is recorded, it is known when its backward begins whether terms are needed
+        # while a step is recorded, it is known when its backward begins whether terms or turns are needed
         undecided = self.observer is not None and not gradient_order.communicates()
-        self._order = order = GradientOrder(in_terms=self.terms.needed or undecided)
+        self._order = order = GradientOrder(self.terms.needed or undecided, self.terms.by_turns or undecided)
         self._traced = TracedBackward()
         without_donation = torch._functorch.config.patch(donated_buffer=False)
         capturing = contextlib.nullcontext() if self.observer is None else self.observer.capturing()
@@ -269,12 +269,12 @@ class Backend:
         if pending.by_turns is None:
             return self._backward_at_once(pending.number, module, inputs)
         by_turns = self._backward_by_turns(pending, pending.by_turns, inputs)
-        if gradient_order.communicates() or self.terms.needed:
+        if gradient_order.communicates() or self.terms.needed or self.terms.by_turns:
             return by_turns
         terms, at_once = self.terms, pending.order.at_once(self._backward_at_once(pending.number, module, inputs))
 
         def as_needed(arguments: list[Any]) -> Any:
-            return (by_turns if terms.needed else at_once)(arguments)
+            return (by_turns if terms.needed or terms.by_turns else at_once)(arguments)
 
         as_needed._boxed_call = True  # type: ignore[attr-defined]
         return as_needed

@@ -45,6 +45,7 @@ from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.runtime.terms import GradientTerms
 from monetrun.runtime.with_room import WithRoom
+from monetrun.runtime.within_backward import StepsWithinBackward
 
 _log = logging.getLogger("monetrun")
 
@@ -101,7 +102,7 @@ class Engine(WithRoom):
         self.running: RunningPlan | None = None
         self.autocast, self.terms = BackwardAutocast(reporter.warn), GradientTerms()
         self._first_steps = FirstSteps(self.meters.steps, settings)
-        self._traces = _Traces()
+        self._traces, self._within_backward = _Traces(), StepsWithinBackward(self)
         plan = _given_plan(plan, settings)
         if plan is None:
             self.recorder = _recorder(self)
@@ -199,24 +200,22 @@ class Engine(WithRoom):
 
     def optimizer_begins(self, again: bool) -> None:
         """An optimizer's step begins (``again``: its second, where a trial run ends), or goes on after its closure."""
-        self.optimizer_goes_on()
-        if self.recorder is None:
-            return
-        if again and self.settings.mode == PROBE and not self._record_again:
+        if again and self.recorder is not None and self.settings.mode == PROBE and not self._record_again:
             _end_trial(self)
-        self.recorder.optimizer_begins()
+        if self._within_backward.begins(self.recorder):
+            return
+        self.optimizer_goes_on()
+        if self.recorder is not None:
+            self.recorder.optimizer_begins()
 
     def optimizer_ended(self, name: str, all_stepped: bool) -> None:
         """An optimizer's step has ended; ``all_stepped``: every optimizer has made at least one."""
-        if self.running is not None:
-            self.meters.steps.optimizer_ended(name)
-            self.generation += self.running.step_ended()
-            self.scalars.step_ended(self.meters.steps.steps)
-            self._traces.drop()
-            if self._first_steps.have_settled:
-                self.generation += self._first_steps.looked(_look(self, self.running))
+        if self._within_backward.ended(self.recorder, name, all_stepped):
             return
-        assert self.recorder is not None
+        if self.running is not None:
+            _step_ended(self, self.running, name)
+        if self.recorder is None:
+            return
         self.recorder.optimizer_ended(name, self.trained_parameters())
         self._step_recorded |= all_stepped and self.recorder.complete
         if all_stepped and self.settings.mode == PROBE and not self._record_again:
@@ -225,6 +224,8 @@ class Engine(WithRoom):
     def backward_begins(self, roots: Iterable[Any]) -> None:
         """The script differentiates ``roots``. Under an autocast that changes a backward, it is traced for that."""
         roots = list(roots)
+        if self.recorder is not None:
+            self.terms.look_at(self.trained_parameters())
         if self.terms.changes(roots):  # a recorded graph gives terms if need be
             self.generation += self.recorder is None
         if self.autocast.changes(roots, replace=self.settings.mode != PROBE):
@@ -247,6 +248,16 @@ class Engine(WithRoom):
     def findings(self) -> dict[str, Any]:
         """What was planned and measured in this process, for the launcher."""
         return _findings(self)
+
+
+def _step_ended(engine: Engine, running: RunningPlan, name: str) -> None:
+    """An optimizer's step has ended under a plan."""
+    engine.meters.steps.optimizer_ended(name)
+    engine.generation += running.step_ended()
+    engine.scalars.step_ended(engine.meters.steps.steps)
+    engine._traces.drop()
+    if engine._first_steps.have_settled:
+        engine.generation += engine._first_steps.looked(_look(engine, running))
 
 
 def _look(engine: Engine, running: RunningPlan) -> bool:
@@ -277,7 +288,10 @@ def _recorded(engine: Engine, recorder: Recorder | SecondStep) -> StepRecord:
     record = recorder.record(recorder.measure(engine.store), engine.breaks.values())
     if first is not None:
         record = with_gradients_held(first, record)
-    return dataclasses.replace(record, backward_autocast=engine.autocast.state, gradients_in_terms=engine.terms.needed)
+    record = dataclasses.replace(
+        record, backward_autocast=engine.autocast.state, gradients_in_terms=engine.terms.needed
+    )
+    return dataclasses.replace(record, gradients_by_turns=engine.terms.by_turns)
 
 
 def _recorder(engine: Engine) -> Recorder:
@@ -316,7 +330,7 @@ def _known_step(engine: Engine) -> StepRecord | None:
     record = codec.loads(StepRecord, Path(path).read_text()) if path else None
     if record is not None:
         engine.breaks, engine.autocast.state = {b.module: b for b in record.breaks}, record.backward_autocast
-        engine.terms.needed = record.gradients_in_terms
+        engine.terms.needed, engine.terms.by_turns = record.gradients_in_terms, record.gradients_by_turns
     return record
 
 

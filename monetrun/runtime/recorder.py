@@ -32,6 +32,7 @@ from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import sharding
 from monetrun.runtime.device_recorder import DeviceRecorder
+from monetrun.runtime.optimizer_bytes import OptimizerBytes
 from monetrun.runtime.resharding import ShardingRecorder, with_lingering_copies
 from monetrun.runtime.ruled_out import changeable, usable_now
 from monetrun.runtime.stretches import StretchMeter, WithoutCaptures
@@ -74,8 +75,7 @@ class Recorder(WithoutCaptures):
         self._numbers: dict[str, int] = {}  # index of a graph, by its fingerprint
         self._stretch_meter = StretchMeter(meter)
         self._lifetimes = Lifetimes(first_inputs_only=isinstance(meter, CudaMeter))
-        self._state_bytes = self._all_gradients_bytes = 0
-        self._passing_bytes: dict[int, int] = {}  # what an optimizer's step allocates beside its state, by the stretch
+        self._all_gradients_bytes, self.optimizers = 0, OptimizerBytes(self._stretch_meter)
         self.parameters: list[torch.Tensor] = []
         self._gradients: dict[int, dict[int, int]] = {}  # by the parameter: bytes of storages, by their number
         self.zeroed = ZeroedGradients()
@@ -126,6 +126,7 @@ class Recorder(WithoutCaptures):
         """Its backward, which runs, is about to give ``gradients`` (see ``CallObserver``)."""
         joint = self.joints[graph]
         self._lifetimes.gradients_given(joint, len(self.stretches), nodes, gradients)
+        self.optimizers.gradients_given(graph, joint, nodes)
         of_weights = _of_weights(joint)
         for gradient in ((graph, joint.storage[node]) for node in nodes if node in of_weights):
             self._given.pop(gradient, None)  # reduced after the last backward
@@ -143,9 +144,9 @@ class Recorder(WithoutCaptures):
         self._gradients = {id(p): _storages([p.grad]) for p in _outside_buckets(self)}
         self._all_gradients_bytes = self.gradients_bytes()
         if self.stretches:
-            self._passing_bytes[len(self.stretches)] = self.meter.passing_bytes() or 0
+            self.optimizers.passing_bytes[len(self.stretches)] = self.meter.passing_bytes() or 0
             self._end_stretch(OUTSIDE, name=f"{name}.step")
-            self._state_bytes += max(0, self.stretches[-1].end_bytes - self.stretches[-1].start_bytes)
+            self.optimizers.state_bytes += max(0, self.stretches[-1].end_bytes - self.stretches[-1].start_bytes)
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``."""
@@ -198,11 +199,11 @@ class Recorder(WithoutCaptures):
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
         first, end = (self.stretches[0].end_bytes, self.stretches[-1].end_bytes) if self.stretches else (0, 0)
-        gradients = self.zeroed.freed(self.stretches, self._gradients)
-        events = _events(self, costs, gradients)
+        gradients, state = self.zeroed.freed(self.stretches, self._gradients), self.optimizers.state_bytes
+        events = _events(self, costs := self.optimizers.beside(costs), gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
         # less is there at the end than at the start, beside the outputs, where inputs were freed
-        more = end - first - self._state_bytes - self._all_gradients_bytes
+        more = end - first - state - self._all_gradients_bytes
         events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
         if waiting := sum(gradients.values()):
             events.insert(0, last_gradients.are_there(waiting))
@@ -215,11 +216,11 @@ class Recorder(WithoutCaptures):
             graphs=tuple(self._known_of(joint) for joint in self.joints),
             costs=tuple(costs),
             events=tuple(events),
-            base_bytes=first + self._state_bytes,
+            base_bytes=first + state,
             ledger={
                 "parameters": weights,
                 "gradients": self._all_gradients_bytes,
-                "optimizer state": self._state_bytes,
+                "optimizer state": state,
                 **{name: nbytes for name, nbytes in ((LIBRARIES, libraries), (BUCKETS, buckets)) if nbytes},
                 "script (batch, buffers, ...)": max(0, first - weights - libraries - buckets),
             },
@@ -251,14 +252,18 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
         if stretch.kind == OUTSIDE:
             absent = recorder._lifetimes.absent_bytes(i)
             delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
-            grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
+            grown = (
+                max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else recorder.optimizers.state_within[i]
+            )
             found, index = recorder._lifetimes.dropped(i), recorder.joints.index
             dropped = tuple((index(joint), t) for joint, t, _ in found)
             read_as = tuple(tuple((index(joint), t) for joint, t in also) for _, _, also in found)
             tensors = [recorder.joints[k].graph.tensors[t] for k, t in dropped]
             seen = {} if recorder.memory is None else recorder.memory.seen_outside(i, tensors)
             high, action = max(0, peak - grown - sum(t.nbytes for t in tensors)), recorder._actions.get(i)
-            if passing := recorder._passing_bytes.get(i):  # at its peak there may be less of the state than later
+            if passing := recorder.optimizers.passing_bytes.get(
+                i
+            ):  # at its peak there may be less of the state than later
                 high = max(high, passing + stretch.start_bytes + absent - now)
             seen["read_as"] = read_as if any(read_as) else ()
             events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen))
@@ -269,6 +274,7 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
         events.append(Event(stretch.kind, stretch.graph, released=released))
         simulated = call_footprint(joint.graph, costs[stretch.graph], schedule, released)
         now += simulated.saved_bytes if stretch.kind == FORWARD else simulated.backward_delta_bytes
+        now += recorder.optimizers.state_within[i]
     return events
 
 

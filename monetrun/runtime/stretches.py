@@ -38,10 +38,15 @@ class StretchMeter:
         self._start, self._peak_bytes = now, 0
         self.meter.reset_peak()
 
+    def keep_peak(self) -> None:
+        """The meter's peak is of the present stretch: it may be reset."""
+        self._peak_bytes = max(self._peak_bytes, self.meter.peak_bytes())
+        self.meter.reset_peak()
+
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
         """What is allocated in this context, and freed in it, is no part of the present stretch."""
-        self._peak_bytes = max(self._peak_bytes, self.meter.peak_bytes())
+        self.keep_peak()
         try:
             yield
         finally:

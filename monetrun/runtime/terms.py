@@ -1,9 +1,11 @@
-"""Whether the backwards of graphs have to give gradients in terms: known once the script calls them."""
+"""How the backwards of graphs have to give gradients, in terms and by turns: known once the script calls them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 from monetrun.capture import double_backward
 from monetrun.capture.gradient_order import brings_other_terms
@@ -19,10 +21,12 @@ class GradientTerms:
 
     Attributes:
         needed: the graphs give gradients in terms.
+        by_turns: the graphs give each gradient as soon as it is final, also in one process: autograd adds it to another
+            one, or a hook takes it, and it is held no longer.
     """
 
     def __init__(self) -> None:
-        self.needed = False
+        self.needed = self.by_turns = False
         self._backwards = 0
 
     def graph_captured(self) -> None:
@@ -37,3 +41,7 @@ class GradientTerms:
         sums = [edge for call in compiled_calls(roots) for edge in double_backward.sums_of(call)]
         self.needed = bool(sums) and brings_other_terms(roots, sums)
         return self.needed
+
+    def look_at(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A backward that may reach ``parameters`` begins in a step that is recorded."""
+        self.by_turns = self.by_turns or any(p.grad is not None or p._post_accumulate_grad_hooks for p in parameters)

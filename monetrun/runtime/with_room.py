@@ -13,6 +13,7 @@ from monetrun.runtime.open_step import OpenStep
 from monetrun.runtime.output_uses import OutputUses
 from monetrun.runtime.recording import Recording
 from monetrun.runtime.running_plan import RunningPlan
+from monetrun.runtime.within_backward import within_backward
 
 
 class WithRoom(Recording):
@@ -51,7 +52,9 @@ class WithRoom(Recording):
         self.open_step.evaluates(self.running)
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
-        """The script calls ``zero_grad``."""
+        """The script calls ``zero_grad``. What hooks drop within a backward, its gradients' lifetimes tell."""
+        if within_backward():
+            return
         parameters = list(parameters)
         super().zeroing_gradients(parameters, set_to_none)
         if self.running is not None and self.open_step.after_backward:

@@ -1,0 +1,103 @@
+"""Gradients that autograd adds to others, or that a hook takes, are held no longer than in eager, in one process."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from monetrun.capture import cpu_allocator
+from monetrun.capture.meter import meter_for
+from monetrun.runtime.session import Session
+from monetrun.runtime.settings import RUN, Settings
+
+WIDTH, BATCH, STEPS = 512, 512, 6
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _counted():
+    assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
+    gc.collect()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def losses_of(model, after_each, step):
+    losses = []
+    for _ in range(STEPS):
+        for _ in range(after_each):
+            loss = model(torch.randn(BATCH, WIDTH)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        step()
+    return [*losses, *(p.detach().sum().item() for p in model.parameters())]
+
+
+def accumulated():
+    """Four micro-batches a step."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return losses_of(model, 4, step)
+
+
+def within_backward():
+    """An optimizer for each parameter, which steps in the backward and drops the gradient."""
+    model = Net()
+    optimizers = {p: torch.optim.AdamW([p], 1e-3) for p in model.parameters()}
+
+    def hook(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    found = losses_of(model, 1, lambda: None)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def measured(script):
+    """What ``script`` gives, and its peak."""
+    gc.collect()
+    meter = meter_for(CPU)
+    before = meter.current_bytes()
+    meter.reset_peak()
+    torch.manual_seed(0)
+    found = script()
+    return found, meter.peaks().allocated_bytes - before
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+@pytest.mark.parametrize("script", [accumulated, within_backward])
+def test_the_plain_peak_is_the_plain_runs_and_the_planned_one_is_kept(script, share):
+    plain, peak = measured(script)
+    gc.collect()
+    before = meter_for(CPU).current_bytes()
+    session = Session(Settings(mode=RUN, budget=f"{share}x", solver_seconds=0.5, implementations="exact"))
+    session.watch_process()
+    try:
+        planned, _ = measured(script)
+        plan, engine = session.engine.plan, session.engine
+    finally:
+        session.close()
+        torch._dynamo.reset()
+    assert planned == plain
+    assert engine.terms.by_turns
+    assert plan.plain_peak_bytes - before == pytest.approx(peak, rel=0.005)
+    assert engine.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
+    assert engine.peak_bytes <= plan.budget_bytes
