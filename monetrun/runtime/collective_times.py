@@ -135,10 +135,10 @@ def weighed(record: StepRecord, plan: Plan, settings: Settings, found: Collectiv
     rank = agreement.place()[0]
     if not agreement.largest(int(rank == 0 and chosen != plan)):
         return known, plan  # also where this rank's is another one than rank 0's: it planned again, alone
-    return known, chosen if rank == 0 else _with_own_schedules(record, plan, chosen, settings)
+    return known, chosen if rank == 0 else with_own_schedules(record, plan, chosen, settings)
 
 
-def _with_own_schedules(record: StepRecord, plan: Plan, chosen: Plan, settings: Settings) -> Plan:
+def with_own_schedules(record: StepRecord, plan: Plan, chosen: Plan, settings: Settings) -> Plan:
     """``chosen``; planned again where it is this rank's ``plan``, of graphs of its own, with other parameters kept."""
     kept = chosen.keeps_parameters
     if chosen != replace(plan, keeps_parameters=kept) or kept == plan.keeps_parameters:

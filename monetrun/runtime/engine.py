@@ -148,8 +148,7 @@ class Engine(WithRoom):
         if isinstance(self.recorder, Recorder) and agreement.largest(int(outputs_are_held(record))):
             self.recorder, self._step_recorded = SecondStep(self.recorder, record), False
             return
-        budget = budget_here(self.settings, self.device, self.meter)
-        plan = agreement.plan_in_rank_0(lambda budgets: _planned(self, record, budgets), budget, record)
+        plan = _agreed(self, record)
         self._run(plan, record)
         self.recorder = None
         self.generation += 1
@@ -332,6 +331,19 @@ def _known_step(engine: Engine) -> StepRecord | None:
         engine.breaks, engine.autocast.state = {b.module: b for b in record.breaks}, record.backward_autocast
         engine.terms.needed, engine.terms.by_turns = record.gradients_in_terms, record.gradients_by_turns
     return record
+
+
+def _agreed(engine: Engine, record: StepRecord) -> Plan:
+    """The plan of the recorded step that all ranks run."""
+    made: list[Plan] = []
+
+    def make(budgets: Sequence[str]) -> Plan:
+        made.append(_planned(engine, record, budgets))
+        return made[0]
+
+    plan = agreement.plan_in_rank_0(make, budget_here(engine.settings, engine.device, engine.meter), record)
+    # where this rank's is of its own graphs, its modules keep what rank 0's keep
+    return collective_times.with_own_schedules(record, made[0], plan, engine.settings) if made else plan
 
 
 def _planned(engine: Engine, record: StepRecord, budgets: Sequence[str]) -> Plan:
