@@ -193,6 +193,13 @@ class _Call:
         """The node of the graph runs; its gates run after it."""
         self._gradients, self._given, self._turns = gradients, [], turns
         self._instead = None
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """Autograd's backward has ended: where it wanted some gradients only, the rest is not computed."""
+        if self._gradients is not None:
+            self._gradients.close()
+        self._gradients, self._given = None, []
 
     def pass_on(self) -> None:
         """The node of the graph runs, and gives all at once: the gates pass it on."""

@@ -279,7 +279,7 @@ class Plan:
     allocated bytes; on CUDA ``pool`` says what is reserved for them, which is what the budget bounds there.
     ``overhead`` and ``bound`` are added seconds over the plain step's seconds, as fractions. ``keeps_parameters``: of
     modules that FSDP2 shards, by name, whether they keep their parameters between forward and backward; others do as
-    the script says.
+    the script says. ``gradients_by_turns``: as in the step's record.
     """
 
     graphs: tuple[GraphPlan, ...]
@@ -295,6 +295,7 @@ class Plan:
     ledger: dict[str, int] = field(default_factory=dict)
     pool: Pool | None = None
     keeps_parameters: dict[str, bool] = field(default_factory=dict)
+    gradients_by_turns: bool = False
     schema: int = PLAN_SCHEMA
 
     def check(self) -> None:

@@ -265,6 +265,7 @@ def _plan(
         ledger=rows,
         pool=pool,
         keeps_parameters=choice_of(record),
+        gradients_by_turns=record.gradients_by_turns,
     )
 
 

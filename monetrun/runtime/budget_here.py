@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 
 from monetrun.capture import device_peaks
 from monetrun.capture.meter import Meter
 from monetrun.core.budget import AUTO, CUDA_RESERVE_BYTES, SHARE_OF_FREE, parse, resolve
+from monetrun.core.errors import (
+    BudgetExceeded,
+    InfeasibleBudget,
+    MonetrunError,
+    NoPlanInTime,
+    PlanningFault,
+    UsageError,
+)
 from monetrun.machine.device import MemoryInfo, query
-from monetrun.runtime.settings import Settings
+from monetrun.runtime.settings import RUN, Settings
+
+_REFUSALS = {kind.exit_code for kind in (UsageError, InfeasibleBudget, NoPlanInTime, BudgetExceeded)}
 
 
 def budget_here(settings: Settings, device: torch.device, meter: Meter) -> str:
@@ -44,3 +56,20 @@ def _own_memory(device: torch.device) -> MemoryInfo:
         return query("cpu", ranks)[0]
     index = device_peaks.index_of(device)
     return query("cuda", ranks if ranks > torch.cuda.device_count() else index + 1)[index]
+
+
+@contextlib.contextmanager
+def auto_is_no_limit(settings: Settings) -> Iterator[None]:
+    """A context in which planning is refused no budget that the user has not stated: torchrun would try.
+
+    Raises:
+        PlanningFault: in place of a refusal: models run as they are.
+    """
+    try:
+        yield
+    except MonetrunError as error:  # of this rank, or what another one has said
+        unstated = settings.mode == RUN and not settings.plan_given and settings.budget.lower() == AUTO
+        if settings.strict or not unstated or error.exit_code not in _REFUSALS:
+            raise
+        why = error.message.partition("\n")[0]
+        raise PlanningFault(f"what is free has no plan ({why})", "as under torchrun") from error

@@ -75,6 +75,12 @@ class CheckedSession(Session):
         self._keep_gradients(optimizer)
         super().step_begins(optimizer)
 
+    def step_within_backward(self, optimizer: Optimizer, ended: bool) -> None:
+        """Keep the gradients: at the backward's end the hook may have dropped them."""
+        if not ended:
+            self._keep_gradients(optimizer)
+        super().step_within_backward(optimizer, ended)
+
     def closure_ended(self, optimizer: Optimizer) -> None:
         """Keep the gradients, if the closure has computed them."""
         self._keep_gradients(optimizer)

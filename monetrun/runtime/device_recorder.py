@@ -103,6 +103,10 @@ class DeviceRecorder:
             "freed": tuple(frees),
         }
 
+    def stays(self, nbytes: int) -> None:
+        """So much more stays allocated from a call of a graph on, as the state of an optimizer that a hook calls."""
+        self._base = (*self._base, Segment(False, (nbytes,)))
+
     def resume(self) -> None:
         """What the script does after the recorded step is seen from now on."""
         self._history.resume()

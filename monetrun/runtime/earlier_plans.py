@@ -30,6 +30,10 @@ class EarlierPlans:
             self._left.append((plan, record))
         self._steps, self._beyond = 0, None
 
+    def first_record(self, record: StepRecord) -> StepRecord:
+        """That of the first plan that was left; ``record`` where none was."""
+        return self._left[0][1] if self._left else record
+
     def held(self, nbytes: int, record: StepRecord) -> None:
         """So much more is held before a forward than in ``record``, of the plan that runs; negative where less."""
         nbytes += record.ledger.get(HELD_SINCE, 0)

@@ -32,7 +32,7 @@ from monetrun.runtime import agreement, collective_times, second_step
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.autocast import BackwardAutocast
 from monetrun.runtime.backend import Backend, PlannedCallMeters
-from monetrun.runtime.budget_here import budget_here
+from monetrun.runtime.budget_here import auto_is_no_limit, budget_here
 from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.first_steps import FirstSteps
 from monetrun.runtime.recorder import Recorder
@@ -45,7 +45,6 @@ from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.runtime.terms import GradientTerms
 from monetrun.runtime.with_room import WithRoom
-from monetrun.runtime.within_backward import StepsWithinBackward
 
 _log = logging.getLogger("monetrun")
 
@@ -102,7 +101,7 @@ class Engine(WithRoom):
         self.running: RunningPlan | None = None
         self.autocast, self.terms = BackwardAutocast(reporter.warn), GradientTerms()
         self._first_steps = FirstSteps(self.meters.steps, settings)
-        self._traces, self._within_backward = _Traces(), StepsWithinBackward(self)
+        self._traces = _Traces()
         plan = _given_plan(plan, settings)
         if plan is None:
             self.recorder = _recorder(self)
@@ -134,6 +133,7 @@ class Engine(WithRoom):
         steps, note = self.meters.steps, self.reporter.note
         self.running = RunningPlan(self.settings, self.device, steps, self.known, plan, record, note)
         self.running.enforcement.share_is_estimate = self.part_in_python
+        self.terms.by_turns |= plan.gradients_by_turns
 
     def plan_recorded_step(self) -> None:
         """Before a model's call: plan the recorded step, if there is one, in rank 0 for all; models are compiled anew.
@@ -148,7 +148,8 @@ class Engine(WithRoom):
         if isinstance(self.recorder, Recorder) and agreement.largest(int(outputs_are_held(record))):
             self.recorder, self._step_recorded = SecondStep(self.recorder, record), False
             return
-        plan = _agreed(self, record)
+        with auto_is_no_limit(self.settings):
+            plan = _agreed(self, record)
         self._run(plan, record)
         self.recorder = None
         self.generation += 1
@@ -169,7 +170,8 @@ class Engine(WithRoom):
     def make_room(self, shortage: Shortage) -> None:
         """Plan again, in this rank alone, where more is held than planned: see ``RunningPlan.make_room``."""
         assert self.running is not None
-        self.running.make_room(shortage)
+        with auto_is_no_limit(self.settings):
+            self.running.make_room(shortage)
         self.generation += 1
 
     def backend(self, name: str) -> Backend:
@@ -184,7 +186,8 @@ class Engine(WithRoom):
         self.open_step.goes_on(self.running)
         chooser = self.recorder or self.running
         assert chooser is not None
-        return chooser.choose(joint)
+        with auto_is_no_limit(self.settings):
+            return chooser.choose(joint)
 
     # ---- the step
 
@@ -201,16 +204,12 @@ class Engine(WithRoom):
         """An optimizer's step begins (``again``: its second, where a trial run ends), or goes on after its closure."""
         if again and self.recorder is not None and self.settings.mode == PROBE and not self._record_again:
             _end_trial(self)
-        if self._within_backward.begins(self.recorder):
-            return
         self.optimizer_goes_on()
         if self.recorder is not None:
             self.recorder.optimizer_begins()
 
     def optimizer_ended(self, name: str, all_stepped: bool) -> None:
         """An optimizer's step has ended; ``all_stepped``: every optimizer has made at least one."""
-        if self._within_backward.ended(self.recorder, name, all_stepped):
-            return
         if self.running is not None:
             _step_ended(self, self.running, name)
         if self.recorder is None:
@@ -224,7 +223,7 @@ class Engine(WithRoom):
         """The script differentiates ``roots``. Under an autocast that changes a backward, it is traced for that."""
         roots = list(roots)
         if self.recorder is not None:
-            self.terms.look_at(self.trained_parameters())
+            self.terms.look_at(roots)
         if self.terms.changes(roots):  # a recorded graph gives terms if need be
             self.generation += self.recorder is None
         if self.autocast.changes(roots, replace=self.settings.mode != PROBE):
@@ -329,7 +328,7 @@ def _known_step(engine: Engine) -> StepRecord | None:
     record = codec.loads(StepRecord, Path(path).read_text()) if path else None
     if record is not None:
         engine.breaks, engine.autocast.state = {b.module: b for b in record.breaks}, record.backward_autocast
-        engine.terms.needed, engine.terms.by_turns = record.gradients_in_terms, record.gradients_by_turns
+        engine.terms.needed = record.gradients_in_terms
     return record
 
 

@@ -20,6 +20,7 @@ from monetrun.core.imports import without_collection
 from monetrun.core.patched import patched
 from monetrun.runtime import allocation_limit
 from monetrun.runtime.unplannable_use import OF_OUTPUTS
+from monetrun.runtime.within_backward import StepsWithinBackward
 
 
 class TrainingObserver(Protocol):
@@ -54,6 +55,12 @@ class TrainingObserver(Protocol):
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """An optimizer's ``step`` has ended."""
+
+    def step_within_backward(self, optimizer: Optimizer, ended: bool) -> None:
+        """A hook begins an optimizer's ``step`` within a backward, or (``ended``) has made it.
+
+        Of it, too, ``step_begins`` and ``step_ended`` tell, when the backward has ended.
+        """
 
 
 class _Known:
@@ -154,12 +161,14 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         functools.update_wrapper(function, original)
         undo.enter_context(patched(owner, name, function))
 
+    steps = StepsWithinBackward(observer.step_within_backward, observer.step_begins, observer.step_ended)
+
     def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        observer.step_begins(optimizer)
+        steps.begins(optimizer)
         return _with_closure_observed(optimizer, args, kwargs, observer)
 
     def step_ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        observer.step_ended(optimizer)
+        steps.ended(optimizer)
 
     @functools.cache
     def observe_steps() -> None:  # also those of a compiled ``optimizer.step``, whose graph ends before and after it

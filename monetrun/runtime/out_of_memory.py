@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,15 @@ def dump_snapshot(device: torch.device) -> str:
     except OSError:  # no space is left
         return ""
     return str(path)
+
+
+def told(
+    error: BaseException, running: RunningPlan, device: torch.device, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """``findings``; ``note`` is told who holds what, unless the error says it, and where torch's snapshot is."""
+    found = findings(error, running)
+    for line in () if isinstance(error, BudgetExceeded) else lines(running):
+        note(line)
+    if path := dump_snapshot(device):
+        note(f"torch's memory snapshot is in {path}")
+    return found

@@ -132,6 +132,9 @@ class PlainRun:
     def closure_ended(self, optimizer: Optimizer) -> None:
         """Nothing to do."""
 
+    def step_within_backward(self, optimizer: Optimizer, ended: bool) -> None:
+        """Nothing to do."""
+
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count it. A trial ends once every optimizer has made its steps."""
         self._steps[self._numbers.setdefault(optimizer, len(self._numbers))] += 1

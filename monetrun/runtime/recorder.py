@@ -32,7 +32,7 @@ from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import sharding
 from monetrun.runtime.device_recorder import DeviceRecorder
-from monetrun.runtime.optimizer_bytes import OptimizerBytes
+from monetrun.runtime.optimizer_steps import OptimizerSteps
 from monetrun.runtime.resharding import ShardingRecorder, with_lingering_copies
 from monetrun.runtime.ruled_out import changeable, usable_now
 from monetrun.runtime.stretches import StretchMeter, WithoutCaptures
@@ -75,13 +75,14 @@ class Recorder(WithoutCaptures):
         self._numbers: dict[str, int] = {}  # index of a graph, by its fingerprint
         self._stretch_meter = StretchMeter(meter)
         self._lifetimes = Lifetimes(first_inputs_only=isinstance(meter, CudaMeter))
-        self._all_gradients_bytes, self.optimizers = 0, OptimizerBytes(self._stretch_meter)
+        self._all_gradients_bytes = 0
         self.parameters: list[torch.Tensor] = []
         self._gradients: dict[int, dict[int, int]] = {}  # by the parameter: bytes of storages, by their number
         self.zeroed = ZeroedGradients()
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
         self.memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
+        self.optimizers = OptimizerSteps(self._stretch_meter, self._end_stretch, self.memory)
         self.sharding = ShardingRecorder(self._action_begins, self._action_ended)
         self._actions: dict[int, Action] = {}  # by the stretch
 
@@ -120,6 +121,7 @@ class Recorder(WithoutCaptures):
         """A graph's call has ended."""
         if phase == FORWARD:
             self._lifetimes.forward_ended(results)
+        self.optimizers.call_ended()
         self._end_stretch(phase, graph)
 
     def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
@@ -135,8 +137,7 @@ class Recorder(WithoutCaptures):
     def optimizer_begins(self) -> None:
         """An optimizer's step begins."""
         if self.stretches:
-            self._end_stretch(OUTSIDE)
-            self.meter.watch()
+            self.optimizers.begins()
 
     def optimizer_ended(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
         """It has ended; what it leaves allocated is the optimizer's state. ``parameters``: all that are trained."""
@@ -144,9 +145,7 @@ class Recorder(WithoutCaptures):
         self._gradients = {id(p): _storages([p.grad]) for p in _outside_buckets(self)}
         self._all_gradients_bytes = self.gradients_bytes()
         if self.stretches:
-            self.optimizers.passing_bytes[len(self.stretches)] = self.meter.passing_bytes() or 0
-            self._end_stretch(OUTSIDE, name=f"{name}.step")
-            self.optimizers.state_bytes += max(0, self.stretches[-1].end_bytes - self.stretches[-1].start_bytes)
+            self.optimizers.ended(name)
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``."""
@@ -252,9 +251,7 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
         if stretch.kind == OUTSIDE:
             absent = recorder._lifetimes.absent_bytes(i)
             delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
-            grown = (
-                max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else recorder.optimizers.state_within[i]
-            )
+            grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
             found, index = recorder._lifetimes.dropped(i), recorder.joints.index
             dropped = tuple((index(joint), t) for joint, t, _ in found)
             read_as = tuple(tuple((index(joint), t) for joint, t in also) for _, _, also in found)

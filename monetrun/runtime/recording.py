@@ -41,6 +41,12 @@ class Recording:
         if self.recorder is not None:
             self.recorder.gradients_given(graph, nodes, gradients)
 
+    def step_within_backward(self, name: str, ended: bool) -> None:
+        """A hook begins, or has made (``ended``), a step of the optimizer called ``name`` within a backward."""
+        if isinstance(self.recorder, Recorder) and self.recorder.stretches:
+            steps = self.recorder.optimizers
+            steps.ended_within(name) if ended else steps.begins_within()
+
     def waits_for_others(self) -> bool:
         """An optimizer steps again while the step that is recorded waits for others' first one.
 

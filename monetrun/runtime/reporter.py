@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from monetrun.core.errors import CaptureFailed, worded
+from monetrun.core.plan import Plan
 from monetrun.runtime.settings import PROBE, Settings
 
 _SLOW_SECONDS = 2.0  # what takes longer is told
@@ -97,3 +98,15 @@ class Reporter:
             self.warn(f"the report cannot be written: {error}")
             with contextlib.suppress(OSError):
                 part.unlink()
+
+
+def in_short(plan: Plan, findings: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``monetrun.close`` gives: the plan's figures beside those of a rank's ``findings``."""
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "plain_peak_bytes": plan.plain_peak_bytes,
+        "planned_peak_bytes": plan.planned_peak_bytes,
+        "planned_overhead": plan.overhead,
+        "measured_peak_bytes": findings["measured_peak_bytes"] if findings["exact"] else None,
+        "steps": findings["steps"],
+    }

@@ -150,7 +150,7 @@ class RunningPlan:
         if not (excess := agreement.largest(excess)):
             return False
         self.excess_bytes = memory.excess_bytes + excess
-        record = with_excess(self.record, self.excess_bytes)
+        record = with_excess(self._earlier.first_record(self.record), self.excess_bytes)
         how = self.plan.budget_bytes, self.settings.algorithm, self.settings.solver_options()
         try:
             plan = agreement.plan_in_rank_0(lambda _: planner.plan_step(record, *how), record=record)
@@ -275,6 +275,7 @@ def _goes_back(running: RunningPlan) -> bool:
     plan, running.record = found
     running.follow(plan)
     running._earlier = earlier
+    running.steps.forget_peaks()
     again = f"that plan runs again, overhead {plan.overhead:+.1%}"
     running.note(f"what was held beyond the plan is held no more: {again}")
     return True

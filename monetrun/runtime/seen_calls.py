@@ -112,7 +112,11 @@ def measured_by_turns(steps: StepMeter, number: int, run: Turns) -> Turns:
 
     def called(arguments: list[Any]) -> Generator[list[Any], None, Any]:
         steps.call_begins()
-        results = yield from run(arguments)
+        try:
+            results = yield from run(arguments)
+        except GeneratorExit:  # no further gradient is wanted
+            steps.call_ended(BACKWARD, number)
+            raise
         steps.call_ended(BACKWARD, number)
         return results
 
@@ -124,9 +128,13 @@ def observed_by_turns(observer: CallObserver, number: int, turns: Sequence[Seque
 
     def called(arguments: list[Any]) -> Generator[list[Any], None, Any]:
         observer.call_begins(BACKWARD, number, arguments)
-        for nodes, gradients in zip(turns, run(arguments), strict=True):
-            observer.gradients_given(number, nodes, gradients)
-            yield gradients
+        try:
+            for nodes, gradients in zip(turns, run(arguments), strict=True):
+                observer.gradients_given(number, nodes, gradients)
+                yield gradients
+        except GeneratorExit:  # no further gradient is wanted
+            observer.call_ended(BACKWARD, number, ())
+            raise
         observer.call_ended(BACKWARD, number, ())
         return None
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from monetrun.capture import cpu_allocator, double_backward, fake_tensors, roofline
-from monetrun.core.errors import BudgetExceeded, CaptureFailed, word_as_arguments
+from monetrun.core.errors import CaptureFailed, word_as_arguments
 from monetrun.core.imports import without_collection
 from monetrun.core.log_lines import print_warnings
 from monetrun.runtime import (
@@ -34,7 +34,7 @@ from monetrun.runtime import (
 )
 from monetrun.runtime.dynamo_settings import prepare_dynamo
 from monetrun.runtime.planned_calls import PlannedCall
-from monetrun.runtime.reporter import Reporter
+from monetrun.runtime.reporter import Reporter, in_short
 from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, TRIALS, Settings
 from monetrun.runtime.trigger import Nesting, Trigger
 from monetrun.solve import timing
@@ -88,11 +88,7 @@ def _out_of_memory(error: BaseException) -> None:
         return
     from monetrun.runtime import out_of_memory
 
-    _session.short = out_of_memory.findings(error, engine.running)
-    for line in () if isinstance(error, BudgetExceeded) else out_of_memory.lines(engine.running):
-        _session.reporter.note(line)
-    if path := out_of_memory.dump_snapshot(engine.device):
-        _session.reporter.note(f"torch's memory snapshot is in {path}")
+    _session.short = out_of_memory.told(error, engine.running, engine.device, _session.reporter.note)
 
 
 def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
@@ -162,16 +158,7 @@ def close() -> dict[str, Any]:
         seen = _session.models(), _session.optimizers, _session.stepped
         _session.reporter.warn(f"nothing was planned: {unplanned.why(engine, bool(_session.reporter.warned), *seen)}")
     _session.close()
-    if plan is None:
-        return {}
-    return {
-        "budget_bytes": plan.budget_bytes,
-        "plain_peak_bytes": plan.plain_peak_bytes,
-        "planned_peak_bytes": plan.planned_peak_bytes,
-        "planned_overhead": plan.overhead,
-        "measured_peak_bytes": findings["measured_peak_bytes"] if findings["exact"] else None,
-        "steps": findings["steps"],
-    }
+    return {} if plan is None else in_short(plan, findings)
 
 
 class Session:
@@ -190,8 +177,7 @@ class Session:
     """
 
     def __init__(self, settings: Settings, plan: Plan | None = None) -> None:
-        self.settings = settings
-        self.plan = plan
+        self.settings, self.plan = settings, plan
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.planned: list[PlannedCall] = []
@@ -200,10 +186,9 @@ class Session:
         self.engine: Engine | None = None
         self.reporter = Reporter(settings)
         self._as_is = unplannable_use.found_before(settings)
-        self.compilations = unplannable_use.Compilations()
-        self._backwards = 0
-        self._findings: dict[str, Any] = {}  # of an engine that is in use no more
+        self.compilations, self._backwards = unplannable_use.Compilations(), 0
         self.short: dict[str, Any] = {}
+        self._findings: dict[str, Any] = {}  # of an engine that is in use no more
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have made a step before any backward
         self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # make their first step long after others
         self._nesting = Nesting()
@@ -314,6 +299,11 @@ class Session:
         if self.engine is not None:
             self.engine.optimizer_begins(again=False)
 
+    def step_within_backward(self, optimizer: Optimizer, ended: bool) -> None:
+        """See ``hooks.TrainingObserver``."""
+        if self.engine is not None:
+            self.engine.step_within_backward(type(optimizer).__name__, ended)
+
     def step_ended(self, optimizer: Optimizer) -> None:
         """It has ended, and with it a training step or a part of one."""
         if not self._backwards and self.engine is None and optimizer not in self._idle:
@@ -321,9 +311,7 @@ class Session:
             return
         if evaluation_mode.found(self._nesting, optimizer, self.reporter, self.engine):
             return
-        again = optimizer in self.stepped and self.engine is not None and self.engine.recorder is not None
-        if again and self.engine and not _all_stepped(self) and self.engine.waits_for_others():
-            self._late.update(one for one in self.optimizers if one not in self.stepped)
+        _waits_for_others(self, optimizer)
         self.stepped.add(optimizer)
         if self.engine is None and not self.reporter.warned and (unseen := self.models()):
             self.reporter.give_up(unplannable_use.unseen(candidates.outermost_name(unseen), optimizer))
@@ -389,6 +377,15 @@ def _engine(session: Session, module: nn.Module) -> Engine:
     breaks.quiet_failures()
     device = candidates.device_of_parameters(session.trained_parameters() or module.parameters())
     return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan)
+
+
+def _waits_for_others(session: Session, optimizer: Optimizer) -> None:
+    """An optimizer's step has ended: where it makes several before others' first one, those are not waited for."""
+    engine = session.engine
+    if engine is None or engine.recorder is None or optimizer not in session.stepped or _all_stepped(session):
+        return
+    if engine.waits_for_others():
+        session._late.update(one for one in session.optimizers if one not in session.stepped)
 
 
 def _all_stepped(session: Session) -> bool:  # that are waited for

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from monetrun.capture import double_backward
 from monetrun.capture.gradient_order import brings_other_terms
+from monetrun.capture.gradient_terms import nodes_behind
 from monetrun.runtime.unplannable_use import compiled_calls
+from monetrun.runtime.within_backward import within_backward
 
 # Of so many backwards since a graph was captured it is looked up what they go through, which takes the host's time;
 # of those after them each time so many have passed.
@@ -42,6 +42,8 @@ class GradientTerms:
         self.needed = bool(sums) and brings_other_terms(roots, sums)
         return self.needed
 
-    def look_at(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A backward that may reach ``parameters`` begins in a step that is recorded."""
-        self.by_turns = self.by_turns or any(p.grad is not None or p._post_accumulate_grad_hooks for p in parameters)
+    def look_at(self, roots: Sequence[Any]) -> None:
+        """In a step that is recorded the script is about to differentiate ``roots``."""
+        if not self.by_turns and not within_backward():
+            leaves = (node.variable for node in nodes_behind(roots) if type(node).__name__ == "AccumulateGrad")
+            self.by_turns = any(leaf.grad is not None or leaf._post_accumulate_grad_hooks for leaf in leaves)

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
-
-from monetrun.runtime.recorder import Recorder
-
-
-class _Told(Protocol):
-    def optimizer_begins(self, again: bool) -> None:
-        """An optimizer's step begins."""
-
-    def optimizer_ended(self, name: str, all_stepped: bool) -> None:
-        """It has ended."""
+from torch.optim import Optimizer
 
 
 def within_backward() -> bool:
@@ -23,40 +14,44 @@ def within_backward() -> bool:
 
 
 class StepsWithinBackward:
-    """``engine`` is told of them once the backward has ended: until then its step goes on, and the budget holds."""
+    """Tells of them once the backward has ended: until then its training step goes on, and the budget holds.
 
-    def __init__(self, engine: _Told) -> None:
-        self._engine = engine
-        self._steps: list[tuple[str, bool]] = []
+    Args:
+        now: told of each at once: the optimizer, and whether its step has ended.
+        begins: told of each when the backward has ended, as of any other step.
+        ended: told after it.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[Optimizer, bool], None],
+        begins: Callable[[Optimizer], None],
+        ended: Callable[[Optimizer], None],
+    ) -> None:
+        self._now, self._tell_begins, self._tell_ended = now, begins, ended
+        self._steps: list[Optimizer] = []
         self._backward = -1  # that they wait for
-        self._telling = False
 
-    def begins(self, recorder: object) -> bool:
-        """An optimizer's step begins: whether it is such a one. ``recorder``: of the step, if any."""
-        if self._telling or not within_backward():
-            return False
-        if isinstance(recorder, Recorder):
-            recorder.optimizers.begins_within()
-        return True
+    def begins(self, optimizer: Optimizer) -> None:
+        """An optimizer's step begins."""
+        if within_backward():
+            self._now(optimizer, False)
+        else:
+            self._tell_begins(optimizer)
 
-    def ended(self, recorder: object, name: str, all_stepped: bool) -> bool:
-        """An optimizer's step has ended, see ``Engine.optimizer_ended``: whether it is such a one."""
-        if self._telling or not within_backward():
-            return False
-        if isinstance(recorder, Recorder):
-            recorder.optimizers.ended_within()
-        self._steps.append((name, all_stepped))
+    def ended(self, optimizer: Optimizer) -> None:
+        """An optimizer's step has ended."""
+        if not within_backward():
+            self._tell_ended(optimizer)
+            return
+        self._now(optimizer, True)
+        self._steps.append(optimizer)
         if self._backward != (this := torch._C._current_graph_task_id()):
             self._backward = this
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        return True
 
     def _backward_ended(self) -> None:
         steps, self._steps = self._steps, []
-        self._telling = True
-        try:
-            for name, all_stepped in steps:
-                self._engine.optimizer_begins(again=False)
-                self._engine.optimizer_ended(name, all_stepped)
-        finally:
-            self._telling = False
+        for optimizer in steps:
+            self._tell_begins(optimizer)
+            self._tell_ended(optimizer)

@@ -17,6 +17,7 @@ from monetrun.core.options import Options
 from monetrun.core.step import DeviceMemory, Segment
 from monetrun.planning import planner
 from monetrun.runtime import agreement, exchange
+from monetrun.runtime.earlier_plans import EarlierPlans
 from monetrun.runtime.first_steps import FirstSteps
 from monetrun.runtime.running_plan import RunningPlan
 from monetrun.runtime.settings import CHECK, Settings
@@ -132,6 +133,7 @@ def seen(reserved_bytes, retries=0):
     steps = SimpleNamespace(reserved_bytes=reserved_bytes, retries=retries, forget_peaks=lambda: None)
     settings = SimpleNamespace(algorithm="greedy", solver_options=lambda: Options(seconds=0.5))
     running = SimpleNamespace(steps=steps, settings=settings, record=DEVICE_RECORD, plan=DEVICE_PLAN, followed=[])
+    running._earlier = EarlierPlans()
     running.schedules = {graph.fingerprint: graph.schedule for graph in DEVICE_PLAN.graphs}
     running.follow = running.followed.append
     return running

@@ -1,0 +1,112 @@
+"""Optimizers' steps in a recorded step: their state, and what they allocate for a while."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from monetrun.capture.joint import JointGraph
+from monetrun.core.event import OUTSIDE
+from monetrun.core.graph import Costs, Requests
+from monetrun.runtime.device_recorder import DeviceRecorder
+from monetrun.runtime.stretches import StretchMeter
+
+
+class OptimizerSteps:
+    """Those of one recorded step.
+
+    Args:
+        stretch_meter: of the step.
+        end_stretch: ends its present stretch.
+        memory: of the device, on CUDA.
+
+    Attributes:
+        state_bytes: what stays allocated.
+        passing_bytes: by the stretch that is an optimizer's step: what it allocates beside that.
+        state_within: part of ``state_bytes``, of steps while a backward's call runs: by the stretch.
+    """
+
+    def __init__(
+        self, stretch_meter: StretchMeter, end_stretch: Callable[..., None], memory: DeviceRecorder | None
+    ) -> None:
+        self.state_bytes = 0
+        self.passing_bytes: dict[int, int] = {}
+        self.state_within: Counter[int] = Counter()
+        self._meter, self._stretch_meter, self._memory = stretch_meter.meter, stretch_meter, memory
+        self._end_stretch = end_stretch
+        self._in_call = False
+        self._turn: Sequence[tuple[int, int]] = ()  # (graph, operator) of the gradients that the call has given last
+        self._beside: Counter[tuple[int, int]] = Counter()  # by those, what a step within the call allocates
+        self._before_bytes = 0
+        self._ended = 0  # steps within a backward, but in no call of a graph, of which ``ended`` is told later
+
+    def gradients_given(self, graph: int, joint: JointGraph, nodes: Iterable[object]) -> None:
+        """The backward of a graph is about to give the gradients of these nodes, after which a hook may step."""
+        self._in_call = True
+        tensors = [joint.storage[node] for node in nodes if node in joint.storage]  # type: ignore[index]
+        self._turn = [(graph, joint.graph.writer[t]) for t in tensors if t in joint.graph.writer]
+
+    def call_ended(self) -> None:
+        """A call of a graph has ended."""
+        self._in_call = False
+
+    def begins(self) -> None:
+        """An optimizer's step begins."""
+        self._end_stretch(OUTSIDE)
+        self._meter.watch()
+
+    def ended(self, name: str) -> None:
+        """It has ended."""
+        if self._ended:
+            self._ended -= 1
+        else:
+            self._step_ended(name)
+
+    def _step_ended(self, name: str) -> None:
+        stretches = self._stretch_meter.stretches
+        self.passing_bytes[len(stretches)] = self._meter.passing_bytes() or 0
+        self._end_stretch(OUTSIDE, name=f"{name}.step")
+        self.state_bytes += max(0, stretches[-1].end_bytes - stretches[-1].start_bytes)
+
+    def begins_within(self) -> None:
+        """A hook begins an optimizer's step within a backward; ``begins`` is called when that has ended."""
+        if not self._in_call:
+            self.begins()
+            return
+        self._stretch_meter.keep_peak()
+        self._before_bytes = self._meter.current_bytes()
+
+    def ended_within(self, name: str) -> None:
+        """It has ended."""
+        if not self._in_call:
+            self._step_ended(name)
+            self._ended += 1
+            return
+        now, peak = self._meter.current_bytes(), self._meter.peak_bytes()
+        if grown := max(0, now - self._before_bytes):
+            self.state_bytes += grown
+            self.state_within[len(self._stretch_meter.stretches)] += grown
+            if self._memory is not None:
+                self._memory.stays(grown)
+        for writer in self._turn:
+            self._beside[writer] = max(self._beside[writer], peak - max(now, self._before_bytes))
+
+    def beside(self, costs: Sequence[Costs]) -> list[Costs]:
+        """The costs of all graphs, with what steps within a call allocate beside the operator of a gradient."""
+        return [self._with_beside(graph, of) for graph, of in enumerate(costs)]
+
+    def _with_beside(self, graph: int, costs: Costs) -> Costs:
+        bytes_of = [self._beside[graph, o] for o in range(len(costs.workspace_bytes))]
+        if not any(bytes_of):
+            return costs
+        workspace = (tuple(max(w, n) for w in of) for of, n in zip(costs.workspace_bytes, bytes_of, strict=True))
+        requests = (tuple(_then(r, n) for r in of) for of, n in zip(costs.requests, bytes_of, strict=False))
+        return replace(costs, workspace_bytes=tuple(workspace), requests=tuple(requests))
+
+
+def _then(own: Requests, nbytes: int) -> Requests:
+    """``own``, and ``nbytes`` that are requested after it, and freed."""
+    if not own.results or not nbytes:
+        return own
+    return Requests((*own.sizes, nbytes, -1 - sum(n > 0 for n in own.sizes)), own.results)
