@@ -1,4 +1,4 @@
-"""``auto`` is no amount that the user has stated: what it has no plan for trains as under torchrun, after one warning."""
+"""``auto`` is no amount that the user has stated: what it has no plan for trains as under torchrun, with a warning."""
 
 import gc
 
