@@ -19,6 +19,7 @@ from monetrun.core.errors import (
     PlanningFault,
     UsageError,
 )
+from monetrun.core.step import StepRecord
 from monetrun.machine.device import MemoryInfo, query
 from monetrun.runtime.settings import RUN, Settings
 
@@ -59,8 +60,10 @@ def _own_memory(device: torch.device) -> MemoryInfo:
 
 
 @contextlib.contextmanager
-def auto_is_no_limit(settings: Settings) -> Iterator[None]:
+def auto_is_no_limit(settings: Settings, alone_in: StepRecord | None = None) -> Iterator[None]:
     """A context in which planning is refused no budget that the user has not stated: torchrun would try.
+
+    ``alone_in``: this rank plans alone, in a step like this. Where modules are sharded, it goes on as the others do.
 
     Raises:
         PlanningFault: in place of a refusal: models run as they are.
@@ -69,7 +72,8 @@ def auto_is_no_limit(settings: Settings) -> Iterator[None]:
         yield
     except MonetrunError as error:  # of this rank, or what another one has said
         unstated = settings.mode == RUN and not settings.plan_given and settings.budget.lower() == AUTO
-        if settings.strict or not unstated or error.exit_code not in _REFUSALS:
+        sharded = alone_in is not None and alone_in.sharding is not None
+        if settings.strict or sharded or not unstated or error.exit_code not in _REFUSALS:
             raise
         why = error.message.partition("\n")[0]
         raise PlanningFault(f"what is free has no plan ({why})", "as under torchrun") from error

@@ -12,7 +12,7 @@ from monetrun.capture import allocator_history
 from monetrun.capture.allocator_history import AllocatorHistory
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.storages import block_bytes
-from monetrun.core.allocator_settings import AllocatorSettings
+from monetrun.core.allocator_settings import MOST_SMALL, AllocatorSettings
 from monetrun.core.graph import Tensor
 from monetrun.core.plan import Schedule
 from monetrun.core.step import BETWEEN_STEPS, OUTSIDE, DeviceMemory, Event, Segment
@@ -38,6 +38,7 @@ class DeviceRecorder:
         self._history = AllocatorHistory(device)
         self._requests: list[tuple[int, ...]] = []  # of each stretch; empty for calls of graphs
         self._base: tuple[Segment, ...] = ()
+        self._stays: dict[bool, list[int]] = {True: [], False: []}  # by whether it is small
         self._batch: tuple[int, ...] = ()
         self._library_bytes = 0
         self._elsewhere: list[int] = []  # of each stretch
@@ -105,7 +106,8 @@ class DeviceRecorder:
 
     def stays(self, nbytes: int) -> None:
         """So much more stays allocated from a call of a graph on, as the state of an optimizer that a hook calls."""
-        self._base = (*self._base, Segment(False, (nbytes,)))
+        block_bytes = allocator_history.settings_from_environment().rounded(nbytes)
+        self._stays[nbytes <= MOST_SMALL].append(block_bytes)
 
     def resume(self) -> None:
         """What the script does after the recorded step is seen from now on."""
@@ -153,7 +155,7 @@ class DeviceRecorder:
             settings=settings,
             plain_settings=settings if self._plain_settings is None else self._plain_settings,
             device_bytes=torch.cuda.get_device_properties(self.device).total_memory,
-            base=self._base,
+            base=(*self._base, *(Segment(small, tuple(sizes)) for small, sizes in self._stays.items() if sizes)),
             library_bytes=self._library_bytes,
             batch=self._batch,
             excess_bytes=_SEARCH_PAGES * settings.large_segment_bytes if torch.backends.cudnn.benchmark else 0,

@@ -170,7 +170,7 @@ class Engine(WithRoom):
     def make_room(self, shortage: Shortage) -> None:
         """Plan again, in this rank alone, where more is held than planned: see ``RunningPlan.make_room``."""
         assert self.running is not None
-        with auto_is_no_limit(self.settings):
+        with auto_is_no_limit(self.settings, self.running.record):
             self.running.make_room(shortage)
         self.generation += 1
 
@@ -186,7 +186,7 @@ class Engine(WithRoom):
         self.open_step.goes_on(self.running)
         chooser = self.recorder or self.running
         assert chooser is not None
-        with auto_is_no_limit(self.settings):
+        with auto_is_no_limit(self.settings, None if self.running is None else self.running.record):
             return chooser.choose(joint)
 
     # ---- the step

@@ -323,6 +323,40 @@ def test_gradients_that_accumulate_are_kept_until_they_are_freed(machine, tmp_pa
     assert "planned again" not in done.stderr
 
 
+WITHIN_BACKWARD = """
+import torch
+from torch import nn
+
+torch.cuda.set_device(1)
+model = nn.Sequential(*[m for _ in range(12) for m in (nn.Linear(1024, 1024), nn.GELU())]).cuda()
+optimizers = {p: torch.optim.AdamW([p], 1e-3) for p in model.parameters()}
+
+def hook(parameter):
+    optimizers[parameter].step()
+    parameter.grad = None
+
+for parameter in model.parameters():
+    parameter.register_post_accumulate_grad_hook(hook)
+for step in range(6):
+    model(torch.randn(2048, 1024, device="cuda")).pow(2).mean().backward()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [(), ("--no-probe",)], ids=["trial", "no-probe"])
+def test_optimizers_that_step_within_the_backward_on_the_second_device_keep_a_budget_in_bytes(
+    machine, tmp_path, options
+):
+    script = tmp_path / "within.py"
+    script.write_text(WITHIN_BACKWARD)
+    done = launch(machine, "--budget", "400MiB", *options, str(script))
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = report(done)
+    assert figures["measured_reserved_bytes"] <= figures["budget_bytes"] == 400 * MIB
+    assert figures["plain_peak_bytes"] == pytest.approx(461521920, rel=0.005)  # torchrun's
+    assert figures["allocation_retries"] == 0
+
+
 def test_what_a_plan_holds_beside_a_step_is_allocated_there_and_freed(machine, tmp_path):
     options = ("--budget", "0.8x", "--solver-seconds=1", "--out", tmp_path / "p.json")
     launcher.run(launcher.MONETRUN, "plan", *options, SCRIPT, environment=machine)
