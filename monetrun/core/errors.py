@@ -169,7 +169,13 @@ class ScriptFailed(MonetrunError):
 
 
 class PlanningFault(MonetrunError):
-    """Planning failed by a fault of monetrun itself."""
+    """Planning failed by a fault of monetrun itself; or there is no plan, and need not be one.
+
+    Attributes:
+        of_one_call: it is known of one call's step only.
+    """
+
+    of_one_call = False
 
 
 @contextlib.contextmanager
@@ -179,6 +185,8 @@ def own_faults() -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, (MonetrunError, OSError)) and not isinstance(error, ScheduleError):
+            raise
+        if hasattr(error, "sigval"):  # torch's launcher raises a signal as an error
             raise
         first_line = str(error).partition("\n")[0]
         what = f"{type(error).__name__}: {first_line}"

@@ -114,6 +114,7 @@ class Nodes:
             forget_reports(self._environment)
         try:
             self._decision = decision = self._agreed(store, rank, size)
+            self._shortage = None
             self._start_together(store, rank, size)
         except NodeLost as lost:
             self._lost += 1
@@ -124,7 +125,7 @@ class Nodes:
             message = "the node that has the rendezvous's store ended before all nodes had a plan"
             raise MonetrunError(message, "its own messages say why") from error
         shown, self._followed = self._followed != decision, decision
-        self._lost, self._shortage = 0, None
+        self._lost = 0
         self._job.met(decision.nodes)
         if shown and self._job.plan is not decision.plan:  # another node has decided
             if not decision.tightened:  # else once it has lasted
@@ -202,6 +203,8 @@ class Nodes:
         earlier = self._decision
         if earlier is None:
             return self._decided_first(offers)
+        if earlier.plan is None:
+            return earlier
         budget = smallest([offer.budget for offer in offers if offer.refusal is None])
         if _is_smaller(budget, earlier) and (smaller := self._decided_anew(budget, earlier)) is not None:
             return smaller
@@ -231,7 +234,8 @@ class Nodes:
             if decision is None or not memory.is_auto(self._job.budget):
                 raise refusal.error()
             return replace(decision, nodes=len(offers))
-        _take(self._job, smallest([offer.budget for offer in offers]))
+        budget = smallest([offer.budget for offer in offers])
+        _take(self._job, budget if all(memory.is_auto(offer.budget) for offer in offers) else _stated(budget))
         return replace(self._job.decide(), nodes=self._job.ranks.nodes)
 
     def _wait_for(self, store: Any, decider: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from monetrun.core import codec
 from monetrun.core.budget import format_bytes
-from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime
+from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime, PlanningFault, own_faults
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_more_held
@@ -94,11 +94,12 @@ class Restarts:
             print(f"monetrun: {line}", file=sys.stderr, flush=True)
             self._tightened += 1
             return environment
-        decision, self._tightened = decide_anew(job), 0
+        decision = decide_anew(job)
         if decision is None and job.mode != PLAIN:
             decision = as_it_is(job, _UNDER_EACH)
         if decision is None:
             return None
+        self._tightened = 0
         forget_reports(environment)
         self._environment = job.follow(decision)
         return self._environment
@@ -151,11 +152,12 @@ def tightened(
     lacking_bytes = max(0, shortage.needed_bytes - plan.budget_bytes)
     share = _FREE if lacking_bytes and not restarts else _MUCH_FREE * (restarts + 1)
     free_bytes = max(0, plan.budget_bytes - planned) + lacking_bytes + int(share * plan.budget_bytes)
+    plan_step = own_faults()(planner.plan_step)
     try:
         more, found = with_more_held(record, free_bytes), [graph.schedule for graph in plan.graphs]
         base = planner.baseline(more, found)  # a more frugal one is looked for if this is over the budget
-        made = planner.plan_step(more, plan.budget_bytes, options.algorithm, options.solver_options(), base, [found])
-    except (InfeasibleBudget, NoPlanInTime):
+        made = plan_step(more, plan.budget_bytes, options.algorithm, options.solver_options(), base, [found])
+    except (InfeasibleBudget, NoPlanInTime, PlanningFault):
         return None
     line = (
         f"memory ran out in training step {shortage.steps + 1}: starting again ({restarts + 1} of {MOST_RESTARTS}"
@@ -190,11 +192,15 @@ def shortage_of(environment: Mapping[str, str]) -> Shortage:
 
 
 def ran_short_early(environment: Mapping[str, str], exit_code: int) -> bool:
-    """Whether workers of a launch ran out of memory in the first steps. Arguments as for ``tighter_plan``."""
+    """Whether workers of a launch ran out of memory in the first steps. Arguments as for ``tighter_plan``.
+
+    Workers that train nothing under a plan, or no longer, do not: they would run out again.
+    """
     reports = environment.get("MONETRUN_REPORT_FOLDER", "")
     if exit_code != BudgetExceeded.exit_code or not reports:
         return False
-    return report.read_outcome(Path(reports)).steps <= SETTLING_STEPS
+    outcome = report.read_outcome(Path(reports))
+    return outcome.steps <= SETTLING_STEPS and (environment.get("MONETRUN_MODE") == PLAIN or bool(outcome.held))
 
 
 def plan_that_lasted(environment: Mapping[str, str], exit_code: int) -> Plan | None:

@@ -75,5 +75,6 @@ def auto_is_no_limit(settings: Settings, alone_in: StepRecord | None = None) -> 
         sharded = alone_in is not None and alone_in.sharding is not None
         if settings.strict or sharded or not unstated or error.exit_code not in _REFUSALS:
             raise
-        why = error.message.partition("\n")[0]
-        raise PlanningFault(f"what is free has no plan ({why})", "as under torchrun") from error
+        fault = PlanningFault(f"what is free has no plan ({error.message.partition(chr(10))[0]})", "as under torchrun")
+        fault.of_one_call = alone_in is not None
+        raise fault from error

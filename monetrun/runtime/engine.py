@@ -164,7 +164,8 @@ class Engine(WithRoom):
         assert self.running is not None
         name = failed.guards[0].name + (f" and {len(failed.guards) - 1} more" if len(failed.guards) > 1 else "")
         self.reporter.warn(f"{name} cannot be used with the present weights: planning again without")
-        self.running.replan_without(failed)
+        with auto_is_no_limit(self.settings, self.running.record):
+            self.running.replan_without(failed)
         self.generation += 1
 
     def make_room(self, shortage: Shortage) -> None:

@@ -154,8 +154,8 @@ class PlannedCall(NotCopied):
                     return sharding.around_forward(module, self._run_captured, args, kwargs)
             return self._run_captured(module, args, kwargs)
         except PlanningFault as fault:
-            if self.broken is not None:
-                raise  # a part of the forward may have run
+            if self.broken is not None:  # a part of the forward may have run
+                raise (fault.__cause__ if fault.of_one_call else None) or fault from None
             return _as_it_is(self, fault, module, args, kwargs)
 
     @undone_if_the_script_fails
@@ -311,6 +311,8 @@ def _as_it_is(call: PlannedCall, fault: PlanningFault, module: nn.Module, args: 
     """
     if call.engine.settings.strict or call.abandon is None:
         raise fault
+    if call.engine.lets_one_call_be(fault):
+        return module._call_impl(*args, **kwargs)
     call.abandon(f"models run without a plan from now on, their budget is not enforced: {fault.message}, {fault.hint}")
     return module._call_impl(*args, **kwargs)
 

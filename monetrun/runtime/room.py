@@ -179,6 +179,10 @@ class Room:
         self._calls[fingerprint] -= 1
         self._repeated += 1
 
+    def call_is_let_be(self) -> None:
+        """The call for which there was no room runs without a plan."""
+        self._repeated = 0
+
     def does_without(self, shortage: Shortage) -> bool:
         """No schedule fits: outputs that may be missing are counted no more. Gives whether that changes anything."""
         self._counts_outputs &= not shortage.missing_bytes

@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 
+from monetrun.core.errors import PlanningFault
 from monetrun.runtime.open_step import OpenStep
 from monetrun.runtime.output_uses import OutputUses
 from monetrun.runtime.recording import Recording
 from monetrun.runtime.running_plan import RunningPlan
 from monetrun.runtime.within_backward import within_backward
+
+# Each is traced and planned for in vain, which takes seconds: then models run as they are from now on.
+_MOST_UNPLANNED_CALLS = 3
 
 
 class WithRoom(Recording):
@@ -34,6 +38,7 @@ class WithRoom(Recording):
         self.uses = OutputUses()
         self.open_step = OpenStep()
         self._failed = False
+        self._unplanned_calls = 0
 
     def runs_in_python(self) -> None:
         """A part of a model does from now on: a share of the plain peak is of the recorded step only."""
@@ -46,6 +51,16 @@ class WithRoom(Recording):
         assert self.running is not None
         self.open_step.goes_on(self.running)
         self.running.check_room(fingerprint)
+
+    def lets_one_call_be(self, fault: PlanningFault) -> bool:
+        """A call for whose step there is no plan, and need not be one, may run as it is, unbounded; a few such may."""
+        if self.running is None or not fault.of_one_call or self._unplanned_calls >= _MOST_UNPLANNED_CALLS:
+            return False
+        self._unplanned_calls += 1
+        self.running.room.call_is_let_be()
+        self.running.enforcement.lift()
+        self.running.note(f"a step runs as it is: {fault.message}")
+        return True
 
     def evaluates(self) -> None:
         """A planned model is about to be evaluated, or called without gradients."""

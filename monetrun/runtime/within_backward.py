@@ -51,7 +51,7 @@ class StepsWithinBackward:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        steps, self._steps = self._steps, []
+        steps, self._steps, self._backward = self._steps, [], -1
         for optimizer in steps:
             self._tell_begins(optimizer)
             self._tell_ended(optimizer)

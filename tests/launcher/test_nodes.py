@@ -209,6 +209,8 @@ def test_a_node_on_which_nothing_is_left_for_auto_has_all_run_as_under_torchrun(
     assert [job.followed[0][0].mode for job in jobs] == [PLAIN_MODE] * 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "node 1: the budget auto: 100.0 MiB are free; models run as they are, without a limit" in line
+    none = [Nodes(cannot_tell(Job("auto"), NOTHING_LEFT)) for _ in range(2)]
+    assert meet(*none) == meet(*none)  # they meet again, and none of them has a budget
     jobs = [Job("0.95x"), cannot_tell(Job("auto"), NOTHING_LEFT)]
     assert [error.exit_code for error in meet(*map(Nodes, jobs))] == [2, 2]
     jobs = [Job("auto"), cannot_tell(Job("80%"), NOTHING_LEFT)]
@@ -273,7 +275,8 @@ class LaunchedJob(Job):
         return decision.environment(Settings(report_folder=str(self.folder)), self.folder, "cpu")
 
     def worker_reports(self, steps, **found):
-        report = {"rank": 0, "exact": True, "steps": steps, "intervals": [], **found}
+        short = found.pop("short", {"held": {"weights": 1}})
+        report = {"rank": 0, "exact": True, "steps": steps, "intervals": [], "short": short, **found}
         (self.folder / "rank0.json").write_text(json.dumps(report))
 
 
@@ -303,7 +306,7 @@ def test_after_memory_ran_out_on_one_node_all_get_a_tighter_plan_and_at_last_non
     codes = [84 if k == short_one else 1 for k in range(2)]
     peaks = []
     for _ in range(2):
-        jobs[short_one].worker_reports(1, short={"needed_bytes": wide.budget_bytes + lacking, "held": {}})
+        jobs[short_one].worker_reports(1, short={"needed_bytes": wide.budget_bytes + lacking, "held": {"weights": 1}})
         jobs[1 - short_one].worker_reports(1)
         meet(*members, ended=codes)
         plans, records = (
@@ -320,7 +323,7 @@ def test_after_memory_ran_out_on_one_node_all_get_a_tighter_plan_and_at_last_non
     assert ["memory ran out in training step 2" in line for line in told] == [True, True]
     instead = Decision(PLAIN_MODE, parse("0.95x"), 0, None, None, None, plan_given=False)
     monkeypatch.setattr(restart, "as_it_is", lambda job, why: instead)
-    jobs[short_one].worker_reports(1, short={"needed_bytes": 0, "held": {}})
+    jobs[short_one].worker_reports(1, short={"needed_bytes": 0, "held": {"weights": 1}})
     meet(*members, ended=codes)
     assert [(job.mode, job.followed[-1][0].nodes) for job in jobs] == [(PLAIN_MODE, 2)] * 2
 
@@ -329,7 +332,7 @@ def test_a_plan_under_which_memory_runs_out_later_stays(wide, tmp_path):
     job = LaunchedJob(tmp_path / "0")
     node = Nodes(job)
     meet(node)
-    job.worker_reports(4, short={"needed_bytes": 2 * wide.budget_bytes, "held": {}})
+    job.worker_reports(4, short={"needed_bytes": 2 * wide.budget_bytes, "held": {"weights": 1}})
     meet(node, ended=[84])
     meet(node, ended=[1])
     assert [decision.plan for decision, _ in job.followed] == [wide.plan] * 3
@@ -339,7 +342,7 @@ def test_a_tighter_plan_that_has_lasted_is_kept_by_each_node(wide, tmp_path):
     jobs = [LaunchedJob(tmp_path / str(k)) for k in range(2)]
     members = list(map(Nodes, jobs))
     meet(*members)
-    jobs[0].worker_reports(0, short={"needed_bytes": 0, "held": {}})
+    jobs[0].worker_reports(0, short={"needed_bytes": 0, "held": {"weights": 1}})
     meet(*members, ended=[84])
     for job, node in zip(jobs, members, strict=True):
         job.store = Mock()

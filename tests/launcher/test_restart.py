@@ -29,7 +29,7 @@ how = sys.argv[2:][len(before)]
 with open(lives, "a") as file:
     file.write((os.environ["MONETRUN_PLAN_FILE"] or "none") + chr(10))
 with open(os.path.join(reports, "rank0.json"), "w") as file:
-    json.dump({{"rank": 0, "exact": True, "steps": 1, "intervals": []}}, file)
+    json.dump({{"rank": 0, "exact": True, "steps": 1, "short": {{"held": {{"weights": 1}}}}}}, file)
 if how.endswith("!"):
     open(os.path.join(reports, "{AS_IS_MARK}"), "w").close()
 sys.exit(int(how.rstrip("!")))
@@ -82,6 +82,14 @@ def test_what_no_tighter_plan_is_left_for_runs_as_it_is_at_the_next_restart(live
     restarts = restart.Restarts(a_job(lives.environment), lives.environment)
     code, plans = lives(5, "84", "84", "84", "3", "0", joined=restarts.joined)
     assert (code, plans) == (0, ["first", "first", "first", "none", "none"])
+
+
+@pytest.mark.parametrize(("mode", "short", "early"), [(RUN, {}, False), (PLAIN, {}, True), (RUN, {"a": 1}, True)])
+def test_memory_that_runs_out_where_nothing_is_trained_under_a_plan_starts_nothing_again(tmp_path, mode, short, early):
+    report = {"rank": 0, "exact": True, "short": {"held": short} if short else {}}
+    (tmp_path / "rank0.json").write_text(json.dumps(report))
+    environment = Settings(mode=mode, report_folder=str(tmp_path)).to_environment()
+    assert restart.ran_short_early(environment, 84) is early
 
 
 def test_another_failure_tightens_no_plan(lives, tightened, capsys):
