@@ -123,7 +123,7 @@ def test_batch_finds_the_largest_and_prints_the_command_to_type_next(capsys):
     assert not Path("trained").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_accumulating_batches_of_two_ranks_keep_the_step_and_the_printed_command_trains_within_the_budget(
     capsys, folder
 ):

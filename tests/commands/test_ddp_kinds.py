@@ -10,7 +10,7 @@ from support.launches import set_apart
 from support.paths import SCRIPTS
 
 SCRIPT = str(SCRIPTS / "ddp_kinds.py")
-MORE = [("unused no_sync", 4), ("hook join", 2), ("gan", 2), ("restart", 2)]
+MORE = [("static view", 2), ("unused no_sync", 4), ("hook join", 2), ("gan", 2), ("restart", 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,6 @@ def surroundings(monkeypatch, tmp_path):
     ("kinds", "ranks"),
     [
         ("unused no_sync", 2),
-        ("static view", 2),
         *(pytest.param(*more, marks=pytest.mark.nightly) for more in MORE),
     ],
 )

@@ -153,7 +153,7 @@ def test_plan_writes_a_plan_that_a_launch_runs_and_measures_and_another_model_re
     assert not Path("refused.steps").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_budget_under_the_smallest_feasible_names_it_and_it_is_feasible():
     done = monetrun("--budget", "3MiB", "--solver-seconds", "1", TINY, "out", expect=80)
     assert "smallest feasible" in done.stderr

@@ -357,6 +357,7 @@ def test_optimizers_that_step_within_the_backward_on_the_second_device_keep_a_bu
     assert figures["allocation_retries"] == 0
 
 
+@pytest.mark.nightly
 def test_what_a_plan_holds_beside_a_step_is_allocated_there_and_freed(machine, tmp_path):
     options = ("--budget", "0.8x", "--solver-seconds=1", "--out", tmp_path / "p.json")
     launcher.run(launcher.MONETRUN, "plan", *options, SCRIPT, environment=machine)
@@ -407,7 +408,7 @@ print("RESERVED", json.dumps(reserved))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "what",
     [

@@ -75,7 +75,9 @@ def train(make):
     return losses, based, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("make", [Residual, Normalized, InParts])
+@pytest.mark.parametrize(
+    "make", [Residual, *(pytest.param(m, marks=pytest.mark.nightly) for m in (Normalized, InParts))]
+)
 def test_outputs_may_be_changed_in_place_between_forward_and_backward(make):
     expected = train(make)
     with opened_session(budget="0.7x", solver_seconds=1.0) as session:

@@ -265,7 +265,7 @@ def test_a_second_session_starts_without_the_firsts_measurements():
     assert process._session is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_lengths_than_dynamo_recompiles_by_default_keep_the_budget_and_the_losses():
     steps = 12  # Dynamo's limit is 8
     plain, state = zoo.train("lengths", steps)
