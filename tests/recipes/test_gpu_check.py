@@ -114,7 +114,7 @@ def test_a_section_whose_time_is_up_keeps_what_it_printed(tmp_path):
     assert entry["status"] == "timeout"
     assert entry["figures"] == {"rows": [{"row": 1}]}
     assert entry["failures"][0]["what"].startswith("stopped after ")
-    assert entry["limit_seconds"] == 10.0
+    assert entry["limit_seconds"] == 5.0
 
 
 def test_a_section_is_skipped_without_time_or_without_what_it_needs(tmp_path):
