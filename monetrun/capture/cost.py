@@ -30,6 +30,7 @@ from monetrun.ops.collective_operators import is_collective
 from monetrun.ops.registry import Call
 
 ROUNDS = 3
+_ASSERTIONS = (torch.ops.aten._assert_async, torch.ops.aten._functional_assert_async)
 _NOISE = 0.02  # of a call's seconds: on an H100 (2026-11) cuDNN's first plan took 0.987 to 1.008 of the default's time
 
 _log = logging.getLogger("monetrun")
@@ -147,7 +148,7 @@ def measure(
     timer = timer or timer_for(meter, device)
     seconds: dict[str, list[float]] = {signature: [] for signature in todo}
     memory: dict[str, tuple[int, Requests]] = {}  # workspace, requests
-    estimated = {s: _estimate_alone(*joint.timed[s], device) for s, call in todo.items() if is_collective(call.target)}
+    estimated = {s: _estimate_alone(*joint.timed[s], device) for s, call in todo.items() if _must_not_run(call.target)}
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for round_ in range(max(1, rounds)):
@@ -173,6 +174,14 @@ def measure(
         workspace_bytes, requests = memory[signature]
         measured[signature] = OperatorCost(took, workspace_bytes, bool(timed), signature in exact, requests)
     return {**measured, **estimated}
+
+
+def _must_not_run(target: Any) -> bool:
+    """Whether a call cannot be tried alone: other ranks would have to make it, too, or values decide whether it fails.
+
+    On CUDA an assertion that fails on made-up values ends all that the process does on the device.
+    """
+    return is_collective(target) or getattr(target, "overloadpacket", None) in _ASSERTIONS
 
 
 def _estimate_alone(call: Call, like: fx.Node, device: torch.device) -> OperatorCost:

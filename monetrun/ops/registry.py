@@ -255,11 +255,14 @@ def is_whole(value: Any) -> bool:
 
 
 def alike(*nodes: Any) -> bool:
-    """Whether nodes are whole tensors of the same shape, strides and dtype."""
+    """Whether nodes are whole tensors of the same shape, strides and dtype; none is a conjugate or negative view."""
     values = [value_of(n) for n in nodes]
     first = values[0]
     return first is not None and all(
-        v is not None and is_whole(v) and (v.shape, v.stride(), v.dtype) == (first.shape, first.stride(), first.dtype)
+        v is not None
+        and is_whole(v)
+        and (v.shape, v.stride(), v.dtype) == (first.shape, first.stride(), first.dtype)
+        and not (v.is_conj() or v.is_neg())
         for v in values
     )
 

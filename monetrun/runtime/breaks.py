@@ -30,6 +30,9 @@ _OPEN_SIZES = re.compile(r"SymInt|SymFloat|SymBool|symbolic|unbacked")
 _LONGEST = 80  # characters of a line or a reason that are printed
 
 
+_FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+
+
 class FollowsData(CaptureFailed):
     """A graph has shapes or numbers that follow from its data, so that no schedule is made for it.
 
@@ -53,6 +56,9 @@ def check_static(module: fx.GraphModule) -> None:
     if None in results_of(module.graph):
         # TorchDynamo loses the result of ``item`` under ``torch.set_default_device``
         raise FollowsData("a value that the graph gives", True)
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule) and inner.graph.find_nodes(op="call_function", target=_FLEX_ATTENTION):
+            raise CaptureFailed("flex_attention is one kernel only where the script's own torch.compile makes it one")
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
         if node.op not in ("call_function", "call_method") or not _follows_data(value):

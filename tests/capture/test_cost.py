@@ -185,3 +185,26 @@ def test_what_differs_by_rounding_counts_as_faster_only_where_it_clearly_is(exac
     costs = [cost.OperatorCost(1.0, 0), cost.OperatorCost(seconds, 0, measured=measured)]
     joint = SimpleNamespace(no_faster_than_default=frozenset())
     assert cost._least_seconds(joint, op, 1, costs) == least
+
+
+def test_an_assertion_on_values_is_never_tried_on_others(monkeypatch):
+    """On CUDA one that fails ends all that the process does there; a one-hot encoding asserts what it is given."""
+
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+
+        def forward(self, x):
+            torch._assert_async((x > 0).all())
+            return (self.linear(x) * nn.functional.one_hot(x[:, 0].long(), 4)).square()
+
+    tried, memory = [], cost._memory
+    monkeypatch.setattr(cost, "_memory", lambda call, *args: tried.append(str(call.target)) or memory(call, *args))
+    joint = captured(Routed(), torch.ones(3, 6))
+    assert any("assert_async" in str(op.target) for op in joint.graph.operators)
+    device = torch.device(DEVICE)
+    found = cost.measure(joint, {}, meter_for(device), device)
+    assert found.keys() == joint.timed.keys()
+    assert tried
+    assert not any("assert_async" in target for target in tried)

@@ -5,12 +5,13 @@ import traceback
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from monetrun.capture import execute
-from monetrun.core.errors import ScheduleError
+from monetrun.core.errors import CaptureFailed, ScheduleError
 from monetrun.planning.coverage import planned_share
+from monetrun.runtime import breaks
 from monetrun.runtime.traceback_file import of_the_script
 from support.models_in_parts import WIDTH, Block, Net, session, trained
 
@@ -343,3 +344,12 @@ def test_hooks_that_cannot_be_captured_run_around_forwards_that_are(kind, captur
         assert opened.reporter.warned == set()
     assert captured in {graph.name for graph in record.graphs}
     assert [b.name for b in record.breaks] == [kind.__name__] * (kind is ReadInParts)
+
+
+def test_flex_attention_is_left_to_the_kernel_that_the_scripts_own_compile_makes_of_it():
+    """In a captured graph it would run as products of whole matrices of scores."""
+    graph = fx.Graph()
+    query = graph.placeholder("query")
+    graph.output(graph.call_function(torch.ops.higher_order.flex_attention, (query, query, query)))
+    with pytest.raises(CaptureFailed, match="flex_attention is one kernel only"):
+        breaks.check_static(fx.GraphModule({}, graph))
