@@ -101,6 +101,9 @@ class GradientOrder:
         """
         if not self.results or not (self._terms or self._by_turns or communicates()):
             return module, None
+        given = results_of(module.graph)
+        if len({given[k].meta["val"].device for k in self.results if "val" in given[k].meta}) > 1:
+            return module, None  # autograd has a thread for each device, of which one runs the backward
         module = in_terms(module, self._terms) if self._terms else module
         backward = in_turn(module, self.results)
         self.turns = tuple(tuple(self._input_of[k] for k in turn) for turn in backward.turns)

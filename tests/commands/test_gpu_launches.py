@@ -357,6 +357,37 @@ def test_optimizers_that_step_within_the_backward_on_the_second_device_keep_a_bu
     assert figures["allocation_retries"] == 0
 
 
+ON_TWO_DEVICES = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 256)
+        self.layers = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(256, 256), nn.GELU())]).cuda()
+
+    def forward(self, x):
+        return self.layers(self.embedding(x).cuda())
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(6):
+    for _ in range(2):
+        model(torch.randint(1000, (64, 128))).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.nightly
+def test_gradients_on_several_devices_are_given_at_once_since_each_has_a_thread(machine, tmp_path):
+    script = tmp_path / "on_two_devices.py"
+    script.write_text(ON_TWO_DEVICES)
+    figures = report_as_planned(launch(machine, "--budget", "0.8x", str(script)))
+    assert figures["measured_reserved_bytes"] <= figures["budget_bytes"]
+
+
 @pytest.mark.nightly
 def test_what_a_plan_holds_beside_a_step_is_allocated_there_and_freed(machine, tmp_path):
     options = ("--budget", "0.8x", "--solver-seconds=1", "--out", tmp_path / "p.json")
