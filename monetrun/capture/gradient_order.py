@@ -101,8 +101,8 @@ class GradientOrder:
         """
         if not self.results or not (self._terms or self._by_turns or communicates()):
             return module, None
-        given = results_of(module.graph)
-        if len({given[k].meta["val"].device for k in self.results if "val" in given[k].meta}) > 1:
+        given = [node.meta.get("val") for node in results_of(module.graph) if isinstance(node, fx.Node)]
+        if len({value.device for value in given if isinstance(value, torch.Tensor)}) > 1:
             return module, None  # autograd has a thread for each device, of which one runs the backward
         module = in_terms(module, self._terms) if self._terms else module
         backward = in_turn(module, self.results)
