@@ -71,7 +71,7 @@ def test_a_restart_leaves_free_what_was_lacking_and_a_second_one_much_more(tmp_p
     options.solver_options = lambda: Settings(solver_seconds=1.0).solver_options()
     peaks = []
     for restarts in range(2):
-        short = {"needed_bytes": plan.budget_bytes + lacking, "held": {}}
+        short = {"needed_bytes": plan.budget_bytes + lacking, "held": {"weights": 1}}
         written(tmp_path, steps=steps, plan=codec.to_plain(plan), short=short)
         line = restart.tighter_plan(settings.to_environment(), BudgetExceeded.exit_code, restarts, options)
         assert f"in training step {steps + 1}: starting again" in line
@@ -100,5 +100,5 @@ def test_once_steps_have_settled_nothing_is_trained_again(tmp_path):
     (tmp_path / "record.json").write_text(codec.dumps(record))
     files = {"plan_file": str(tmp_path / "plan.json"), "record_file": str(tmp_path / "record.json")}
     settings = Settings(**files, report_folder=str(tmp_path))
-    written(tmp_path, steps=3, plan=codec.to_plain(plan), short={"needed_bytes": plan.budget_bytes + 9, "held": {}})
+    written(tmp_path, steps=3, plan=codec.to_plain(plan), short={"needed_bytes": plan.budget_bytes + 9, "held": {"weights": 1}})
     assert restart.tighter_plan(settings.to_environment(), BudgetExceeded.exit_code, 0, None) == ""
