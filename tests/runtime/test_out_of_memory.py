@@ -100,5 +100,10 @@ def test_once_steps_have_settled_nothing_is_trained_again(tmp_path):
     (tmp_path / "record.json").write_text(codec.dumps(record))
     files = {"plan_file": str(tmp_path / "plan.json"), "record_file": str(tmp_path / "record.json")}
     settings = Settings(**files, report_folder=str(tmp_path))
-    written(tmp_path, steps=3, plan=codec.to_plain(plan), short={"needed_bytes": plan.budget_bytes + 9, "held": {"weights": 1}})
+    written(
+        tmp_path,
+        steps=3,
+        plan=codec.to_plain(plan),
+        short={"needed_bytes": plan.budget_bytes + 9, "held": {"weights": 1}},
+    )
     assert restart.tighter_plan(settings.to_environment(), BudgetExceeded.exit_code, 0, None) == ""
