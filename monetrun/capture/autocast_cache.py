@@ -17,6 +17,7 @@ from torch._C import DispatchKey
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
 
+from monetrun.capture.gradient_terms import within_backward
 from monetrun.capture.python_entries import replace_entry
 
 _CAST = torch.ops.aten._to_copy.default
@@ -90,7 +91,7 @@ def _is_of_autocast() -> bool:
     """Whether a cast is made by autocast in a forward, and not by the script or in a backward."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return False  # autocast's own calls are made without it
-    if torch._C._current_graph_task_id() != -1:
+    if within_backward():
         return False
     nodes = fx_traceback.get_current_meta().get("from_node", ())
     return bool(nodes) and nodes[-1].target not in _EXPLICIT

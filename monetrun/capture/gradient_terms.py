@@ -153,6 +153,11 @@ def _users(roots: Any, wanted: Container[Any]) -> Iterator[tuple[Any, list[Edge 
             yield function, [edge if edge in wanted else None for edge in edges]
 
 
+def within_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def nodes_behind(tensors: Any, ends: Container[Any] = ()) -> Iterator[Any]:
     """The nodes of autograd's graph that the backward of ``tensors`` (one or several) runs, up to ``ends``."""
     given = [tensors] if isinstance(tensors, torch.Tensor) else tensors

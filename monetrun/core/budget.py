@@ -163,6 +163,11 @@ def resolve(
     return usable_bytes if budget.kind == AUTO else max(1, _share(budget.value, usable_bytes))
 
 
+def is_auto(budget: Budget) -> bool:
+    """Whether the user has stated no amount; also where the nodes have made bytes of it."""
+    return budget.text.lower() == AUTO
+
+
 def smallest(budgets: Sequence[Budget]) -> Budget:
     """The smallest of budgets in bytes and of shares of the plain peak, at least one."""
     known = [b for b in budgets if b.kind == BYTES]

@@ -45,6 +45,13 @@ class Decision:
     tightened: int = 0
     more_held_bytes: int = 0
 
+    @property
+    def held_record(self) -> StepRecord | None:
+        """``record`` with ``more_held_bytes``: the step that the plan is of."""
+        if self.record is None or not self.more_held_bytes:
+            return self.record
+        return with_more_held(self.record, self.more_held_bytes)
+
     def environment(self, settings: Settings, folder: Path, kind: str) -> dict[str, str]:
         """The variables of the workers of one node.
 
@@ -55,9 +62,6 @@ class Decision:
         """
         if self.mode == PLAIN:
             return replace(settings, mode=PLAIN, budget_bytes=self.budget_bytes).to_environment()
-        record = self.record
-        if record is not None and self.more_held_bytes:
-            record = with_more_held(record, self.more_held_bytes)
         found = replace(
             settings,
             mode=RUN,
@@ -65,7 +69,7 @@ class Decision:
             plan_given=self.plan_given,
             as_is=self.as_is,
             plan_file=_written(folder / "plan.json", self.plan),
-            record_file=_written(folder / "record.json", record),
+            record_file=_written(folder / "record.json", self.held_record),
         )
         return {**found.to_environment(), **allocator_variables(kind)}
 

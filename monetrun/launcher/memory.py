@@ -34,11 +34,6 @@ class NothingLeft(UsageError):
     """Of a device's free memory nothing is left for tensors: ``auto`` and percentages are no budget there."""
 
 
-def is_auto(budget: Budget) -> bool:
-    """Whether the user has stated no amount; also where the nodes have made bytes of it."""
-    return budget.text.lower() == AUTO
-
-
 def modelled_bytes(cost_model: str) -> int:
     """Memory of the device that a cost model describes; 0 for ``"measured"``.
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monetrun.core import codec
-from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget, resolve, smallest
+from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget, is_auto, resolve, smallest
 from monetrun.core.errors import DeviceQueryFailed, InfeasibleBudget, MonetrunError, NoPlanInTime
 from monetrun.launcher import keys, memory, report
 from monetrun.launcher.decision import Decision
@@ -229,13 +229,13 @@ class Nodes:
             refusal = offer.refusal
             if refusal is None:
                 continue
-            nothing_left = memory.is_auto(offer.budget) and refusal.exit_code == memory.NothingLeft.exit_code
+            nothing_left = is_auto(offer.budget) and refusal.exit_code == memory.NothingLeft.exit_code
             decision = as_it_is(self._job, refusal.message) if nothing_left else None
-            if decision is None or not memory.is_auto(self._job.budget):
+            if decision is None or not is_auto(self._job.budget):
                 raise refusal.error()
             return replace(decision, nodes=len(offers))
         budget = smallest([offer.budget for offer in offers])
-        _take(self._job, budget if all(memory.is_auto(offer.budget) for offer in offers) else _stated(budget))
+        _take(self._job, budget if all(is_auto(offer.budget) for offer in offers) else _stated(budget))
         return replace(self._job.decide(), nodes=self._job.ranks.nodes)
 
     def _wait_for(self, store: Any, decider: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from monetrun.core.budget import SHARE_OF_PLAIN, Budget, format_bytes, resolve
+from monetrun.core.budget import SHARE_OF_PLAIN, Budget, format_bytes, is_auto, resolve
 from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import memory
 from monetrun.launcher.options import LaunchOptions
@@ -94,7 +94,7 @@ def plain_instead(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> tup
     (0): what it takes later is what the share is of. Nor is ``auto``: torchrun would try.
     """
     took = "" if plain is None else f": the plain run's first steps took {format_bytes(plain.reserved_bytes)}"
-    if memory.is_auto(budget):
+    if is_auto(budget):
         return f"models run as they are, without a limit, as under torchrun{took}", 0
     budget_bytes = _in_bytes(plain, budget, ranks)
     if plain is None or max(plain.reserved_bytes, plain.more_than_bytes + 1) > budget_bytes:

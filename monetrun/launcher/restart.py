@@ -172,15 +172,16 @@ def relieved(job: Job, decision: Decision, shortage: Shortage) -> Decision:
 
     It is ``decision`` itself where there is neither.
     """
-    plan, record = decision.plan, decision.record
+    plan, record = decision.plan, decision.held_record
     if plan is None or record is None:
         return decision
+    made = None
     if decision.tightened < MOST_RESTARTS:
-        held = with_more_held(record, decision.more_held_bytes) if decision.more_held_bytes else record
-        if (made := tightened(plan, held, shortage, decision.tightened, job.options)) is not None:
-            print(f"monetrun: {made.line}", file=sys.stderr, flush=True)
-            more_held = decision.more_held_bytes + made.free_bytes
-            return replace(decision, plan=made.plan, tightened=decision.tightened + 1, more_held_bytes=more_held)
+        made = tightened(plan, record, shortage, decision.tightened, job.options)
+    if made is not None:
+        print(f"monetrun: {made.line}", file=sys.stderr, flush=True)
+        more_held = decision.more_held_bytes + made.free_bytes
+        return replace(decision, plan=made.plan, tightened=decision.tightened + 1, more_held_bytes=more_held)
     instead = as_it_is(job, _UNDER_EACH)
     return decision if instead is None else replace(instead, nodes=decision.nodes)
 

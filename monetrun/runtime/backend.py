@@ -174,7 +174,7 @@ class Backend:
             CaptureFailed: it cannot be captured.
         """
         self.traced()
-        breaks.check_static(module)
+        breaks.check(module)
         note_regions(module)
         # while a step is recorded, it is known when its backward begins whether terms or turns are needed
         undecided = self.observer is not None and not gradient_order.communicates()

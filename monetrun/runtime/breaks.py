@@ -30,9 +30,6 @@ _OPEN_SIZES = re.compile(r"SymInt|SymFloat|SymBool|symbolic|unbacked")
 _LONGEST = 80  # characters of a line or a reason that are printed
 
 
-_FLEX_ATTENTION = torch.ops.higher_order.flex_attention
-
-
 class FollowsData(CaptureFailed):
     """A graph has shapes or numbers that follow from its data, so that no schedule is made for it.
 
@@ -47,6 +44,28 @@ class FollowsData(CaptureFailed):
         self.only_read = only_read
 
 
+def check(module: fx.GraphModule) -> None:
+    """Check that one of Dynamo's graphs can be planned.
+
+    Raises:
+        CaptureFailed: it cannot; ``FollowsData``, where shapes or numbers follow from its data.
+    """
+    check_static(module)
+    _refuse_flex_attention(module)
+
+
+def _refuse_flex_attention(module: fx.GraphModule) -> None:
+    """Look for flex attention in one of Dynamo's graphs: of a captured graph it would be products of whole matrices.
+
+    Raises:
+        CaptureFailed: there is some.
+    """
+    flex_attention = torch.ops.higher_order.flex_attention
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule) and inner.graph.find_nodes(op="call_function", target=flex_attention):
+            raise CaptureFailed("flex_attention is one kernel only where the script's own torch.compile makes it one")
+
+
 def check_static(module: fx.GraphModule) -> None:
     """Check that all shapes and numbers in one of Dynamo's graphs follow from those of its inputs.
 
@@ -56,9 +75,6 @@ def check_static(module: fx.GraphModule) -> None:
     if None in results_of(module.graph):
         # TorchDynamo loses the result of ``item`` under ``torch.set_default_device``
         raise FollowsData("a value that the graph gives", True)
-    for inner in module.modules():
-        if isinstance(inner, fx.GraphModule) and inner.graph.find_nodes(op="call_function", target=_FLEX_ATTENTION):
-            raise CaptureFailed("flex_attention is one kernel only where the script's own torch.compile makes it one")
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
         if node.op not in ("call_function", "call_method") or not _follows_data(value):

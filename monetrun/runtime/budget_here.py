@@ -10,7 +10,7 @@ import torch
 
 from monetrun.capture import device_peaks
 from monetrun.capture.meter import Meter
-from monetrun.core.budget import AUTO, CUDA_RESERVE_BYTES, SHARE_OF_FREE, parse, resolve
+from monetrun.core.budget import AUTO, CUDA_RESERVE_BYTES, SHARE_OF_FREE, is_auto, parse, resolve
 from monetrun.core.errors import (
     BudgetExceeded,
     InfeasibleBudget,
@@ -71,9 +71,9 @@ def auto_is_no_limit(settings: Settings, alone_in: StepRecord | None = None) -> 
     try:
         yield
     except MonetrunError as error:  # of this rank, or what another one has said
-        unstated = settings.mode == RUN and not settings.plan_given and settings.budget.lower() == AUTO
+        stated = settings.plan_given or not settings.budget or not is_auto(parse(settings.budget))
         sharded = alone_in is not None and alone_in.sharding is not None
-        if settings.strict or sharded or not unstated or error.exit_code not in _REFUSALS:
+        if settings.mode != RUN or settings.strict or stated or sharded or error.exit_code not in _REFUSALS:
             raise
         fault = PlanningFault(f"what is free has no plan ({error.message.partition(chr(10))[0]})", "as under torchrun")
         fault.of_one_call = alone_in is not None

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from monetrun.core.plan import Plan
 from monetrun.core.step import HELD_SINCE, StepRecord
-from monetrun.runtime.moved_memory import allocated_limit
+from monetrun.runtime.moved_memory import allocated_limit, with_plain_peak_of
 
 # After so many steps with room for the earlier plan it runs again, and after so many times more the next time: models
 # are compiled anew. Not where it is not faster by at least this.
@@ -45,11 +45,7 @@ class EarlierPlans:
         if not self._left or beyond is None:
             return None
         earlier, record = self._left[-1]
-        pool = earlier.pool
-        if pool is not None and plan.pool is not None:
-            pool = replace(pool, plain_bytes=plan.pool.plain_bytes)
-        budget_bytes, plain_peak_bytes = plan.budget_bytes, plan.plain_peak_bytes
-        earlier = replace(earlier, budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes, pool=pool)
+        earlier = replace(with_plain_peak_of(plan, earlier), budget_bytes=plan.budget_bytes)
         free = max(0, allocated_limit(earlier) - earlier.planned_peak_bytes)
         self._steps = self._steps + 1 if beyond <= record.ledger.get(HELD_SINCE, 0) + free else 0
         if self._steps < self._wanted:

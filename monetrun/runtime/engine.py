@@ -287,10 +287,12 @@ def _recorded(engine: Engine, recorder: Recorder | SecondStep) -> StepRecord:
     record = recorder.record(recorder.measure(engine.store), engine.breaks.values())
     if first is not None:
         record = with_gradients_held(first, record)
-    record = dataclasses.replace(
-        record, backward_autocast=engine.autocast.state, gradients_in_terms=engine.terms.needed
+    return dataclasses.replace(
+        record,
+        backward_autocast=engine.autocast.state,
+        gradients_in_terms=engine.terms.needed,
+        gradients_by_turns=engine.terms.by_turns,
     )
-    return dataclasses.replace(record, gradients_by_turns=engine.terms.by_turns)
 
 
 def _recorder(engine: Engine) -> Recorder:

@@ -59,6 +59,14 @@ def plain_bytes(plan: Plan) -> int:
     return plan.plain_peak_bytes if plan.pool is None else plan.pool.plain_bytes
 
 
+def with_plain_peak_of(plan: Plan, other: Plan) -> Plan:
+    """``other``, with what the plain run takes as ``plan`` has it."""
+    pool = other.pool
+    if pool is not None and plan.pool is not None:
+        pool = replace(pool, plain_bytes=plan.pool.plain_bytes)
+    return replace(other, plain_peak_bytes=plan.plain_peak_bytes, pool=pool)
+
+
 def allocated_limit(plan: Plan) -> int:
     """What a step may have allocated: the budget, on CUDA less what is reserved beyond it."""
     if plan.pool is None:
@@ -242,11 +250,7 @@ def plan_with_more_held(
         more = with_more_held(record, held_bytes - before)
         base = planner.baseline(more, frugal)
         made = planner.plan_step(more, plan.budget_bytes, settings.algorithm, options, base, starts)
-        pool = made.pool
-        if pool is not None and plan.pool is not None:
-            pool = replace(pool, plain_bytes=plan.pool.plain_bytes)
-        made = replace(made, plain_peak_bytes=plan.plain_peak_bytes, pool=pool)
-        return Replanned(made, more, base.frugal_schedules)
+        return Replanned(with_plain_peak_of(plan, made), more, base.frugal_schedules)
 
     frugal = planner.baseline(record).frugal_schedules if frugal is None else frugal
     try:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from monetrun.capture.eager_answers import eager_answers, was_asked
+from monetrun.capture.gradient_terms import within_backward
 from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
@@ -364,8 +365,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _autograd_is_at_work() -> bool:
     """Whether a backward runs, or the script's hooks take what is saved for one, as in a checkpointed region."""
-    autograd = torch._C._autograd
-    return torch._C._current_graph_task_id() != -1 or autograd._top_saved_tensors_default_hooks(False) is not None
+    return within_backward() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _capture_errors() -> tuple[type[Exception], ...]:

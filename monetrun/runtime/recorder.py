@@ -258,9 +258,8 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
             tensors = [recorder.joints[k].graph.tensors[t] for k, t in dropped]
             seen = {} if recorder.memory is None else recorder.memory.seen_outside(i, tensors)
             high, action = max(0, peak - grown - sum(t.nbytes for t in tensors)), recorder._actions.get(i)
-            if passing := recorder.optimizers.passing_bytes.get(
-                i
-            ):  # at its peak there may be less of the state than later
+            # at the peak of an optimizer's step there may be less of its state than later
+            if passing := recorder.optimizers.passing_bytes.get(i):
                 high = max(high, passing + stretch.start_bytes + absent - now)
             seen["read_as"] = read_as if any(read_as) else ()
             events.append(Event(OUTSIDE, -1, delta - grown, high, stretch.name, dropped=dropped, action=action, **seen))

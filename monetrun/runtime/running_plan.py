@@ -105,10 +105,10 @@ class RunningPlan:
             self._ruled_out.add_recorded(record)
         self.follow(plan)
 
-    def follow(self, plan: Plan) -> None:
-        """Run this plan from now on; models have to be compiled anew."""
+    def follow(self, plan: Plan, earlier: EarlierPlans | None = None) -> None:
+        """Run this plan from now on; models have to be compiled anew. ``earlier``: plans to go back to, if any."""
         kept.check_torch(plan.torch_version, torch.__version__, "the plan")
-        self.plan, self._earlier = plan, EarlierPlans()
+        self.plan, self._earlier = plan, earlier or EarlierPlans()
         self.record = None if self.record is None else as_planned(self.record, plan.keeps_parameters)
         self.schedules: dict[str, Schedule] = {g.fingerprint: g.schedule for g in plan.graphs}
         self.enforcement.plan_is(plan.budget_bytes, plan.pool, bool(plan.ledger.get(LIBRARIES)))
@@ -241,11 +241,9 @@ class RunningPlan:
             if self.room.does_without(shortage):
                 return
             raise moved_memory.refused_step(self.plan, shortage, failure, self.device) from None
-        earlier = self._earlier
-        earlier.leave(self.plan, self.record, found.plan)
+        self._earlier.leave(self.plan, self.record, found.plan)
         self.record, self._frugal = found.record, found.frugal
-        self.follow(found.plan)
-        self._earlier = earlier
+        self.follow(found.plan, self._earlier)
         again = f"planned again within {format_bytes(self.plan.budget_bytes)}, overhead {self.plan.overhead:+.1%}"
         again += rounding_note(self.plan, self.record)
         self.note(f"{format_bytes(shortage.excess_bytes)} more are held before the forward than planned: {again}")
@@ -269,12 +267,10 @@ def _number(fingerprint: str, record: StepRecord | None) -> int:
 
 def _goes_back(running: RunningPlan) -> bool:
     """Whether a plan that was left runs again, since there is room for it."""
-    earlier = running._earlier
-    if (found := earlier.step_ended(running.plan)) is None:
+    if (found := running._earlier.step_ended(running.plan)) is None:
         return False
     plan, running.record = found
-    running.follow(plan)
-    running._earlier = earlier
+    running.follow(plan, running._earlier)
     running.steps.forget_peaks()
     again = f"that plan runs again, overhead {plan.overhead:+.1%}"
     running.note(f"what was held beyond the plan is held no more: {again}")

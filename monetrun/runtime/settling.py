@@ -25,7 +25,7 @@ class Settling:
         self._calls: Counter[str] = Counter()
         self._generation = 0
 
-    def begins(self, inputs: list[Any], generation: int = 0) -> None:
+    def begins(self, inputs: list[Any], generation: int) -> None:
         """A call begins that is not within another one's.
 
         Args:

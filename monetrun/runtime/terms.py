@@ -7,9 +7,8 @@ from typing import Any
 
 from monetrun.capture import double_backward
 from monetrun.capture.gradient_order import brings_other_terms
-from monetrun.capture.gradient_terms import nodes_behind
+from monetrun.capture.gradient_terms import nodes_behind, within_backward
 from monetrun.runtime.unplannable_use import compiled_calls
-from monetrun.runtime.within_backward import within_backward
 
 # Of so many backwards since a graph was captured it is looked up what they go through, which takes the host's time;
 # of those after them each time so many have passed.

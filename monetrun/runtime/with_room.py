@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from monetrun.capture.gradient_terms import within_backward
 from monetrun.core.errors import PlanningFault
 from monetrun.runtime.open_step import OpenStep
 from monetrun.runtime.output_uses import OutputUses
 from monetrun.runtime.recording import Recording
 from monetrun.runtime.running_plan import RunningPlan
-from monetrun.runtime.within_backward import within_backward
 
 # Each is traced and planned for in vain, which takes seconds: then models run as they are from now on.
 _MOST_UNPLANNED_CALLS = 3

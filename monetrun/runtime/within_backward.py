@@ -7,10 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-
-def within_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
+from monetrun.capture.gradient_terms import within_backward
 
 
 class StepsWithinBackward:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from monetrun.core import codec
-from monetrun.core.budget import parse
+from monetrun.core.budget import is_auto, parse
 from monetrun.core.errors import DeviceQueryFailed, InfeasibleBudget, MonetrunError
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord, replay
@@ -232,7 +232,7 @@ def test_where_a_plan_was_made_a_node_with_less_for_auto_does_not_have_it_droppe
     small.budget = parse("auto")
     small.budget_bytes = lambda: int(0.5 * PLAIN)
     assert meet(stays, Nodes(small)) == [before, before]
-    assert not memory.is_auto(first.decided_with[-1])  # for which the plain run may take the place of a plan
+    assert not is_auto(first.decided_with[-1])  # for which the plain run may take the place of a plan
 
 
 def test_a_device_that_cannot_be_read_does_not_matter_to_a_budget_in_bytes(monkeypatch):

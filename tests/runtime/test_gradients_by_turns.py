@@ -91,20 +91,27 @@ def measured(script):
     return found, meter.peaks().allocated_bytes - before
 
 
+def planned(script, plan=None):
+    """What ``script`` gives at nine tenths of the plain peak, or under ``plan``, and the engine."""
+    gc.collect()
+    settings = Settings(mode=RUN, budget="0.9x", solver_seconds=0.5, implementations="exact")
+    session = Session(settings, plan)
+    session.watch_process()
+    try:
+        return measured(script)[0], session.engine
+    finally:
+        session.close()
+        torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("script", [accumulated, within_backward])
 def test_the_plain_peak_is_the_plain_runs_and_the_planned_one_is_kept(script):
     plain, peak = measured(script)
     gc.collect()
     before = meter_for(CPU).current_bytes()
-    session = Session(Settings(mode=RUN, budget="0.9x", solver_seconds=0.5, implementations="exact"))
-    session.watch_process()
-    try:
-        planned, _ = measured(script)
-        plan, engine = session.engine.plan, session.engine
-    finally:
-        session.close()
-        torch._dynamo.reset()
-    assert planned == plain
+    found, engine = planned(script)
+    plan = engine.plan
+    assert found == plain
     assert engine.terms.by_turns
     assert plan.plain_peak_bytes - before == pytest.approx(peak, rel=0.005)
     assert engine.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
@@ -117,17 +124,9 @@ def test_a_plan_that_is_given_says_how_gradients_are_given(script):
     plain, _ = measured(script)
     plan = None
     for _ in range(2):
-        gc.collect()
-        session = Session(Settings(mode=RUN, budget="0.9x", solver_seconds=0.5, implementations="exact"))
-        session.plan = plan
-        session.watch_process()
-        try:
-            planned, _ = measured(script)
-            plan, engine = session.engine.plan, session.engine
-        finally:
-            session.close()
-            torch._dynamo.reset()
-        assert planned == plain
+        found, engine = planned(script, plan)
+        plan = engine.plan
+        assert found == plain
         assert engine.terms.by_turns
         assert plan.gradients_by_turns
         assert engine.peak_bytes <= plan.budget_bytes

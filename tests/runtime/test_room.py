@@ -7,6 +7,15 @@ from monetrun.planning.forward_needs import ForwardNeed
 from monetrun.runtime.room import Room, _missing
 
 
+class Held:
+    """A meter: so much is held."""
+
+    exact = True
+
+    def current_bytes(self):
+        return 1000
+
+
 @pytest.mark.parametrize(
     ("planned", "gone", "there", "missing"),
     [
@@ -28,12 +37,6 @@ def test_outputs_that_are_not_there_are_told_from_those_that_are_never_held(plan
 
 
 def test_outputs_that_may_be_missing_end_no_training():
-    class Held:
-        exact = True
-
-        def current_bytes(self):
-            return 1000
-
     room = Room(Held())
     room.limit_bytes = 2000
     room._needs["graph"] = (ForwardNeed(held_bytes=1000, planned_bytes=900, plain_bytes=1100, last_outputs_bytes=400),)
@@ -74,12 +77,6 @@ def test_a_step_that_the_optimizer_skips_is_no_other_way_through_the_forward():
 
 def test_a_forward_that_has_room_after_all_counts_as_a_call():
     """A share of the plain peak grows with what is held, and the forward goes on: one that is repeated counts once."""
-
-    class Held:
-        exact = True
-
-        def current_bytes(self):
-            return 1000
 
     room = Room(Held())
     room.limit_bytes = 1500
