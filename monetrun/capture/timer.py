@@ -16,7 +16,7 @@ from monetrun.ops.registry import Call
 
 # A batch is about so long that an event's resolution (half a microsecond) does not show.
 _BATCH_SECONDS = 5e-4
-_MOST_REPEATS = 40
+_MOST_REPEATS = 20
 # Operands are taken in turn from an arena of so many times the second-level cache, so that calls read them from memory.
 _CACHES = 2
 # The host needs this many times longer for a batch than for as many single calls, at most.
@@ -97,7 +97,10 @@ class DeviceTimer:
 
     def seconds(self, call: Call) -> float:
         """Seconds of one call, each on operands that were not used lately."""
-        sets = self._operand_sets(call)
+        if self._arena is None:
+            self._arena = self.new_arena()
+        self._arena.clear()
+        sets = [operands.make(call, spread_indices=True)]
         given = 0  # calls so far
 
         def run(repeats: int) -> None:
@@ -109,30 +112,32 @@ class DeviceTimer:
 
         started = self.host_clock()
         run(1)
-        host_seconds = self.host_clock() - started
-        once = self._batch(run, 1, host_seconds)
+        host_seconds = self.host_clock() - started  # what a first call prepares is in it
+        self._add_sets(call, sets, 2)
+        once, host_seconds = self._batch(run, 1, host_seconds)
         repeats = min(_MOST_REPEATS, max(1, math.ceil(_BATCH_SECONDS / max(once, 1e-7))))
-        return once if repeats == 1 else self._batch(run, repeats, host_seconds) / repeats
+        if repeats == 1:
+            return once
+        self._add_sets(call, sets, repeats + 1)
+        return self._batch(run, repeats, host_seconds)[0] / repeats
 
-    def _batch(self, run: Callable[[int], None], repeats: int, host_seconds: float) -> float:
+    def _batch(self, run: Callable[[int], None], repeats: int, host_seconds: float) -> tuple[float, float]:
+        """What the device, and what the host needs for so many calls, if the host needs ``host_seconds`` for each."""
         lead = min(_MOST_LEAD_SECONDS, _LEAD * repeats * host_seconds)
         self.wait(int(lead * _CYCLES_PER_SECOND))
-        start = self.clock.mark()
+        start, started = self.clock.mark(), self.host_clock()
         run(repeats)
-        return self.clock.seconds(start, self.clock.mark())
+        host_seconds = self.host_clock() - started
+        return self.clock.seconds(start, self.clock.mark()), host_seconds
 
-    def _operand_sets(self, call: Call) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Operands for calls in turn: as many sets as fill the arena."""
-        sets = [operands.make(call, spread_indices=True)]
-        if self._arena is None:
-            self._arena = self.new_arena()
-        self._arena.clear()
+    def _add_sets(self, call: Call, sets: list[tuple[tuple[Any, ...], dict[str, Any]]], count: int) -> None:
+        """Add operands until there are so many sets, or the arena is full."""
+        assert self._arena is not None
         try:
-            while len(sets) < _MOST_REPEATS:
+            while len(sets) < count:
                 sets.append(operands.make(call, spread_indices=True, new=self._arena.new))
         except MemoryError:
-            pass  # it is full
-        return sets
+            pass  # calls take those that there are in turn
 
 
 def timer_for(meter: Meter, device: torch.device) -> Timer:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from monetrun import __version__
 from monetrun.core.errors import MonetrunError
-from monetrun.runtime.settings import hook_switched_off
+from monetrun.runtime.settings import why_no_hook
 
 OK = "ok"
 WARNING = "warning"
@@ -107,12 +107,8 @@ def _torchvision() -> Check:
 
 def _hook() -> Check:
     """Monetrun's entry point in ``torch.backends``: torch loads it in every worker, to give it its plan."""
-    points = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.value.startswith("monetrun")]
-    if not points:
-        return Check("hook", MISSING, "monetrun is not installed, only imported", "pip install . (or pip install -e .)")
-    if switch := hook_switched_off():
-        return Check("hook", MISSING, f"{switch} stops torch from loading it", "unset it")
-    return Check("hook", OK, points[0].value)
+    why, mend = why_no_hook()
+    return Check("hook", MISSING, why, mend) if why else Check("hook", OK, "torch loads it in every worker")
 
 
 def _solver(package: str, needed: str) -> Check:

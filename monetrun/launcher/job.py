@@ -32,7 +32,7 @@ from monetrun.launcher.trial import end_outer_trial, run_trial
 from monetrun.machine.store import Store
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.known import known_schedules
-from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings, hook_switched_off
+from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings, why_no_hook
 from monetrun.solve import timing
 
 _FROM_CACHE = "  (plan from the cache)"
@@ -131,8 +131,8 @@ class Job:
             self.plan = read_plan(self.options.plan_file)
             self.record = record_of(self.plan, self.store, self.record_key)  # with it, workers measure intervals
             check_options(self.plan, self.record, self.options, self.budget)
-        elif switch := hook_switched_off():
-            report.warn(f"nothing is planned: {switch} keeps torch from loading monetrun's hook; unset it")
+        elif any(missing := why_no_hook()):
+            report.warn(f"nothing is planned: {'; '.join(missing)}")
         elif self.options.probe:
             self.plain = self._find_plain(look=look)
             if (instead := _planned_or_as_it_is(self, look)) is not None:

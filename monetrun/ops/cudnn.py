@@ -228,6 +228,8 @@ def front(plans: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     for name, workspace in plans:
         if not kept or kept[-1][1] - workspace >= max(_SHARE_SAVED * kept[-1][1], _BYTES_SAVED):
             kept.append((name, workspace))
+        if kept[-1][1] < _BYTES_SAVED:
+            break  # none can save so many bytes; each further one would be built to find its workspace
     return kept if len(kept) <= MOST_PLANS else [*kept[: MOST_PLANS - 1], kept[-1]]
 
 

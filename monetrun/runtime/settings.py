@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +143,14 @@ class Settings:
         return True
 
 
-def hook_switched_off() -> str:
-    """The setting of a variable with which torch loads no hooks, as torch reads it; empty: it loads them."""
+def why_no_hook() -> tuple[str, str]:
+    """Why torch does not load monetrun's hook in processes like this one, and what to do; empty: it does."""
     name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-    return "" if (given := os.environ.get(name, "1")) == "1" else f"{name}={given}"
+    if (given := os.environ.get(name, "1")) != "1":  # as torch reads it
+        return f"{name}={given} keeps torch from loading monetrun's hook", "unset it"
+    if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return "", ""  # another interpreter's packages are not known here
+    hooks = importlib.metadata.entry_points(group="torch.backends")
+    if not any(hook.value.startswith("monetrun.") for hook in hooks):
+        return "monetrun can be imported but is not installed: torch does not know its hook", "pip install ."
+    return "", ""

@@ -156,9 +156,13 @@ def conformance(settings: Settings) -> Section:
 # ---- what they print
 
 
+_FOLDER = re.compile(r" at /[^\s,]+")
+
+
 def read_doctor(ended: Ended) -> Found:
-    """The checks of ``monetrun doctor``; one that is missing is a failure."""
-    rows = json.loads(ended.stdout)
+    """The checks of ``monetrun doctor``, without this machine's folders; one that is missing is a failure."""
+    found = json.loads(ended.stdout)
+    rows = [{**row, "found": _FOLDER.sub("", row["found"].replace(f"{ROOT}{os.sep}", ""))} for row in found]
     missing = [{"what": f"{row['name']}: {row['found']}"} for row in rows if row["state"] == "missing"]
     return Found(figures={"checks": rows}, failures=tuple(missing))
 

@@ -82,6 +82,22 @@ def test_the_time_is_the_devices_however_long_the_host_takes_to_launch(addition,
     assert device.reads <= 2  # not once for each call
 
 
+def test_the_device_does_not_wait_again_and_again_for_what_a_first_call_prepares(addition):
+    """A library that is loaded, or a kernel that is compiled, in the first call."""
+    device = Device()
+    first = iter([0.01])
+    waits = []
+    wait = device.wait
+
+    def run(x):
+        device.launch(next(first, 1e-5), 1e-5)
+
+    device.wait = lambda cycles: (waits.append(cycles / timer._CYCLES_PER_SECOND), wait(cycles))
+    measured = timer.DeviceTimer(device, lambda: operands.Arena(0, CPU), device.wait, lambda: device.host)
+    assert measured.seconds(Call(run, addition.args)) == pytest.approx(1e-5)
+    assert waits == pytest.approx([1.5 * 0.01, 1.5 * timer._MOST_REPEATS * 1e-5], rel=1e-4)
+
+
 def test_calls_take_their_operands_in_turn_from_the_arena(addition):
     nbytes = 4 * 8 * 4
     _, addresses = timed_calls(Device(), addition, 1e-6, 1e-6, arena_bytes=3 * 512)

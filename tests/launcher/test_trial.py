@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import json
 import math
 import os
@@ -333,6 +334,14 @@ def test_a_script_may_end_with_any_code_and_runs_once(script, tmp_path):
     path = script("print(where, file=open('runs', 'a'))\nsys.exit(96)\n")
     assert main(["--quiet", path]) == 96
     assert (tmp_path / "runs").read_text().split() == ["trial", "0"]
+
+
+def test_where_monetrun_is_imported_but_not_installed_nothing_is_tried(script, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    path = script("import torch\nprint(where, file=open('runs', 'a'))\n")
+    assert main([path]) == 0
+    assert (tmp_path / "runs").read_text().split() == ["0"]
+    assert "nothing is planned: monetrun can be imported but is not installed" in capfd.readouterr().err
 
 
 def test_where_torch_is_told_to_load_no_hooks_nothing_is_tried(script, tmp_path, monkeypatch, capfd):

@@ -91,7 +91,7 @@ class Frontend:
     numerical_note = SimpleNamespace(NONDETERMINISTIC="n", DOWN_CONVERT_INPUTS="d", TENSOR_CORE="t")
 
     def __init__(self, *plans):
-        self.plans, self.ran, self.fails, self.deselected = list(plans), [], None, None
+        self.plans, self.built, self.ran, self.fails, self.deselected = list(plans), [], [], None, None
 
     def pygraph(self, **where):
         return Graph(self, where)
@@ -143,6 +143,7 @@ class Graph:
         if self.frontend.plans[index][1] is None:
             raise NotSupported("Deselecting execution plan")
         self.built.add(index)
+        self.frontend.built.append(self.frontend.plans[index][0])
 
     def get_workspace_size_plan_at_index(self, index):
         assert index in self.built
@@ -199,6 +200,12 @@ def test_the_front_has_the_plans_with_clearly_less_workspace_than_all_before():
     assert cudnn.front([]) == []
     falling = [(str(n), (9 - n) * 100 * MIB) for n in range(10)]
     assert [name for name, _ in cudnn.front(falling)] == ["0", "1", "2", "9"]
+
+
+def test_no_plan_is_built_after_one_with_hardly_a_workspace(frontend):
+    frontend.plans = [("eng1", 8 * MIB), ("eng2", MIB - 1), ("eng3", 0)]
+    assert [name for name, _ in cudnn.plans_of(PROBLEM, True, handle="handle")] == ["eng1", "eng2"]
+    assert frontend.built == ["eng1", "eng2"]
 
 
 PROBLEM = Problem.of(

@@ -203,6 +203,21 @@ def test_a_launchs_report_and_the_scripts_own_figures_are_read_from_one_output()
     assert found.failures == ()
 
 
+def test_what_doctor_found_is_kept_without_this_machines_folders():
+    rows = [
+        {"name": "python", "state": "ok", "found": "3.12.3 at /opt/torch/bin/python3, Linux x86_64", "mend": ""},
+        {"name": "hook", "state": "missing", "found": "not installed", "mend": "pip install ."},
+        {"name": "cache", "state": "ok", "found": f"{ROOT}/build/cache", "mend": ""},
+    ]
+    read = gpu_sections.read_doctor(Ended(0, 1.0, json.dumps(rows), ""))
+    assert [row["found"] for row in read.figures["checks"]] == [
+        "3.12.3, Linux x86_64",
+        "not installed",
+        "build/cache",
+    ]
+    assert read.failures == ({"what": "hook: not installed"},)
+
+
 @pytest.mark.parametrize("worker", ["", "[gw3] [ 50%] "])
 def test_tests_that_ran_are_counted_and_failed_ones_named(worker):
     results = {"tests/a.py::test_one[x y]": "PASSED", "tests/a.py::test_two": "FAILED", "tests/b.py::test_x": "SKIPPED"}
