@@ -1,9 +1,12 @@
 // The native core: replay and search behind a C interface (monetrun/simulate.py, monetrun/solve/greedy.py).
 
+#include "large_pool.hpp"
 #include "replay.hpp"
 #include "search.hpp"
 
 using monet::FlatGraph;
+using monet::LargePool;
+using monet::PoolReplay;
 using monet::Search;
 using monet::SearchState;
 
@@ -79,6 +82,71 @@ int64_t monet_search_read(Search* search, const FlatGraph* graph, int32_t which,
     implementations[i++] = placed.chosen_at(s) - graph->implementation_start[op];
   }
   return static_cast<int64_t>(sequence.size());
+}
+
+// ---- what is held beside the steps of a schedule (monetrun/planning/native_pool_replay.py)
+
+// Two outcomes: the latest one of the first trace, and the one that is kept.
+struct Holds {
+  PoolReplay replay;
+  PoolReplay::Outcome latest, kept, other;
+};
+
+// states: of LargePool::State; base: which request a block in use is, or -1. Blocks are in the order of their addresses.
+Holds* monet_holds_new(int64_t page, int64_t least_block, int64_t max_split, int64_t max_rounding, int64_t blocks,
+                       const int64_t* starts, const int64_t* bytes, const int8_t* states, const int32_t* base,
+                       int64_t requests, int64_t large) {
+  LargePool pool({page, least_block, max_split, max_rounding});
+  std::vector<int32_t> base_blocks(requests, -1);
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int32_t block = pool.add(starts[i], bytes[i], static_cast<LargePool::State>(states[i]));
+    if (base[i] >= 0) base_blocks[base[i]] = block;
+  }
+  return new Holds{{std::move(pool), std::move(base_blocks), requests, large}, {}, {}, {}};
+}
+
+void monet_holds_free(Holds* holds) { delete holds; }
+
+void monet_holds_trace(Holds* holds, int64_t count, const int8_t* kinds, const int32_t* numbers, const int64_t* bytes) {
+  std::vector<PoolReplay::Event> events;
+  for (int64_t i = 0; i < count; ++i)
+    events.push_back({static_cast<PoolReplay::Kind>(kinds[i]), numbers[i], bytes[i]});
+  holds->replay.add_trace(std::move(events));
+}
+
+// What is reserved; allocated: the most.
+int64_t monet_holds_replay(Holds* holds, const int32_t* starts, const int64_t* held, int64_t* allocated) {
+  holds->replay.replay(0, starts, held, holds->latest);
+  *allocated = holds->latest.allocated;
+  return holds->latest.reserved;
+}
+
+// The most that any other trace reserves; a number above `most` as soon as one reserves more.
+int64_t monet_holds_others(Holds* holds, const int32_t* starts, const int64_t* held, int64_t most) {
+  int64_t reserved = 0;
+  for (size_t trace = 1; trace < holds->replay.traces() && reserved <= most; ++trace) {
+    holds->replay.replay(trace, starts, held, holds->other);
+    reserved = std::max(reserved, holds->other.reserved);
+  }
+  return reserved;
+}
+
+void monet_holds_keep(Holds* holds) { std::swap(holds->latest, holds->kept); }
+
+// How many requests were served in the outcome that is kept, or how many of them are in the way.
+int64_t monet_holds_count(Holds* holds, int32_t in_the_way) {
+  return static_cast<int64_t>(in_the_way ? holds->kept.in_the_way.size() : holds->kept.served.size());
+}
+
+// One of these: its place and bytes, and the bytes of the free blocks that could serve it (`room` of them at most).
+int64_t monet_holds_served(Holds* holds, int32_t in_the_way, int64_t i, int32_t* place, int64_t* bytes, int64_t room,
+                           int64_t* fitting) {
+  const auto& kept = holds->kept;
+  const auto& served = kept.served[in_the_way ? kept.in_the_way[i] : i];
+  *place = served.place;
+  *bytes = served.bytes;
+  std::copy_n(kept.fitting.begin() + served.first, std::min(room, served.count), fitting);
+  return served.count;
 }
 
 }  // extern "C"

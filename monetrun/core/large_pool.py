@@ -54,6 +54,11 @@ class LargePool:
         pool._holes[_ELSEWHERE] = _ELSEWHERE
         return pool
 
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """Start and bytes of all blocks by address, and 0 for one that is free, 1: in use, 2: not mapped."""
+        states = enumerate((self._at, self._used, self._holes))
+        return sorted((start, nbytes, state) for state, found in states for start, nbytes in found.items())
+
     def copy(self) -> LargePool:
         """One that goes on from here on its own."""
         other = LargePool(self.settings)
