@@ -1,4 +1,5 @@
-// The native core: replay and search behind a C interface (monetrun/simulate.py, monetrun/solve/greedy.py).
+// The native core behind a C interface: replay and search (monetrun/core/simulate.py, monetrun/solve/greedy.py), and
+// what is reserved for a step (monetrun/planning/placement.py).
 
 #include "large_pool.hpp"
 #include "replay.hpp"
@@ -86,14 +87,14 @@ int64_t monet_search_read(Search* search, const FlatGraph* graph, int32_t which,
 
 // ---- what is held beside the steps of a schedule (monetrun/planning/native_pool_replay.py)
 
-// Two outcomes: the latest one of the first trace, and the one that is kept.
-struct Holds {
+// Outcomes: the latest one of the first trace, the one that is kept, and that of another trace.
+struct Replays {
   PoolReplay replay;
   PoolReplay::Outcome latest, kept, other;
 };
 
 // states: of LargePool::State; base: which request a block in use is, or -1. Blocks are in the order of their addresses.
-Holds* monet_holds_new(int64_t page, int64_t least_block, int64_t max_split, int64_t max_rounding, int64_t blocks,
+Replays* monet_pool_new(int64_t page, int64_t least_block, int64_t max_split, int64_t max_rounding, int64_t blocks,
                        const int64_t* starts, const int64_t* bytes, const int8_t* states, const int32_t* base,
                        int64_t requests, int64_t large) {
   LargePool pool({page, least_block, max_split, max_rounding});
@@ -102,46 +103,46 @@ Holds* monet_holds_new(int64_t page, int64_t least_block, int64_t max_split, int
     const int32_t block = pool.add(starts[i], bytes[i], static_cast<LargePool::State>(states[i]));
     if (base[i] >= 0) base_blocks[base[i]] = block;
   }
-  return new Holds{{std::move(pool), std::move(base_blocks), requests, large}, {}, {}, {}};
+  return new Replays{{std::move(pool), std::move(base_blocks), requests, large}, {}, {}, {}};
 }
 
-void monet_holds_free(Holds* holds) { delete holds; }
+void monet_pool_free(Replays* replays) { delete replays; }
 
-void monet_holds_trace(Holds* holds, int64_t count, const int8_t* kinds, const int32_t* numbers, const int64_t* bytes) {
+void monet_pool_trace(Replays* replays, int64_t count, const int8_t* kinds, const int32_t* numbers, const int64_t* bytes) {
   std::vector<PoolReplay::Event> events;
   for (int64_t i = 0; i < count; ++i)
     events.push_back({static_cast<PoolReplay::Kind>(kinds[i]), numbers[i], bytes[i]});
-  holds->replay.add_trace(std::move(events));
+  replays->replay.add_trace(std::move(events));
 }
 
 // What is reserved; allocated: the most.
-int64_t monet_holds_replay(Holds* holds, const int32_t* starts, const int64_t* held, int64_t* allocated) {
-  holds->replay.replay(0, starts, held, holds->latest);
-  *allocated = holds->latest.allocated;
-  return holds->latest.reserved;
+int64_t monet_pool_replay(Replays* replays, const int32_t* starts, const int64_t* held, int64_t* allocated) {
+  replays->replay.replay(0, starts, held, replays->latest);
+  *allocated = replays->latest.allocated;
+  return replays->latest.reserved;
 }
 
 // The most that any other trace reserves; a number above `most` as soon as one reserves more.
-int64_t monet_holds_others(Holds* holds, const int32_t* starts, const int64_t* held, int64_t most) {
+int64_t monet_pool_most_of_variants(Replays* replays, const int32_t* starts, const int64_t* held, int64_t most) {
   int64_t reserved = 0;
-  for (size_t trace = 1; trace < holds->replay.traces() && reserved <= most; ++trace) {
-    holds->replay.replay(trace, starts, held, holds->other);
-    reserved = std::max(reserved, holds->other.reserved);
+  for (size_t trace = 1; trace < replays->replay.traces() && reserved <= most; ++trace) {
+    replays->replay.replay(trace, starts, held, replays->other);
+    reserved = std::max(reserved, replays->other.reserved);
   }
   return reserved;
 }
 
-void monet_holds_keep(Holds* holds) { std::swap(holds->latest, holds->kept); }
+void monet_pool_keep(Replays* replays) { replays->kept = replays->latest; }
 
 // How many requests were served in the outcome that is kept, or how many of them are in the way.
-int64_t monet_holds_count(Holds* holds, int32_t in_the_way) {
-  return static_cast<int64_t>(in_the_way ? holds->kept.in_the_way.size() : holds->kept.served.size());
+int64_t monet_pool_count(Replays* replays, int32_t in_the_way) {
+  return static_cast<int64_t>(in_the_way ? replays->kept.in_the_way.size() : replays->kept.served.size());
 }
 
 // One of these: its place and bytes, and the bytes of the free blocks that could serve it (`room` of them at most).
-int64_t monet_holds_served(Holds* holds, int32_t in_the_way, int64_t i, int32_t* place, int64_t* bytes, int64_t room,
+int64_t monet_pool_served(Replays* replays, int32_t in_the_way, int64_t i, int32_t* place, int64_t* bytes, int64_t room,
                            int64_t* fitting) {
-  const auto& kept = holds->kept;
+  const auto& kept = replays->kept;
   const auto& served = kept.served[in_the_way ? kept.in_the_way[i] : i];
   *place = served.place;
   *bytes = served.bytes;

@@ -107,7 +107,7 @@ class LargePool {
     if (settings_.max_split < std::numeric_limits<int64_t>::max()) {
       const int64_t found = free_[i].bytes;
       if (bytes < settings_.max_split && settings_.max_split <= found) return -1;
-      if (bytes >= settings_.max_split && found >= bytes + settings_.max_rounding) return -1;
+      if (bytes >= settings_.max_split && found - bytes >= settings_.max_rounding) return -1;
     }
     return static_cast<int64_t>(i);
   }

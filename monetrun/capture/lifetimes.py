@@ -6,6 +6,7 @@ outputs. Those that only a graph's saved values hold are freed in its backward (
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ class _Call:
 
     Attributes:
         joint: the graph.
+        number: how many calls came before.
         forward: index of the stretch that is its forward.
         backward: of the one that is its backward.
         alive: the storages of its tensors (ids in ``joint.graph``) that are not freed yet.
@@ -33,8 +35,9 @@ class _Call:
         read_as: inputs of later calls that an output is.
     """
 
-    def __init__(self, joint: JointGraph, forward: int) -> None:
+    def __init__(self, joint: JointGraph, number: int, forward: int) -> None:
         self.joint = joint
+        self.number = number
         self.forward = forward
         self.backward = _NOT_YET
         self.alive: dict[int, StorageWeakRef] = {}
@@ -123,6 +126,9 @@ class Lifetimes:
     def __init__(self, first_inputs_only: bool = False) -> None:
         self._first_inputs_only = first_inputs_only
         self._calls: list[_Call] = []
+        self._with_input: dict[int, list[_Call]] = {}  # the calls that an input was given to, by its storage
+        self._with_backward: dict[int, list[_Call]] = {}  # by stretch
+        self._ended: dict[int, list[tuple[_Call, int]]] = {}  # tensors that were freed in a stretch
         self._script: set[int] = set()  # stretches between calls
         self._changed: dict[int, set[int]] = {}  # by the id of the joint graph
         self._writes: Counter[int] = Counter()  # of parameters and buffers by graphs, by storage
@@ -138,12 +144,25 @@ class Lifetimes:
             for t, storage in call.alive.items()
             if not call.external(t)
         }
-        self._calls.append(_Call(joint, stretch))
-        for storage, t in self._calls[-1].watch(joint.primals, arguments, frozenset(outputs)):
+        call = _Call(joint, len(self._calls), stretch)
+        self._calls.append(call)
+        for storage, t in self._watch(call, joint.primals, arguments, frozenset(outputs)):
             owner, output = outputs[storage]
             owner.read_as.setdefault(output, []).append((joint, t))
-        self._calls[-1].note_versions(joint.primals, arguments)
-        self._calls[-1].note_weights(arguments, self._writes)
+        call.note_versions(joint.primals, arguments)
+        call.note_weights(arguments, self._writes)
+
+    def _watch(
+        self, call: _Call, nodes: Iterable[Any], values: Iterable[Any], others: frozenset[int] = frozenset()
+    ) -> list[tuple[int, int]]:
+        """As ``call.watch``, for what may be inputs."""
+        before = len(call.inputs)
+        found = call.watch(nodes, values, others)
+        for storage in [*call.inputs.values()][before:]:
+            calls = self._with_input.setdefault(storage.cdata, [])
+            if call not in calls[-1:]:
+                calls.append(call)
+        return found
 
     def forward_ended(self, results: Sequence[Any]) -> None:
         """It has ended with ``results``: its outputs, then its saved values."""
@@ -157,17 +176,17 @@ class Lifetimes:
         for call in reversed(self._calls):
             if call.joint is joint and call.backward == _NOT_YET:
                 call.backward = stretch
+                self._with_backward.setdefault(stretch, []).append(call)
                 self._changed.setdefault(id(joint), set()).update(call.changed(self._writes))
                 tangents = joint.tangents
                 given = arguments[len(arguments) - len(tangents) :]
-                call.watch(
-                    tangents, [v if _is_as_large(joint, n, v) else None for n, v in zip(tangents, given, strict=True)]
-                )
+                large = [v if _is_as_large(joint, n, v) else None for n, v in zip(tangents, given, strict=True)]
+                self._watch(call, tangents, large)
                 return
 
     def gradients_given(self, joint: JointGraph, stretch: int, nodes: Iterable[Any], gradients: Iterable[Any]) -> None:
         """The backward that is stretch ``stretch`` is about to give ``gradients``."""
-        call = next((c for c in self._calls if c.joint is joint and c.backward == stretch), None)
+        call = next((c for c in self._with_backward.get(stretch, ()) if c.joint is joint), None)
         if call is not None:
             call.watch(nodes, gradients)
 
@@ -177,7 +196,8 @@ class Lifetimes:
             self._script.add(stretch)
         for call in self._calls:
             for t in [t for t, storage in call.alive.items() if storage.expired()]:
-                call.ended[t] = stretch + (stretch == call.forward and call.external(t))
+                at = call.ended[t] = stretch + (stretch == call.forward and call.external(t))
+                self._ended.setdefault(at, []).append((call, t))
                 del call.alive[t]
 
     def released(self, stretch: int) -> tuple[int, ...]:
@@ -188,8 +208,7 @@ class Lifetimes:
         """
         freed = [
             (call, t)
-            for call in self._calls
-            if call.backward == stretch
+            for call in self._with_backward.get(stretch, ())
             for t, at in call.ended.items()
             if at == stretch or (at < stretch and self._may_be_saved(call, t))
         ]
@@ -203,16 +222,16 @@ class Lifetimes:
         """
         return [
             (call.joint, t, self._read_as(call, t))
-            for call in self._calls
-            for t, at in sorted(call.ended.items())
-            if at == stretch and call.waits_at(stretch) and self._may_be_saved(call, t)
+            for call, t in sorted(self._ended.get(stretch, ()), key=lambda ended: (ended[0].number, ended[1]))
+            if call.waits_at(stretch) and self._may_be_saved(call, t)
         ]
 
     def _read_as(self, call: _Call, t: int) -> list[tuple[JointGraph, int]]:
         if not call.external(t):
             return call.read_as.get(t, [])
         of = call.inputs[t].cdata
-        return [(c.joint, i) for c in self._calls if c is not call for i, s in c.inputs.items() if s.cdata == of]
+        others = (c for c in self._with_input[of] if c is not call)
+        return [(c.joint, i) for c in others for i, s in c.inputs.items() if s.cdata == of]
 
     def _may_be_saved(self, call: _Call, t: int) -> bool:
         """Whether a schedule may save ``t``, which the script dropped: an output, or an input that it held till then.
@@ -227,8 +246,7 @@ class Lifetimes:
             or call.ended[t] not in self._script
         ):
             return False
-        of = call.inputs[t].cdata
-        last = max((c for c in self._calls if any(i.cdata == of for i in c.inputs.values())), key=lambda c: c.backward)
+        last = max(self._with_input[call.inputs[t].cdata], key=lambda c: c.backward)
         return last is call and (call is self._calls[0] or not self._first_inputs_only)
 
     def not_to_read_again(self, joint: JointGraph) -> set[int]:
@@ -249,14 +267,16 @@ class Lifetimes:
         """Outputs that were not freed so far."""
         return [(call.joint, t) for call in self._calls for t in sorted(call.alive) if call.is_output(t)]
 
-    def absent_bytes(self, stretch: int) -> int:
-        """Bytes of what ``dropped`` has told by ``stretch``'s end, of calls whose backward comes later or never."""
-        return sum(
-            call.joint.graph.tensors[t].nbytes
-            for call in self._calls
-            for t, at in call.ended.items()
-            if at <= stretch and call.waits_at(stretch) and self._may_be_saved(call, t)
-        )
+    def absent_bytes(self, stretches: int) -> list[int]:
+        """By the end of each stretch: bytes of what ``dropped`` told of, where the backward comes later, or never."""
+        changes = [0] * (stretches + 1)
+        for at, ended in self._ended.items():
+            for call, t in ended:
+                if at < stretches and call.waits_at(at) and self._may_be_saved(call, t):
+                    nbytes = call.joint.graph.tensors[t].nbytes
+                    changes[at] += nbytes
+                    changes[min(call.backward, stretches) if call.backward != _NOT_YET else stretches] -= nbytes
+        return list(itertools.accumulate(changes[:-1]))
 
 
 def _counter(value: torch.Tensor) -> torch.Tensor:

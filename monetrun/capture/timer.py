@@ -16,7 +16,7 @@ from monetrun.ops.registry import Call
 
 # A batch is about so long that an event's resolution (half a microsecond) does not show.
 _BATCH_SECONDS = 5e-4
-_MOST_REPEATS = 20
+_MOST_REPEATS = 20  # sets of operands that do not fill the arena stay in the cache, as small tensors do in a step
 # Operands are taken in turn from an arena of so many times the second-level cache, so that calls read them from memory.
 _CACHES = 2
 # The host needs this many times longer for a batch than for as many single calls, at most.

@@ -207,7 +207,10 @@ def _sizes(options: LaunchOptions, total: int, multiple: int, world_size: int) -
     share = total // world_size
     sizes = divisors(share, multiple)
     if not sizes.among:
-        raise UsageError(f"--multiple {multiple} does not divide the {share} samples of a device in a step")
+        raise UsageError(
+            f"--multiple {multiple} does not divide the {share} samples of a device in a step",
+            "--multiple 1, or one of its divisors",
+        )
     return sizes
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from monetrun import __version__
 from monetrun.core.errors import MonetrunError
-from monetrun.runtime.settings import why_no_hook
+from monetrun.runtime.settings import hooks, why_no_hook
 
 OK = "ok"
 WARNING = "warning"
@@ -108,7 +108,15 @@ def _torchvision() -> Check:
 def _hook() -> Check:
     """Monetrun's entry point in ``torch.backends``: torch loads it in every worker, to give it its plan."""
     why, mend = why_no_hook()
-    return Check("hook", MISSING, why, mend) if why else Check("hook", OK, "torch loads it in every worker")
+    if why:
+        return Check("hook", MISSING, why, mend)
+    found = hooks()
+    if found is None:
+        other = os.environ["PYTHON_EXEC"]
+        return Check(
+            "hook", WARNING, f"not looked for: PYTHON_EXEC={other} runs workers", f"{other} -m monetrun doctor"
+        )
+    return Check("hook", OK, found[0])
 
 
 def _solver(package: str, needed: str) -> Check:

@@ -20,7 +20,7 @@ import click
 
 from monetrun import __version__
 from monetrun.commands import SUMMARIES
-from monetrun.core.errors import MonetrunError, UsageError
+from monetrun.core.errors import REPORT_IT, MonetrunError, UsageError
 from monetrun.core.imports import without_collection
 from monetrun.core.log_lines import print_warnings
 from monetrun.launcher.parser import help_text
@@ -119,5 +119,5 @@ class _Outcome:
         else:
             self.exit_code = MonetrunError.exit_code
             traceback.print_exception(kind, error, trace)
-            print("monetrun: error: this is a fault of monetrun itself, please report it", file=sys.stderr)
+            print(f"monetrun: error: this is a fault of monetrun itself: {REPORT_IT}", file=sys.stderr)
         return True

@@ -54,6 +54,10 @@ def worded(text: str) -> str:
     return _OPTION.sub(argument, text)
 
 
+REPORT_IT = "please report it, with what is printed above and the output of monetrun doctor"
+"""What to do about a fault of monetrun itself."""
+
+
 class MonetrunError(Exception):
     """Base of all errors here.
 
@@ -190,7 +194,7 @@ def own_faults() -> Iterator[None]:
             raise
         first_line = str(error).partition("\n")[0]
         what = f"{type(error).__name__}: {first_line}"
-        raise PlanningFault(f"planning failed by a fault of monetrun itself ({what})", "please report it") from error
+        raise PlanningFault(f"planning failed by a fault of monetrun itself ({what})", REPORT_IT) from error
 
 
 class ScheduleError(MonetrunError):

@@ -370,14 +370,14 @@ def core() -> tuple[ctypes.CDLL | None, str]:
             ("monet_search_seconds", double, [pointer]),
             ("monet_search_best_seconds", double, [pointer]),
             ("monet_search_read", int64, [pointer, pointer, int32, int64, pointer, pointer, pointer]),
-            ("monet_holds_new", pointer, [*[int64] * 5, *[pointer] * 4, int64, int64]),
-            ("monet_holds_free", None, [pointer]),
-            ("monet_holds_trace", None, [pointer, int64, pointer, pointer, pointer]),
-            ("monet_holds_replay", int64, [pointer] * 4),
-            ("monet_holds_others", int64, [pointer, pointer, pointer, int64]),
-            ("monet_holds_keep", None, [pointer]),
-            ("monet_holds_count", int64, [pointer, int32]),
-            ("monet_holds_served", int64, [pointer, int32, int64, pointer, pointer, int64, pointer]),
+            ("monet_pool_new", pointer, [*[int64] * 5, *[pointer] * 4, int64, int64]),
+            ("monet_pool_free", None, [pointer]),
+            ("monet_pool_trace", None, [pointer, int64, pointer, pointer, pointer]),
+            ("monet_pool_replay", int64, [pointer] * 4),
+            ("monet_pool_most_of_variants", int64, [pointer, pointer, pointer, int64]),
+            ("monet_pool_keep", None, [pointer]),
+            ("monet_pool_count", int64, [pointer, int32]),
+            ("monet_pool_served", int64, [pointer, int32, int64, pointer, pointer, int64, pointer]),
         ):
             function = getattr(library, name)
             function.restype = result

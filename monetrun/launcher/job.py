@@ -28,11 +28,11 @@ from monetrun.launcher.plan_file import check_options, read_plan
 from monetrun.launcher.process import exit_on_signals, full_disks_explained, restored_environment, temporary_folder
 from monetrun.launcher.progress import SolverProgress
 from monetrun.launcher.ranks import find_ranks
-from monetrun.launcher.trial import end_outer_trial, run_trial
+from monetrun.launcher.trial import end_outer_trial, hook_is_missing, run_trial
 from monetrun.machine.store import Store
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.known import known_schedules
-from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings, why_no_hook
+from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings, check_hook
 from monetrun.solve import timing
 
 _FROM_CACHE = "  (plan from the cache)"
@@ -127,13 +127,12 @@ class Job:
         """
         if self.modelled_bytes:
             raise _not_here(self.options.cost_model)
+        without_hook = hook_is_missing(self.options)
         if self.options.plan_file:
             self.plan = read_plan(self.options.plan_file)
             self.record = record_of(self.plan, self.store, self.record_key)  # with it, workers measure intervals
             check_options(self.plan, self.record, self.options, self.budget)
-        elif any(missing := why_no_hook()):
-            report.warn(f"nothing is planned: {'; '.join(missing)}")
-        elif self.options.probe:
+        elif self.options.probe and not without_hook:
             self.plain = self._find_plain(look=look)
             if (instead := _planned_or_as_it_is(self, look)) is not None:
                 return instead
@@ -154,11 +153,13 @@ class Job:
 
         Raises:
             NeverTrained, ScriptFailed: see ``run_trial``.
+            UsageError: torch does not load monetrun's hook.
         """
+        check_hook()
         self.plain = self.plain or self._find_plain()
         self._find_record()
         if self.record is None:
-            untried = f"{self.options.script} could not be tried"
+            untried = f"the trial run of {self.options.script} recorded no step of a model that can be planned"
             raise NeverTrained(untried, "monetrun --no-probe plans it while it trains")
         return self.record
 

@@ -283,7 +283,7 @@ def _out_of_memory_lines(outcome: Outcome, plan: Plan) -> list[str]:
     planned, budget = format_bytes(planned_bytes(plan)), format_bytes(plan.budget_bytes)
     line = f"monetrun: out of memory: planned {planned}, budget {budget}"
     if not outcome.needed_bytes:
-        return [f"{line}; memory outside the plan grew"]
+        return [f"{line}; memory outside the plan grew: give a larger --budget, or hold less between steps"]
     return [
         f"{line}, needed at least {format_bytes(outcome.needed_bytes)}",
         f"  held: {', '.join(f'{name} {format_bytes(nbytes)}' for name, nbytes in outcome.held.items() if nbytes)}",

@@ -31,10 +31,11 @@ from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.process import check_space
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
+from monetrun.launcher.report import warn
 from monetrun.launcher.trial_environment import allocator_variables, trial_environment
 from monetrun.runtime import trial_files
 from monetrun.runtime.probe import BEGUN, NO_OPTIMIZER, UNSEEN
-from monetrun.runtime.settings import PREFIX, TRIAL, Settings
+from monetrun.runtime.settings import PREFIX, TRIAL, Settings, check_hook, why_no_hook
 
 # How often the launcher looks whether the trial has left its record, and how long its processes may take to end.
 _LOOK_SECONDS, _END_SECONDS = 0.1, 1.0
@@ -140,6 +141,20 @@ def measure_plain_run(
         run_process(options, environment, folder / "plain_stderr.txt", settings.record_file, _MOST_SECONDS)
     text = _read(settings.record_file)
     return None if text is None else codec.loads(PlainPeaks, text)
+
+
+def hook_is_missing(options: LaunchOptions) -> bool:
+    """Whether workers do not load monetrun's hook, so that nothing is planned; warns of it.
+
+    Raises:
+        UsageError: so it is, with ``--strict``.
+    """
+    if options.strict:
+        check_hook()
+    why, mend = why_no_hook()
+    if why:
+        warn(f"nothing is planned: {why}; {mend}")
+    return bool(why)
 
 
 def end_outer_trial() -> None:

@@ -263,7 +263,7 @@ _named: dict[torch.device, dict[str, PlanNames]] = {}  # by the problems' texts
 
 
 def plans_on(problem: Problem, tensor_float: bool, device: torch.device) -> tuple[str, ...]:
-    """The names of ``plans_of`` on a CUDA device; to find them, dozens of plans are built."""
+    """The names of ``plans_of`` on a CUDA device; to find them, up to dozens of plans are built."""
     known, text = _named.setdefault(device, {}), f"{problem.text} tf32={tensor_float}"
     if text not in known:
         with _handle(device) as handle:

@@ -257,7 +257,7 @@ class _Search:
             share = f"{request.max_overhead:.0%}"
             message = f"no batch from {first} on trains within {budget} at {share} overhead"
             more = 2 * request.max_overhead or 0.1
-            hint = "give more (--budget)"
+            hint = "give a larger --budget"
             if more < MOST_OVERHEAD:
                 hint += f", or allow more: --max-overhead {100 * more:g}%"
         for one in self.verified:

@@ -46,47 +46,47 @@ class NativePoolReplay:
         states = array("b", [state for _, _, state in blocks])
         base = array("i", [at.get(start, -1) for start, _, _ in blocks])
         limits = memory.settings.max_split_bytes, memory.settings.max_rounding_bytes
-        self._handle: int | None = library.monet_holds_new(
+        self._handle: int | None = library.monet_pool_new(
             *(memory.settings.large_segment_bytes, LEAST_BLOCK, *(min(n, _LARGEST) for n in limits)),
             *(len(blocks), *map(_pointer, (starts, sizes, states, base)), len(numbers), large_bytes),
         )
         for kinds, requests, nbytes in flat:
-            library.monet_holds_trace(self._handle, len(kinds), *map(_pointer, (kinds, requests, nbytes)))
+            library.monet_pool_trace(self._handle, len(kinds), *map(_pointer, (kinds, requests, nbytes)))
         self._fitting = array("q", bytes(8 * (len(blocks) + max(map(len, traces)))))  # there are no more blocks
 
     def __enter__(self) -> NativePoolReplay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._library.monet_holds_free(self._handle)
+        self._library.monet_pool_free(self._handle)
         self._handle = None
 
     def replay(self, holds: Held) -> tuple[int, int]:
         """Replay the steps; gives what is reserved in the end, and the most that is allocated."""
         starts, held = self._held(holds)
         allocated = ctypes.c_int64()
-        reserved = self._library.monet_holds_replay(
+        reserved = self._library.monet_pool_replay(
             self._handle, _pointer(starts), _pointer(held), ctypes.byref(allocated)
         )
         return reserved, allocated.value
 
-    def others(self, holds: Held, most: int) -> int:
+    def most_of_variants(self, holds: Held, most: int) -> int:
         """The most that a variant reserves; where one reserves more than ``most``, what it does."""
         starts, held = self._held(holds)
-        return int(self._library.monet_holds_others(self._handle, _pointer(starts), _pointer(held), most))
+        return int(self._library.monet_pool_most_of_variants(self._handle, _pointer(starts), _pointer(held), most))
 
     def keep(self) -> None:
         """Have ``count`` and ``served`` tell of the latest ``replay``."""
-        self._library.monet_holds_keep(self._handle)
+        self._library.monet_pool_keep(self._handle)
 
     def count(self, *, in_the_way: bool) -> int:
         """How many large requests were served; or, of them, how many were alive when more was reserved last."""
-        return int(self._library.monet_holds_count(self._handle, in_the_way))
+        return int(self._library.monet_pool_count(self._handle, in_the_way))
 
     def served(self, i: int, *, in_the_way: bool) -> Served:
         """One of these."""
         place, nbytes = ctypes.c_int32(), ctypes.c_int64()
-        count = self._library.monet_holds_served(
+        count = self._library.monet_pool_served(
             *(self._handle, in_the_way, i, ctypes.byref(place), ctypes.byref(nbytes)),
             *(len(self._fitting), _pointer(self._fitting)),
         )

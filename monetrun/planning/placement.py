@@ -19,8 +19,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from monetrun.core.allocator_settings import MOST_SMALL
 from monetrun.core.graph import FORWARD
@@ -30,13 +29,16 @@ from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, DeviceMemory, StepRecord, events_under, replay
 from monetrun.planning import native_pool_replay
 from monetrun.planning.large_requests import Event, Place, large_requests, otherwise
-from monetrun.planning.pool_replay import Held, PoolReplay, Served
+from monetrun.planning.native_pool_replay import NativePoolReplay
+from monetrun.planning.pool_replay import PoolReplay
 
 # As shares of the allocated peak: what is reserved beyond it and worth a search, and with what a search is content.
 _WORTH, _ENOUGH = 0.01, 0.004
 # The search begins so many times, and draws so many holds each time, at requests of at least this share of the
 # allocated peak.
 _STARTS, _DRAWS, _LARGE = 50, 1000, 0.01
+# Each start gets at least this part of the time that is left.
+_LEAST_PART = 0.25
 # Holds have to do for so many variants of the trace, too.
 _OTHERS = 6
 # The first draws go on from holds under which this share of the allocated peak more is reserved, with probability 1/e.
@@ -49,7 +51,10 @@ _REMOVE, _NEAR, _AT_END = 0.4, 0.8, 0.5
 # A hold is so much smaller than the block that it is to fill, which can be smaller itself in another run.
 _SPARE = (0, 8 * MOST_SMALL, 40 * MOST_SMALL)
 
+_NOTHING_SO_LARGE = 1 << 62
+
 _Holds = dict[Place, tuple[int, ...]]
+_Replay = PoolReplay | NativePoolReplay
 
 
 def placed(record: StepRecord, schedules: Sequence[Schedule], seconds: float) -> tuple[Schedule, ...]:
@@ -99,14 +104,23 @@ def _room(record: StepRecord, schedules: Sequence[Schedule]) -> dict[Place, int]
 # ---- the search
 
 
-class _Replay(Protocol):
-    """``PoolReplay``, or the native one."""
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What some holds give.
 
-    def replay(self, holds: Held) -> tuple[int, int]: ...
-    def others(self, holds: Held, most: int) -> int: ...
-    def keep(self) -> None: ...
-    def count(self, *, in_the_way: bool) -> int: ...
-    def served(self, i: int, *, in_the_way: bool) -> Served: ...
+    Attributes:
+        reserved_bytes, allocated_bytes: in the step.
+        cost: ``reserved_bytes``, or more where a variant reserves more than that and what is spare.
+    """
+
+    reserved_bytes: int
+    allocated_bytes: int
+    cost: int
+
+    @property
+    def is_robust(self) -> bool:
+        """Whether what is reserved for the step, and what is spare, does for all variants."""
+        return self.cost == self.reserved_bytes
 
 
 class _Search:
@@ -125,64 +139,66 @@ class _Search:
         self.random = random.Random()
         self.spare = spare_beside_holds(memory.settings)
         self.traces = [events, *(otherwise(events, seed) for seed in range(_OTHERS))]
-        _, self.allocated_bytes = PoolReplay(memory, [events], 0).replay({})
+        _, self.allocated_bytes = PoolReplay(memory, [events], _NOTHING_SO_LARGE).replay({})
         self.large_bytes = int(_LARGE * self.allocated_bytes)
 
     def run(self, seconds: float) -> _Holds:
         """The holds under which least is reserved; without those that change nothing."""
         until = time.monotonic() + seconds
         if native_pool_replay.available():
-            with native_pool_replay.NativePoolReplay(self.memory, self.traces, self.large_bytes) as replay:
+            with NativePoolReplay(self.memory, self.traces, self.large_bytes) as replay:
                 best, least = self._best(replay, until)
         else:
             best, least = self._best(PoolReplay(self.memory, self.traces, self.large_bytes), until)
         # before the first step the whole pool is reserved, and free
-        laid_out = PoolReplay(self.memory, [self.events], self.large_bytes, least)
-        return best if laid_out.replay(best)[0] <= least else {}
+        laid_out = PoolReplay(self.memory, [self.events], _NOTHING_SO_LARGE, least)
+        return best if best and laid_out.replay(best)[0] <= least else {}
 
     def _best(self, replay: _Replay, until: float) -> tuple[_Holds, int]:
         """Of all starts."""
         best: _Holds = {}
-        least = self._cost(replay, best)[0]
+        least = self._tried(replay, best).reserved_bytes
         for seed in range(_STARTS):
-            if self._is_enough(least):
+            left = until - time.monotonic()
+            if self._is_enough(least) or left <= 0:
                 break
             self.random.seed(seed)
-            holds, cost = self._annealed(replay, until)
-            if cost < least:
-                best, least = holds, cost
+            holds, reserved_bytes = self._annealed(replay, max(left / (_STARTS - seed), _LEAST_PART * left))
+            if reserved_bytes < least:
+                best, least = holds, reserved_bytes
         return self._without_needless(replay, best, least), least
 
-    def _annealed(self, replay: _Replay, until: float) -> tuple[_Holds, int]:
-        """The best holds of one start, and what is reserved under them."""
+    def _annealed(self, replay: _Replay, seconds: float) -> tuple[_Holds, int]:
+        """The best robust holds of one start, and what is reserved under them."""
         holds: _Holds = {}
-        best, least = holds, self._cost(replay, holds)[0]
-        present = least
+        present = self._tried(replay, holds)
+        best, least = holds, present.reserved_bytes
         replay.keep()
+        started = time.monotonic()
         for number in range(_DRAWS):
-            if time.monotonic() >= until or self._is_enough(least):
+            done = max(number / _DRAWS, (time.monotonic() - started) / seconds)
+            if done >= 1 or self._is_enough(least):
                 break
             drawn = self._drawn(holds, replay)
             if drawn is None:
                 continue
-            worse = -_WARM * self.allocated_bytes * (1 - number / _DRAWS) ** 2 * math.log(1 - self.random.random())
-            cost, allocated_bytes = self._cost(replay, drawn, present + int(worse))
-            if allocated_bytes > self.allocated_bytes or cost > present + int(worse):
+            worse = -_WARM * self.allocated_bytes * (1 - done) ** 2 * math.log(1 - self.random.random())
+            found = self._tried(replay, drawn, present.cost + int(worse))
+            if found.allocated_bytes > self.allocated_bytes or found.cost > present.cost + int(worse):
                 continue
-            holds, present = drawn, cost
+            holds, present = drawn, found
             replay.keep()
-            if cost < least:
-                best, least = holds, cost
+            if found.is_robust and found.reserved_bytes < least:
+                best, least = holds, found.reserved_bytes
         return best, least
 
-    def _cost(self, replay: _Replay, holds: _Holds, most: int = 1 << 62) -> tuple[int, int]:
-        """What is reserved under ``holds``, for the variants too, and allocated; reserved is some number above ``most``
-        if it is more.
-        """
+    def _tried(self, replay: _Replay, holds: _Holds, most: int = 1 << 62) -> _Tried:
+        """What ``holds`` give; where that costs more than ``most``, its cost is some number above."""
         reserved_bytes, allocated_bytes = replay.replay(holds)
-        if reserved_bytes <= most:
-            reserved_bytes = max(reserved_bytes, replay.others(holds, most + self.spare) - self.spare)
-        return reserved_bytes, allocated_bytes
+        cost = reserved_bytes
+        if cost <= most:
+            cost = max(cost, replay.most_of_variants(holds, most + self.spare) - self.spare)
+        return _Tried(reserved_bytes, allocated_bytes, cost)
 
     def _is_enough(self, reserved_bytes: int) -> bool:
         return reserved_bytes <= self.allocated_bytes * (1 + _ENOUGH)
@@ -211,7 +227,7 @@ class _Search:
             for i in reversed(range(len(holds[place]))):
                 rest = (*holds[place][:i], *holds[place][i + 1 :])
                 fewer = {**holds, place: rest} if rest else {p: given for p, given in holds.items() if p != place}
-                cost, allocated_bytes = self._cost(replay, fewer, least)
-                if allocated_bytes <= self.allocated_bytes and cost <= least:
+                found = self._tried(replay, fewer, least)
+                if found.allocated_bytes <= self.allocated_bytes and found.is_robust and found.cost <= least:
                     holds = fewer
         return holds

@@ -82,7 +82,7 @@ class PoolReplay:
         reserved_bytes, allocated_bytes, self._latest = self._replayed(self._traces[0], holds)
         return reserved_bytes, allocated_bytes
 
-    def others(self, holds: Held, most: int) -> int:
+    def most_of_variants(self, holds: Held, most: int) -> int:
         """The most that a variant reserves; where one reserves more than ``most``, what it does."""
         reserved_bytes = 0
         for events in self._traces[1:]:

@@ -269,7 +269,7 @@ def refused_step(
     refused = BudgetExceeded(
         f"{held} are held before a forward, {planned} were planned, and no schedule fits beside them"
         f" within {format_bytes(plan.budget_bytes)}\n{holdings.table(now, plan.ledger, shortage.need.held_bytes)}",
-        f"fits: --budget {format_budget(smallest)}" if smallest else "give more (--budget)",
+        f"fits: --budget {format_budget(smallest)}" if smallest else "give a larger --budget",
         smallest_bytes=smallest,
     )
     return as_out_of_memory(refused, device.type)

@@ -245,11 +245,12 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
     """The stretches from the first call on; ``gradients``: bytes of the last step's that are freed after each."""
     events: list[Event] = []
     now = recorder.stretches[0].end_bytes if recorder.stretches else 0  # as ``replay`` will have it
+    absent_bytes = recorder._lifetimes.absent_bytes(len(recorder.stretches))
     for i, stretch in enumerate(recorder.stretches[1:], 1):
         if i - 1 in gradients:
             events.append(last_gradients.are_freed(gradients[i - 1]))
         if stretch.kind == OUTSIDE:
-            absent = recorder._lifetimes.absent_bytes(i)
+            absent = absent_bytes[i]
             delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now
             grown = max(0, stretch.end_bytes - stretch.start_bytes) if stretch.name else 0
             found, index = recorder._lifetimes.dropped(i), recorder.joints.index

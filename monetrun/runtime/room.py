@@ -78,7 +78,8 @@ class Room:
         self._optimizers = 1  # optimizer steps in a training step
         self._optimizer_steps = 0
         self._outputs: list[_Output] = []  # of the present step
-        self._last_outputs: list[_Output] = []  # of the step before
+        self._last_outputs: list[_Output] = []  # of the step before, but for those that were seen to be freed
+        self._freed: list[int] = []  # the bytes of these, ascending
         self._counts_outputs = True
         self._first = False
         self._repeated = 0  # calls for which there was no room, one after the other
@@ -121,7 +122,7 @@ class Room:
         if self._optimizer_steps % self._optimizers == 0:
             self._calls.clear()
             self._dropped.clear()
-            self._last_outputs, self._outputs = self._outputs, []
+            self._last_outputs, self._outputs, self._freed = self._outputs, [], []
 
     def calls(self) -> dict[str, int]:
         """Of each graph, in the present step so far."""
@@ -194,9 +195,12 @@ class Room:
         The first step of an epoch has none where the script's loop is a function: what else is held then stays, and
         would be taken for what is freed.
         """
-        gone = [o.nbytes for o in self._last_outputs if o.storage.expired()]
-        there = [o.nbytes for o in self._last_outputs if not o.storage.expired()]
-        missing = _missing(need.last_outputs_bytes, gone, there) if self._counts_outputs else 0
+        there = [o for o in self._last_outputs if not o.storage.expired()]
+        if len(there) < len(self._last_outputs):
+            self._freed = sorted([*self._freed, *(o.nbytes for o in self._last_outputs if o.storage.expired())])
+            self._last_outputs = there
+        there_bytes = sum(o.nbytes for o in there)
+        missing = _missing(need.last_outputs_bytes, self._freed, there_bytes) if self._counts_outputs else 0
         missing = missing if missing > self.limit_bytes >> _NOTHING_SHIFT else 0
         found = Shortage(fingerprint, self.meter.current_bytes() + missing, need, missing)
         self.excess_bytes = None if fingerprint in self._beyond else found.excess_bytes
@@ -215,12 +219,14 @@ class Room:
         return needs[min(number, len(needs) - 1)]
 
 
-def _missing(planned: int, gone: Sequence[int], there: Sequence[int]) -> int:
-    """Of ``planned`` bytes of outputs those that are not there; ``gone`` are also others, which are never held."""
+def _missing(planned: int, gone: Sequence[int], there: int) -> int:
+    """Of ``planned`` bytes of outputs those that are not there; ``gone``, ascending, are also others, never held."""
+    left = planned - there
+    if left <= 0:
+        return 0
     if not there and planned >= sum(gone) >= planned // _SMALLER_BATCH > 0:
         return planned
-    left = planned - sum(there)
-    for nbytes in sorted(gone, reverse=True):
+    for nbytes in reversed(gone):
         if nbytes <= left:
             left -= nbytes
-    return planned - sum(there) - left
+    return planned - there - left

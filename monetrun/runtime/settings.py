@@ -144,13 +144,29 @@ class Settings:
 
 
 def why_no_hook() -> tuple[str, str]:
-    """Why torch does not load monetrun's hook in processes like this one, and what to do; empty: it does."""
+    """Why torch does not load monetrun's hook in workers, and what to do; empty: it does, or that is not known."""
     name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
     if (given := os.environ.get(name, "1")) != "1":  # as torch reads it
         return f"{name}={given} keeps torch from loading monetrun's hook", "unset it"
-    if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
-        return "", ""  # another interpreter's packages are not known here
-    hooks = importlib.metadata.entry_points(group="torch.backends")
-    if not any(hook.value.startswith("monetrun.") for hook in hooks):
+    if hooks() == []:
         return "monetrun can be imported but is not installed: torch does not know its hook", "pip install ."
     return "", ""
+
+
+def hooks() -> list[str] | None:
+    """Monetrun's functions that torch calls in workers; None where these are run by another interpreter."""
+    if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return None
+    points = importlib.metadata.entry_points(group="torch.backends")
+    return [point.value for point in points if point.value.startswith("monetrun.")]
+
+
+def check_hook() -> None:
+    """Check that torch loads monetrun's hook in workers.
+
+    Raises:
+        UsageError: it does not.
+    """
+    why, mend = why_no_hook()
+    if why:
+        raise UsageError(f"nothing can be planned: {why}", mend)

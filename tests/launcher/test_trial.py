@@ -342,6 +342,10 @@ def test_where_monetrun_is_imported_but_not_installed_nothing_is_tried(script, t
     assert main([path]) == 0
     assert (tmp_path / "runs").read_text().split() == ["0"]
     assert "nothing is planned: monetrun can be imported but is not installed" in capfd.readouterr().err
+    for words in (["--strict", path], ["plan", "--budget", "1GiB", path]):
+        assert main(words) == 2
+        assert "nothing can be planned: monetrun can be imported but is not installed" in capfd.readouterr().err
+    assert (tmp_path / "runs").read_text().split() == ["0"]
 
 
 def test_where_torch_is_told_to_load_no_hooks_nothing_is_tried(script, tmp_path, monkeypatch, capfd):

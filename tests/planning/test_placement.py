@@ -1,5 +1,6 @@
 """Holds: less is reserved for the same steps, also where the pool was reserved before them."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,9 @@ from monetrun.core.requests import StepReplay
 from monetrun.core.reserved import reserved, spare_beside_holds
 from monetrun.core.simulate import simulate
 from monetrun.core.step import DeviceMemory, Segment, replay
-from monetrun.planning import placement, planner
+from monetrun.planning import native_pool_replay, placement, planner
+from monetrun.planning.large_requests import large_requests, otherwise
+from monetrun.planning.pool_replay import PoolReplay
 from monetrun.solve import greedy
 from support.step_records import chain_record
 
@@ -70,6 +73,44 @@ def test_a_pool_that_is_reserved_before_the_first_step_is_enough(record):
     for number in range(5):
         steps.step(first=number == 0)
     assert allocator.large_bytes == needed
+
+
+def test_variants_of_the_step_need_no_more_than_is_planned(record):
+    found = placement.placed(record, frugal(record), 30.0)
+    assert found[0].holds
+    planned = reserved(record, found).large_bytes
+    holds = {(0, i): given for i, given in found[0].holds_by_step().items()}
+    events = large_requests(record, frugal(record), 3)
+    for seed in range(placement._OTHERS):
+        assert PoolReplay(record.memory, [otherwise(events, seed)], 0).replay(holds)[0] <= planned
+
+
+@pytest.mark.parametrize(("of_variants", "found"), [(3, False), (2, True)])
+def test_holds_with_which_a_variant_needs_more_than_would_be_planned_are_not_taken(record, of_variants, found):
+    """Anything that is held has the step reserve 2 in place of 4 times its bytes; a variant of it 3 times, or 2."""
+    schedules = frugal(record)
+    search = placement._Search(record.memory, large_requests(record, schedules, 3), placement._room(record, schedules))
+
+    class Replay(PoolReplay):
+        def replay(self, holds):
+            super().replay(holds)
+            return (2 if holds else 4) * search.allocated_bytes, 0
+
+        def most_of_variants(self, holds, most):
+            return of_variants * search.allocated_bytes
+
+    replay = Replay(record.memory, search.traces, search.large_bytes)
+    holds, reserved_bytes = search._best(replay, time.monotonic() + 5.0)
+    assert (bool(holds), reserved_bytes) == (found, (2 if found else 4) * search.allocated_bytes)
+
+
+def test_without_a_compiler_the_same_holds_are_found(record, monkeypatch):
+    monkeypatch.setattr(placement, "_STARTS", 3)
+    monkeypatch.setattr(placement, "_DRAWS", 150)
+    native = placement.placed(record, frugal(record), 1000.0)
+    monkeypatch.setattr(native_pool_replay, "available", lambda: False)
+    assert placement.placed(record, frugal(record), 1000.0) == native
+    assert native[0].holds
 
 
 def test_without_gains_schedules_stay_as_they_are(record):

@@ -7,7 +7,7 @@ import pytest
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.step import DeviceMemory, Segment
 from monetrun.planning import native_pool_replay
-from monetrun.planning.large_requests import Free, Request, StepBegins, StepEnds
+from monetrun.planning.large_requests import Free, Request, StepBegins, StepEnds, otherwise
 from monetrun.planning.native_pool_replay import NativePoolReplay
 from monetrun.planning.pool_replay import PoolReplay
 
@@ -16,6 +16,9 @@ SETTINGS = {
     "expandable": AllocatorSettings(expandable=True),
     "divided": AllocatorSettings(expandable=True, divisions=(8,) * 16),
     "not split": AllocatorSettings(expandable=True, max_split_bytes=64 * MIB),
+    "split, however much is left": AllocatorSettings(
+        expandable=True, max_split_bytes=64 * MIB, max_rounding_bytes=1 << 63
+    ),
     "large pages": AllocatorSettings(expandable=True, large_segment_bytes=50 * MIB),
 }
 
@@ -48,7 +51,8 @@ def random_memory(draw, settings):
         Segment(False, tuple(draw.choice((1, -1)) * draw.randrange(1, 200) * 2 * MIB for _ in range(n)), gap * 20 * MIB)
         for n, gap in ((draw.randrange(1, 6), 0), (draw.randrange(1, 6), draw.randrange(3)))
     ]
-    return DeviceMemory(settings, AllocatorSettings(), 80 << 30, tuple(base))
+    small = Segment(True, (512, -1024, 2048, 4096 - (2 << 20)))  # its blocks are in another pool
+    return DeviceMemory(settings, AllocatorSettings(), 80 << 30, (base[0], small, base[1]))
 
 
 @needs_core
@@ -58,7 +62,8 @@ def test_the_native_replay_says_the_same(settings, seed):
     draw = random.Random(seed)
     memory = random_memory(draw, settings)
     base_blocks = sum(n > 0 for segment in memory.base for n in segment.blocks)
-    traces = [random_trace(draw, base_blocks) for _ in range(3)]
+    traces = [random_trace(draw, base_blocks) for _ in range(2)]
+    traces += [otherwise(traces[0], seed) for seed in range(2)]
     reference = PoolReplay(memory, traces, 20 * MIB)
     with NativePoolReplay(memory, traces, 20 * MIB) as native:
         for _ in range(15):
@@ -67,10 +72,10 @@ def test_the_native_replay_says_the_same(settings, seed):
                 for _ in range(draw.randrange(6))
             }
             assert native.replay(holds) == reference.replay(holds)
-            assert native.others(holds, 1 << 60) == reference.others(holds, 1 << 60)
-            most = reference.others({}, 1 << 60)
-            assert (native.others(holds, most) > most) == (reference.others(holds, most) > most)
-            if draw.random() < 0.6:
+            assert native.most_of_variants(holds, 1 << 60) == reference.most_of_variants(holds, 1 << 60)
+            most = reference.most_of_variants({}, 1 << 60)
+            assert (native.most_of_variants(holds, most) > most) == (reference.most_of_variants(holds, most) > most)
+            for _ in range(draw.randrange(3)):
                 native.keep()
                 reference.keep()
             for in_the_way in (False, True):
