@@ -222,7 +222,7 @@ def _copied(on_device: torch.Tensor) -> tuple[torch.Tensor, Any]:
     on_host = torch.empty(on_device.shape, dtype=torch.bool, pin_memory=True)
     on_host.copy_(on_device, non_blocking=True)
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(on_device.device))
     return on_host, event
 
 

@@ -52,6 +52,20 @@ def check(module: fx.GraphModule) -> None:
     """
     check_static(module)
     _refuse_flex_attention(module)
+    _refuse_streams(module)
+
+
+def _refuse_streams(module: fx.GraphModule) -> None:
+    """Look for streams of the script's own in one of Dynamo's graphs: a schedule runs on one, and waits for no other.
+
+    Raises:
+        CaptureFailed: there are some.
+    """
+    for inner in module.modules():
+        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+            of_its_own = "stream" in node.meta.get("custom", {})
+            if of_its_own or isinstance(node.meta.get("example_value"), (torch.Stream, torch.Event)):
+                raise CaptureFailed("its forward uses streams of its own, in which a graph's operators would not run")
 
 
 def _refuse_flex_attention(module: fx.GraphModule) -> None:

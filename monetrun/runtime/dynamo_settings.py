@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from monetrun.runtime.planned_calls import PlannedCall
+from types import CodeType
 
 # Each input shape is compiled once; after torch's default of 8 shapes the ninth would run without a plan.
 _RECOMPILE_LIMIT = 1 << 14
+_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
-def prepare_dynamo() -> None:
-    """Raise Dynamo's limits on how many shapes of one function it compiles; have it keep models as they are."""
+def prepare_dynamo(within: CodeType) -> None:
+    """Have Dynamo keep models as they are; it may be at work where the code ``within`` is called."""
     import torch._dynamo
 
     config = torch._dynamo.config
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(config, name, max(_RECOMPILE_LIMIT, getattr(config, name)))
     # Dynamo would split models at the borders of DistributedDataParallel's buckets, and the terms of a gradient from
     # both sides of a border would be added in another order; gradients are given as they are computed without that
     config.optimize_ddp = False
     config.skip_nnmodule_hook_guards = False  # hooks that are added later run
     config.allow_unspec_int_on_nn_module = True  # a module's counter of steps is no other model in each step
     config.use_numpy_random_stream = True  # NumPy's numbers come from NumPy, not from torch's generator
-    torch._dynamo.eval_frame.skip_code(PlannedCall.__call__.__code__)  # Dynamo may be at work where it is called
+    torch._dynamo.eval_frame.skip_code(within)
+
+
+class ManyShapes:
+    """Within it Dynamo compiles any number of shapes of one function. What the script compiles itself has its limit."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        import torch._dynamo
+
+        config = torch._dynamo.config
+        self._before = [getattr(config, name) for name in _LIMITS]
+        for name, before in zip(_LIMITS, self._before, strict=True):
+            if before < _RECOMPILE_LIMIT:
+                setattr(config, name, _RECOMPILE_LIMIT)
+
+    def __exit__(self, *_: object) -> None:
+        import torch._dynamo
+
+        for name, before in zip(_LIMITS, self._before, strict=True):
+            if before < _RECOMPILE_LIMIT:
+                setattr(torch._dynamo.config, name, before)

@@ -26,7 +26,7 @@ from monetrun.capture.gradient_terms import within_backward
 from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
-from monetrun.runtime import resharding, sharding, unplannable_use
+from monetrun.runtime import dynamo_settings, resharding, sharding, unplannable_use
 from monetrun.runtime.entries import entry, forget_former
 from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
@@ -388,7 +388,7 @@ def _with_own_errors(call: PlannedCall, module: nn.Module, args: Any, kwargs: An
 
     pieces = contextlib.nullcontext() if call.broken is None else breaks.in_pieces()
     try:
-        with eager_answers(not call.as_compiled), pieces:
+        with eager_answers(not call.as_compiled), dynamo_settings.ManyShapes(), pieces:
             return call._run(module, args, kwargs)
     except breaks.Refused as refused:
         raise refused.refusal from None

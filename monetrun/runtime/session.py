@@ -373,7 +373,7 @@ def _engine(session: Session, module: nn.Module) -> Engine:
         from monetrun.runtime import probe
 
         probe.begin(session.settings.record_file)
-    prepare_dynamo()
+    prepare_dynamo(PlannedCall.__call__.__code__)
     breaks.quiet_failures()
     device = candidates.device_of_parameters(session.trained_parameters() or module.parameters())
     return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan)

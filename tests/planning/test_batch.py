@@ -285,7 +285,12 @@ def test_a_budget_for_no_batch_names_what_the_smallest_needs():
 
 @pytest.mark.parametrize(
     ("overhead", "hint"),
-    [(0.0, "--max-overhead 10%"), (0.001, "--max-overhead 0.2%"), (1.5, "--max-overhead 300%"), (60.0, "a larger --budget")],
+    [
+        (0.0, "--max-overhead 10%"),
+        (0.001, "--max-overhead 0.2%"),
+        (1.5, "--max-overhead 300%"),
+        (60.0, "larger --budget"),
+    ],
 )
 def test_more_overhead_than_was_allowed_is_named_or_none(overhead, hint):
     search = _Search(limits(1 << 40, overhead), None, {4: chain(4), 8: chain(8)}, print)

@@ -346,6 +346,17 @@ def test_hooks_that_cannot_be_captured_run_around_forwards_that_are(kind, captur
     assert [b.name for b in record.breaks] == [kind.__name__] * (kind is ReadInParts)
 
 
+def test_a_forward_that_uses_streams_of_its_own_is_left_to_python():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    doubled = graph.call_function(torch.mul, (x, 2))
+    graph.output(doubled)
+    breaks.check(torch.fx.GraphModule(nn.Module(), graph))
+    doubled.meta["custom"] = {"stream": 1}
+    with pytest.raises(CaptureFailed, match="streams of its own"):
+        breaks.check(torch.fx.GraphModule(nn.Module(), graph))
+
+
 def test_flex_attention_is_left_to_the_kernel_that_the_scripts_own_compile_makes_of_it():
     """In a captured graph it would run as products of whole matrices of scores."""
     graph = fx.Graph()

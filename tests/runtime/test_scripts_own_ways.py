@@ -164,3 +164,28 @@ def test_torchscript_knows_autograds_functions():
     with opened_session(budget="0.95x", solver_seconds=0.5):
         scripted = torch.jit.script(model)
         assert torch.equal(scripted(positions), model(positions))
+
+
+def test_a_function_that_the_script_compiles_has_dynamos_limit():
+    """Each word is a variant; after eight of them torch runs the function as it is."""
+
+    def script():
+        compiled, values = [], []
+        torch._dynamo.reset()
+
+        @torch.compile(backend=lambda module, inputs: compiled.append(1) or module)
+        def loss_of(y, word):
+            return (y * len(word)).square().mean()
+
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for step, x in enumerate(batches(12)):
+            optimizer.zero_grad()
+            loss = loss_of(model(x), "w" * (step + 1))
+            loss.backward()
+            optimizer.step()
+            values.append(loss.item())
+        return len(compiled), values
+
+    warnings_of(script)
+    assert script()[0] == 8
