@@ -36,12 +36,12 @@ NO_STEP = f"no optimizer of torch.optim makes a step in {MOST_ROUNDS} backward p
 
 
 def stand_in_for_the_other_ranks(world_size: int, undo: contextlib.ExitStack, *, on_this_device: bool = True) -> None:
-    """Make ``init_process_group`` create torch's fake process group: collectives return at once, without other ranks.
+    """Make ``init_process_group`` and ``new_group`` create torch's fake process groups: collectives return at once.
 
-    What gloo's would allocate they do, too, if the step is for this device (``on_this_device``) and not for another.
-    Such a collective returns None, which DistributedDataParallel rejects: a hook leaves its gradients as they are. It
-    compares its parameters' shapes with no one's, which would read memory that fake tensors do not have. ``undo`` gets
-    what takes it back.
+    There are no other ranks. What gloo's would allocate they do, too, if the step is for this device
+    (``on_this_device``) and not for another. Such a collective returns None, which DistributedDataParallel rejects: a
+    hook leaves its gradients as they are. It compares its parameters' shapes with no one's, which would read memory
+    that fake tensors do not have. ``undo`` gets what takes it back.
     """
     if not torch.distributed.is_available():
         return
@@ -53,6 +53,13 @@ def stand_in_for_the_other_ranks(world_size: int, undo: contextlib.ExitStack, *,
         if on_this_device:
             collectives.asked_for(backend or "")
         original(backend="fake", store=FakeStore(), rank=0, world_size=world_size)
+
+    new_group_ = torch.distributed.new_group
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # another backend, or a device to connect at once, would wait for the other ranks
+        given = {name: value for name, value in kwargs.items() if name not in ("pg_options", "device_id")}
+        return new_group_(ranks, timeout, None, None, *args[1:3], **given)
 
     if on_this_device:
         collectives.copy_as_gloo(undo)
@@ -67,6 +74,9 @@ def stand_in_for_the_other_ranks(world_size: int, undo: contextlib.ExitStack, *,
         (torch.distributed, "init_process_group", init_process_group),
         (torch.distributed.distributed_c10d, "init_process_group", init_process_group),
         (torch.distributed.device_mesh, "init_process_group", init_process_group),
+        (torch.distributed, "new_group", new_group),
+        (torch.distributed.distributed_c10d, "new_group", new_group),
+        (torch.distributed.device_mesh, "new_group", new_group),
         (parallel, "__init__", initialize_alone),
         (parallel, "register_comm_hook", lambda self, state, hook: None),
         (torch.distributed, "_verify_params_across_processes", lambda *args: None),

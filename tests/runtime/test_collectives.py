@@ -52,6 +52,17 @@ def test_a_device_mesh_that_makes_the_process_group_waits_for_no_other_rank(in_a
     assert (dist.get_backend(), mesh.size()) == ("fake", 4)
 
 
+@pytest.mark.parametrize(
+    "words", [{"backend": "gloo"}, {"ranks": [0, 2], "backend": "nccl", "device_id": CPU, "group_desc": "own"}]
+)
+def test_a_subgroup_with_a_backend_of_its_own_waits_for_no_other_rank(in_a_trial, words):
+    in_a_trial("gloo")
+    group = dist.new_group(**words)
+    assert (dist.get_backend(group), dist.get_world_size(group)) == ("fake", len(words.get("ranks", range(4))))
+    dist.all_reduce(torch.ones(2), group=group)
+    assert dist.get_backend(dist.new_group([0, 1], None, "gloo", None, False, "positional")) == "fake"
+
+
 def peak_of(run):
     cpu_allocator.install()
     before = cpu_allocator.allocated_bytes()
