@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 _ALLOC, _FREE = "alloc", "free_completed"
 _MAIN_STREAM = 0
+# Set to anything: each request is the driver's, and none is counted.
+_NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 # convolutions call cuBLAS where cuDNN is not used
 _CONVOLUTIONS = {"convolution", "conv1d", "conv2d", "conv3d"}
 
@@ -34,7 +37,11 @@ def settings_from_environment() -> AllocatorSettings:
 
 def other_allocator(device: torch.device) -> str:
     """The name of the allocator of ``device``, where it is none of which this module can know anything; else empty."""
-    name = torch.cuda.memory.get_allocator_backend() if device.type == "cuda" else "native"
+    if device.type != "cuda":
+        return ""
+    if _NO_CACHING in os.environ:
+        return f"of {_NO_CACHING}"
+    name = torch.cuda.memory.get_allocator_backend()
     return "" if name == "native" else name
 
 

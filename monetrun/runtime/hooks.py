@@ -19,7 +19,7 @@ from monetrun.capture import allocator_history, output_inputs
 from monetrun.core.imports import without_collection
 from monetrun.core.patched import patched
 from monetrun.runtime import allocation_limit
-from monetrun.runtime.unplannable_use import OF_OUTPUTS
+from monetrun.runtime.unplannable_use import IN_CUDA_GRAPHS, OF_OUTPUTS
 from monetrun.runtime.within_backward import StepsWithinBackward
 
 
@@ -42,7 +42,7 @@ class TrainingObserver(Protocol):
         """The script differentiates ``roots``; ``create_graph``: to differentiate the gradients, too."""
 
     def plan_no_more(self, calls: Sequence[Any], use: str) -> None:
-        """The script makes a use of these compiled calls that they do not have."""
+        """The script makes a use of planned models for which there is no plan; of these compiled calls, if of any."""
 
     def compiles(self, compiled: Any) -> None:
         """The script compiles a function or a module (``torch.compile``)."""
@@ -111,6 +111,7 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     init, add_group = Optimizer.__init__, Optimizer.add_param_group
     zero_optimizer, zero_module = Optimizer.zero_grad, nn.Module.zero_grad
     compile_, replicate = torch.compile, nn.Module._replicate_for_data_parallel
+    capture_begin = torch.cuda.CUDAGraph.capture_begin
     _observes(True)
     undo.callback(_observes, False)
     _observe_gradients(observer, undo)
@@ -150,8 +151,13 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         replica._compiled_call_impl = None  # else a replica would call the module that it is one of
         return replica
 
+    def observed_capture_begin(self: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
+        observer.plan_no_more((), IN_CUDA_GRAPHS)
+        capture_begin(self, *args, **kwargs)
+
     for owner, name, function, original in (
         (torch, "compile", observed_compile, compile_),
+        (torch.cuda.CUDAGraph, "capture_begin", observed_capture_begin, capture_begin),
         (nn.Module, "_replicate_for_data_parallel", observed_replicate, replicate),
         (Optimizer, "__init__", observed_init, init),
         (Optimizer, "add_param_group", observed_add_group, add_group),

@@ -19,8 +19,13 @@ from monetrun.core.errors import CaptureFailed
 from monetrun.runtime import probe
 from monetrun.runtime.settings import AS_IS_MARK, PROBE, Settings
 
-OF_GRADIENTS = "takes gradients of gradients (create_graph=True)"
-OF_OUTPUTS = "watches the gradient of an output on which another output depends (register_hook, retain_grad)"
+_COMPILED_CALLS_LACK_IT = ", which torch's compiled models do not have"
+OF_GRADIENTS = f"takes gradients of gradients (create_graph=True){_COMPILED_CALLS_LACK_IT}"
+OF_OUTPUTS = (
+    "watches the gradient of an output on which another output depends (register_hook, retain_grad)"
+    f"{_COMPILED_CALLS_LACK_IT}"
+)
+IN_CUDA_GRAPHS = "captures CUDA graphs, which have memory of their own"
 # How torch names the backward of what AOTAutograd has compiled in an autograd graph.
 _COMPILED = "CompiledFunctionBackward"
 
@@ -41,7 +46,7 @@ def compiled_calls(roots: Iterable[Any]) -> list[Any]:
 
 
 def models_run_as_they_are(names: Sequence[str], use: str, settings: Settings, has_stepped: bool) -> str:
-    """The script makes a ``use`` of planned models that torch's compiled calls do not have.
+    """The script makes a ``use`` of planned models for which there is no plan.
 
     A trial run ends with the reason. A worker ends too, if nothing has been trained yet: the launch starts anew, and
     runs the models as they are. Later, and without a launcher, they run as they are from then on.
@@ -59,13 +64,11 @@ def models_run_as_they_are(names: Sequence[str], use: str, settings: Settings, h
         CaptureFailed: with ``strict``.
     """
     models = ", ".join(dict.fromkeys(names))
-    reason = f"{models} runs without a plan: the script {use}, which torch's compiled models do not have"
+    reason = f"{models} runs without a plan: the script {use}"
     _end_trial_or_strict_run(reason, settings)
     if has_stepped or not settings.report_folder:
-        return (
-            f"{models} runs without a plan from now on: the script {use}, which torch's compiled models do not have"
-            " (this step's gradients may differ by rounding)"
-        )
+        differs = "" if use == IN_CUDA_GRAPHS else " (this step's gradients may differ by rounding)"
+        return f"{models} runs without a plan from now on: the script {use}{differs}"
     part = Path(settings.report_folder) / f"{AS_IS_MARK}.{os.getpid()}"
     part.write_text(reason)
     part.replace(part.with_name(AS_IS_MARK))

@@ -1,5 +1,6 @@
 """What the history and the snapshots of CUDA's caching allocator tell, on a stand-in GPU."""
 
+from monetrun.core.plain import PlainPeaks
 from support.on_stand_in import needs_stand_in, printed_by
 
 pytestmark = needs_stand_in
@@ -61,3 +62,19 @@ def test_gaps_between_segments_are_filled_as_torchs_allocator_fills_them(monkeyp
     assert gaps[0] == 0
     assert [gap > 0 for gap in gaps[1:]] == [True, True]
     assert [modelled for modelled, _ in reserved] == [real for _, real in reserved]
+
+
+UNCACHED = """
+import json
+import torch
+from monetrun.capture.allocator_history import other_allocator
+
+print(json.dumps([other_allocator(torch.device(name)) for name in ("cuda", "cpu")]))
+"""
+
+
+def test_an_allocator_that_caches_nothing_is_another_one(monkeypatch):
+    """Torch then counts nothing: neither a budget nor a plain peak could be told."""
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    assert printed_by(UNCACHED) == ["of PYTORCH_NO_CUDA_MEMORY_CACHING", ""]
+    assert not PlainPeaks(0, 0, 0, 3).fits(1 << 30)

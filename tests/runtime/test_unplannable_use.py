@@ -101,6 +101,39 @@ def test_a_trial_of_double_backward_ends_with_the_reason_and_the_run_trains_as_i
         penalized()
 
 
+def test_where_the_script_captures_cuda_graphs_models_run_as_they_are(opened, tmp_path, capsys, monkeypatch):
+    begun = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, pool=None: begun.append(pool))
+
+    def trained(capture):
+        torch.manual_seed(0)
+        net = critic()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        losses = []
+        for step in range(4):
+            loss = net(torch.randn(16, 8)).square().mean()
+            if step == capture:
+                torch.cuda.CUDAGraph.capture_begin(None, pool=step)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain = trained(2)
+    one = opened(PROBE)
+    with pytest.raises(Ended, match=str(PROBED)):
+        trained(0)
+    one.close()
+    found = json.loads((tmp_path / "record.json.unseen").read_text())
+    assert (found["as_is"], begun) == (True, [2])
+    assert found["reason"].startswith("Sequential runs without a plan: the script captures CUDA graphs")
+    opened(RUN, report_folder=str(tmp_path))
+    assert trained(2) == plain
+    assert begun == [2, 2]
+    assert "runs without a plan from now on: the script captures CUDA graphs" in capsys.readouterr().err
+
+
 def test_a_step_before_any_backward_ends_no_trial_but_a_second_one_does(opened, tmp_path):
     opened(PROBE)
     net = critic()
