@@ -23,11 +23,32 @@ from monetrun.core.step import Segment
 T = TypeVar("T")
 
 _ALLOC, _FREE = "alloc", "free_completed"
-_MAIN_STREAM = 0
 # Set to anything: each request is the driver's, and none is counted.
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 # convolutions call cuBLAS where cuDNN is not used
 _CONVOLUTIONS = {"convolution", "conv1d", "conv2d", "conv3d"}
+
+
+# The stream on which graphs run; None: the default one.
+_stream: torch.cuda.Stream | None = None
+
+
+def graphs_run_on_the_current_stream(device: torch.device) -> None:
+    """Graphs run where the script calls its model: from now on what is requested on this stream is theirs."""
+    global _stream
+    current = torch.cuda.current_stream(device) if device.type == "cuda" and torch.cuda.is_initialized() else None
+    _stream = None if current is None or current == torch.cuda.default_stream(device) else current
+
+
+def stream_of_graphs(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream on which graphs run on ``device``; None where it has no streams."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.default_stream(device) if _stream is None else _stream
+
+
+def _stream_number() -> int:
+    return 0 if _stream is None else int(_stream.cuda_stream)
 
 
 def settings_from_environment() -> AllocatorSettings:
@@ -46,7 +67,7 @@ def other_allocator(device: torch.device) -> str:
 
 
 def segments(device: torch.device) -> tuple[Segment, ...]:
-    """All blocks on the default stream, by address."""
+    """All blocks on the stream of the graphs, by address."""
     result = []
     ends: dict[bool, int] = {}  # of what lies before, in expandable segments, small or large
     for segment in sorted(_snapshot(device)["segments"], key=lambda s: int(s["address"])):
@@ -63,7 +84,7 @@ def segments(device: torch.device) -> tuple[Segment, ...]:
 
 
 def blocks(device: torch.device) -> dict[int, int]:
-    """Bytes of all blocks in use on the default stream, by address."""
+    """Bytes of all blocks in use on the stream of the graphs, by address."""
     return {
         block["address"]: block["size"]
         for segment in _snapshot(device)["segments"]
@@ -83,7 +104,7 @@ def large_blocks(device: torch.device) -> frozenset[tuple[int, int, str]]:
 
 def _is_of_graphs(segment: Mapping[str, Any]) -> bool:
     """Whether it is of the stream, and of the pool, in which graphs run."""
-    return segment["stream"] == _MAIN_STREAM and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+    return segment["stream"] == _stream_number() and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
 
 
 def _snapshot(device: torch.device) -> dict[str, Any]:
@@ -95,11 +116,11 @@ def _snapshot(device: torch.device) -> dict[str, Any]:
 
 def other_streams_bytes(device: torch.device) -> int:
     """Bytes reserved for requests on other streams than the default one."""
-    return sum(s["total_size"] for s in _snapshot(device)["segments"] if s["stream"] != _MAIN_STREAM)
+    return sum(s["total_size"] for s in _snapshot(device)["segments"] if s["stream"] != _stream_number())
 
 
 class AllocatorHistory:
-    """Cuts the requests on a device's default stream into pieces, and numbers them.
+    """Cuts the requests on the stream of a device's graphs into pieces, and numbers them.
 
     Args:
         device: a CUDA device.
@@ -161,7 +182,7 @@ class AllocatorHistory:
         self.elsewhere_bytes, self.batch_frees, self.other_frees, self.base_frees = 0, [], [], []
         for entry in self._entries(every_stream=True):
             address = entry["addr"]
-            if entry["stream"] != _MAIN_STREAM:
+            if entry["stream"] != _stream_number():
                 self.elsewhere_bytes += {_ALLOC: 1, _FREE: -1}.get(entry["action"], 0) * int(entry["size"])
             elif entry["action"] == _ALLOC:
                 self.count += 1
@@ -186,7 +207,7 @@ class AllocatorHistory:
     def _entries(self, every_stream: bool = False) -> Iterable[dict[str, Any]]:
         """What was served and freed; other entries (an ``oom``) have no address."""
         trace = (e for e in _snapshot(self.device)["trace"] if e["action"] in (_ALLOC, _FREE))
-        return [e for e in trace if every_stream or e["stream"] == _MAIN_STREAM]
+        return [e for e in trace if every_stream or e["stream"] == _stream_number()]
 
     def _clear(self) -> None:
         _record(enabled="all", context=None, stacks="python", max_entries=1 << 40, clear_history=True)
@@ -214,7 +235,7 @@ def keep_the_scripts(undo: contextlib.ExitStack) -> None:
 
 
 def requests_of(device: torch.device, call: Callable[[], T]) -> tuple[T, tuple[int, ...], dict[int, int]]:
-    """Call, and see what it asks for on the default stream.
+    """Call, and see what it asks for on the stream of the graphs.
 
     Returns:
         What it gives; its requests, as ``Requests.sizes``; by address the numbers of those that are not freed. Nothing
@@ -240,11 +261,10 @@ def use_library_workspaces(targets: Iterable[str]) -> bool:
 def warm_up_libraries(device: torch.device) -> None:
     """Have cuBLAS take the workspaces that it keeps for the present thread and for autograd's, before anything else.
 
-    It keeps them for each stream: those of the default one are taken, also where a model is called on another.
+    It keeps them for each stream: those of the graphs' are taken, also where a model is called on another.
     """
     grad = inspect.unwrap(torch.autograd.grad)  # the script's calls of it are counted
-    default = torch.cuda.default_stream(device) if device.type == "cuda" else None
-    with torch.cuda.stream(default), torch.enable_grad(), torch.autocast("cuda", enabled=False):
+    with torch.cuda.stream(stream_of_graphs(device)), torch.enable_grad(), torch.autocast("cuda", enabled=False):
         small = torch.zeros(16, 16, device=device, requires_grad=True)
         grad((small @ small).sum(), small)
 

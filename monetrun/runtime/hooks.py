@@ -111,11 +111,11 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     init, add_group = Optimizer.__init__, Optimizer.add_param_group
     zero_optimizer, zero_module = Optimizer.zero_grad, nn.Module.zero_grad
     compile_, replicate = torch.compile, nn.Module._replicate_for_data_parallel
-    capture_begin = torch.cuda.CUDAGraph.capture_begin
     _observes(True)
     undo.callback(_observes, False)
     _observe_gradients(observer, undo)
     _observe_modes(observer, undo)
+    _observe_graphs(observer, undo)
     allocation_limit.keep_the_scripts(undo)
     allocator_history.keep_the_scripts(undo)
 
@@ -151,13 +151,8 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
         replica._compiled_call_impl = None  # else a replica would call the module that it is one of
         return replica
 
-    def observed_capture_begin(self: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
-        observer.plan_no_more((), IN_CUDA_GRAPHS)
-        capture_begin(self, *args, **kwargs)
-
     for owner, name, function, original in (
         (torch, "compile", observed_compile, compile_),
-        (torch.cuda.CUDAGraph, "capture_begin", observed_capture_begin, capture_begin),
         (nn.Module, "_replicate_for_data_parallel", observed_replicate, replicate),
         (Optimizer, "__init__", observed_init, init),
         (Optimizer, "add_param_group", observed_add_group, add_group),
@@ -202,6 +197,18 @@ def _observe_copies(observer: TrainingObserver, undo: contextlib.ExitStack, obse
             observer.optimizer_made(self)
 
     undo.enter_context(patched(Optimizer, "__setstate__", observed))
+
+
+def _observe_graphs(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
+    """Tell ``observer`` when the script begins to capture a CUDA graph."""
+    capture_begin = torch.cuda.CUDAGraph.capture_begin
+
+    @functools.wraps(capture_begin)
+    def observed(self: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
+        observer.plan_no_more((), IN_CUDA_GRAPHS)
+        capture_begin(self, *args, **kwargs)
+
+    undo.enter_context(patched(torch.cuda.CUDAGraph, "capture_begin", observed))
 
 
 def _observe_modes(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from monetrun.capture import device_peaks
-from monetrun.capture.allocator_history import settings_from_environment, warm_up_libraries
+from monetrun.capture.allocator_history import settings_from_environment, stream_of_graphs, warm_up_libraries
 from monetrun.core.allocator_settings import ROUND_LARGE
 from monetrun.core.plan import Pool
 
@@ -13,7 +13,7 @@ _MIB = 1 << 20
 
 
 def hold(device: torch.device, pool: Pool, libraries: bool, budget_bytes: int) -> None:
-    """Reserve what ``pool`` says for the default stream, so that a settled step needs nothing more from the driver.
+    """Reserve what ``pool`` says for the graphs' stream, so that a settled step needs nothing more from the driver.
 
     Where what is there already lies so that more than the budget would be reserved, less is: it is still reserved when
     it is needed, after others have given memory back.
@@ -27,9 +27,8 @@ def hold(device: torch.device, pool: Pool, libraries: bool, budget_bytes: int) -
     if libraries:
         warm_up_libraries(device)
     torch.cuda.empty_cache()
-    default = torch.cuda.stream(torch.cuda.default_stream(device))
     # a script that logs the most allocated does not see this
-    with default, device_peaks.uncounted(device_peaks.index_of(device)):
+    with torch.cuda.stream(stream_of_graphs(device)), device_peaks.uncounted(device_peaks.index_of(device)):
         _reserve(device, pool, budget_bytes)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from monetrun.capture import cpu_allocator, double_backward, fake_tensors, roofline
+from monetrun.capture import allocator_history, cpu_allocator, double_backward, fake_tensors, roofline
 from monetrun.core.errors import CaptureFailed, word_as_arguments
 from monetrun.core.imports import without_collection
 from monetrun.core.log_lines import print_warnings
@@ -376,6 +376,7 @@ def _engine(session: Session, module: nn.Module) -> Engine:
     prepare_dynamo(PlannedCall.__call__.__code__)
     breaks.quiet_failures()
     device = candidates.device_of_parameters(session.trained_parameters() or module.parameters())
+    allocator_history.graphs_run_on_the_current_stream(device)
     return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan)
 
 

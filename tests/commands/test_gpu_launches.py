@@ -357,6 +357,33 @@ def test_optimizers_that_step_within_the_backward_on_the_second_device_keep_a_bu
     assert figures["allocation_retries"] == 0
 
 
+ON_A_STREAM = """
+import torch
+from torch import nn
+
+def train():
+    model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(512, 512), nn.GELU())]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(5):
+        loss = model(torch.randn(8192, 512, device="cuda")).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+with torch.cuda.stream(torch.cuda.Stream()):
+    train()
+"""
+
+
+@pytest.mark.slow
+def test_training_on_a_stream_of_the_scripts_own_is_planned_for_that_stream(machine, tmp_path):
+    script = tmp_path / "stream.py"
+    script.write_text(ON_A_STREAM)
+    figures = report_as_planned(launch(machine, "--budget", "0.8x", str(script)))
+    assert figures["measured_reserved_bytes"] <= figures["planned_reserved_bytes"] + 20 * MIB
+    assert figures["measured_reserved_bytes"] <= figures["budget_bytes"] < figures["plain_reserved_bytes"]
+
+
 ON_TWO_DEVICES = """
 import torch
 from torch import nn
