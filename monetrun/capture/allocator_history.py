@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from monetrun.capture import device_peaks
-from monetrun.core.allocator_settings import AllocatorSettings, parse_settings, settings_text
+from monetrun.core.allocator_settings import NO_CACHING, AllocatorSettings, parse_settings, settings_text
 from monetrun.core.patched import patched
 from monetrun.core.plain_heap import calls_blas
 from monetrun.core.step import Segment
@@ -23,8 +23,6 @@ from monetrun.core.step import Segment
 T = TypeVar("T")
 
 _ALLOC, _FREE = "alloc", "free_completed"
-# Set to anything: each request is the driver's, and none is counted.
-_NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 # convolutions call cuBLAS where cuDNN is not used
 _CONVOLUTIONS = {"convolution", "conv1d", "conv2d", "conv3d"}
 
@@ -60,8 +58,8 @@ def other_allocator(device: torch.device) -> str:
     """The name of the allocator of ``device``, where it is none of which this module can know anything; else empty."""
     if device.type != "cuda":
         return ""
-    if _NO_CACHING in os.environ:
-        return f"of {_NO_CACHING}"
+    if NO_CACHING in os.environ:
+        return f"of {NO_CACHING}"
     name = torch.cuda.memory.get_allocator_backend()
     return "" if name == "native" else name
 
@@ -115,7 +113,7 @@ def _snapshot(device: torch.device) -> dict[str, Any]:
 
 
 def other_streams_bytes(device: torch.device) -> int:
-    """Bytes reserved for requests on other streams than the default one."""
+    """Bytes reserved for requests on other streams than the graphs'."""
     return sum(s["total_size"] for s in _snapshot(device)["segments"] if s["stream"] != _stream_number())
 
 
@@ -261,7 +259,8 @@ def use_library_workspaces(targets: Iterable[str]) -> bool:
 def warm_up_libraries(device: torch.device) -> None:
     """Have cuBLAS take the workspaces that it keeps for the present thread and for autograd's, before anything else.
 
-    It keeps them for each stream: those of the graphs' are taken, also where a model is called on another.
+    It keeps them for each stream: those of the one on which graphs run are taken, also where a model is called on
+    another.
     """
     grad = inspect.unwrap(torch.autograd.grad)  # the script's calls of it are counted
     with torch.cuda.stream(stream_of_graphs(device)), torch.enable_grad(), torch.autocast("cuda", enabled=False):

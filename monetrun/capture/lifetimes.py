@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,9 +61,7 @@ class _Call:
     def is_output(self, t: int) -> bool:
         return not self.external(t) and not self.is_gradient(t)
 
-    def watch(
-        self, nodes: Iterable[Any], values: Iterable[Any], others: frozenset[int] = frozenset()
-    ) -> list[tuple[int, int]]:
+    def watch(self, nodes: Iterable[Any], values: Iterable[Any], others: Collection[int] = ()) -> list[tuple[int, int]]:
         """Watch the storages of ``values``, except parameters, buffers, and the storages in ``others``.
 
         Returns:
@@ -126,7 +124,9 @@ class Lifetimes:
     def __init__(self, first_inputs_only: bool = False) -> None:
         self._first_inputs_only = first_inputs_only
         self._calls: list[_Call] = []
-        self._with_input: dict[int, list[_Call]] = {}  # the calls that an input was given to, by its storage
+        self._alive: dict[int, _Call] = {}  # by number: the calls some of whose tensors are not freed
+        self._outputs: dict[int, tuple[_Call, int]] = {}  # of graphs, not freed: whose, by storage
+        self._with_input: dict[int, dict[int, _Call]] = {}  # the calls that an input was given to, by its storage
         self._with_backward: dict[int, list[_Call]] = {}  # by stretch
         self._ended: dict[int, list[tuple[_Call, int]]] = {}  # tensors that were freed in a stretch
         self._script: set[int] = set()  # stretches between calls
@@ -138,37 +138,37 @@ class Lifetimes:
 
         Arguments that are another graph's outputs count as that one's: its backward is later.
         """
-        outputs = {
-            storage.cdata: (call, t)
-            for call in self._calls
-            for t, storage in call.alive.items()
-            if not call.external(t)
-        }
         call = _Call(joint, len(self._calls), stretch)
         self._calls.append(call)
-        for storage, t in self._watch(call, joint.primals, arguments, frozenset(outputs)):
-            owner, output = outputs[storage]
+        for storage, t in self._watch(call, joint.primals, arguments, self._outputs):
+            owner, output = self._outputs[storage]
             owner.read_as.setdefault(output, []).append((joint, t))
         call.note_versions(joint.primals, arguments)
         call.note_weights(arguments, self._writes)
 
     def _watch(
-        self, call: _Call, nodes: Iterable[Any], values: Iterable[Any], others: frozenset[int] = frozenset()
+        self, call: _Call, nodes: Iterable[Any], values: Iterable[Any], others: Collection[int] = ()
     ) -> list[tuple[int, int]]:
-        """As ``call.watch``, for what may be inputs."""
-        before = len(call.inputs)
+        """As ``call.watch``; what is watched is found by its storage from then on."""
+        known = set(call.alive), set(call.inputs)
         found = call.watch(nodes, values, others)
-        for storage in [*call.inputs.values()][before:]:
-            calls = self._with_input.setdefault(storage.cdata, [])
-            if call not in calls[-1:]:
-                calls.append(call)
+        for t in call.alive.keys() - known[0]:
+            storage = call.alive[t].cdata
+            if not call.external(t) and (
+                storage not in self._outputs or self._outputs[storage][0].number <= call.number
+            ):
+                self._outputs[storage] = call, t
+        for t in call.inputs.keys() - known[1]:
+            self._with_input.setdefault(call.inputs[t].cdata, {})[call.number] = call
+        if call.alive:
+            self._alive[call.number] = call
         return found
 
     def forward_ended(self, results: Sequence[Any]) -> None:
         """It has ended with ``results``: its outputs, then its saved values."""
         call = self._calls[-1]
         outputs = results[: len(call.joint.outputs)]
-        call.watch(call.joint.outputs, outputs)
+        self._watch(call, call.joint.outputs, outputs)
         call.note_versions(call.joint.outputs, outputs)
 
     def backward_begins(self, joint: JointGraph, stretch: int, arguments: Sequence[Any]) -> None:
@@ -188,17 +188,21 @@ class Lifetimes:
         """The backward that is stretch ``stretch`` is about to give ``gradients``."""
         call = next((c for c in self._with_backward.get(stretch, ()) if c.joint is joint), None)
         if call is not None:
-            call.watch(nodes, gradients)
+            self._watch(call, nodes, gradients)
 
     def look(self, stretch: int, of_script: bool) -> None:
         """``stretch``, of the script or of a graph, has ended: note the tensors that are freed by now."""
         if of_script:
             self._script.add(stretch)
-        for call in self._calls:
+        for call in list(self._alive.values()):
             for t in [t for t, storage in call.alive.items() if storage.expired()]:
                 at = call.ended[t] = stretch + (stretch == call.forward and call.external(t))
                 self._ended.setdefault(at, []).append((call, t))
-                del call.alive[t]
+                storage = call.alive.pop(t).cdata
+                if self._outputs.get(storage) == (call, t):
+                    del self._outputs[storage]
+            if not call.alive:
+                del self._alive[call.number]
 
     def released(self, stretch: int) -> tuple[int, ...]:
         """Tensors freed in the backward ``stretch``: inputs, tangents, gradients, and the graph's own outputs.
@@ -230,7 +234,7 @@ class Lifetimes:
         if not call.external(t):
             return call.read_as.get(t, [])
         of = call.inputs[t].cdata
-        others = (c for c in self._with_input[of] if c is not call)
+        others = (c for _, c in sorted(self._with_input[of].items()) if c is not call)
         return [(c.joint, i) for c in others for i, s in c.inputs.items() if s.cdata == of]
 
     def _may_be_saved(self, call: _Call, t: int) -> bool:
@@ -246,7 +250,8 @@ class Lifetimes:
             or call.ended[t] not in self._script
         ):
             return False
-        last = max(self._with_input[call.inputs[t].cdata], key=lambda c: c.backward)
+        given_to = self._with_input[call.inputs[t].cdata]
+        last = max((given_to[number] for number in sorted(given_to)), key=lambda c: c.backward)
         return last is call and (call is self._calls[0] or not self._first_inputs_only)
 
     def not_to_read_again(self, joint: JointGraph) -> set[int]:

@@ -209,7 +209,7 @@ def _sizes(options: LaunchOptions, total: int, multiple: int, world_size: int) -
     if not sizes.among:
         raise UsageError(
             f"--multiple {multiple} does not divide the {share} samples of a device in a step",
-            "--multiple 1, or one of its divisors",
+            f"give --multiple a divisor of {share}",
         )
     return sizes
 

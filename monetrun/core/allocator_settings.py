@@ -6,6 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+"""The variable that, set to anything, has torch take each request from the driver, and count none."""
+
 _MIB = 1 << 20
 LEAST_BLOCK = 512
 MOST_SMALL = _MIB

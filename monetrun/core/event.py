@@ -72,7 +72,7 @@ class Event:
             next inputs replace them, and how many of ``requests`` come before each.
         freed: outside: bytes of each other tensor of a graph that is freed (gradients that are added to others), and
             how many of ``requests`` come before; None where that was not recorded.
-        elsewhere_bytes: the part of ``delta_bytes`` on other streams than the default one, which ``requests`` have not.
+        elsewhere_bytes: the part of ``delta_bytes`` on other streams than the graphs', which ``requests`` have not.
         action: outside: what FSDP2 does in it, if that is known.
     """
 

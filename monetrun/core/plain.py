@@ -45,6 +45,4 @@ class PlainPeaks:
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether the plain run stays within a budget, with room for what it does later."""
-        if not self.reserved_bytes:
-            return False  # what it takes is not counted
         return self.reserved_bytes <= (1.0 - _ROOM) * budget_bytes and self.more_than_bytes < budget_bytes

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from monetrun import __version__
-from monetrun.core.allocator_settings import settings_text
+from monetrun.core.allocator_settings import NO_CACHING, settings_text
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.plan import PLAN_SCHEMA, Plan
@@ -55,6 +55,7 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
         measured_on,
         os.environ.get("OMP_NUM_THREADS", ""),
         settings_text() if ranks.kind == "cuda" else "",
+        os.environ.get(NO_CACHING, "") if ranks.kind == "cuda" else "",
     )
 
 

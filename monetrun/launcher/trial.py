@@ -134,13 +134,15 @@ def measure_plain_run(
         console: where progress is shown.
 
     Returns:
-        The peaks; None where the script ran out of memory, failed, or trained nothing on the device.
+        The peaks; None where the script ran out of memory, failed, or trained nothing on the device, and where torch
+        does not count what it takes.
     """
     environment = trial_environment(options, ranks, settings, folder / "plain_error.json")
     with status(console, "trial run of the plain step", shown=not options.quiet):
         run_process(options, environment, folder / "plain_stderr.txt", settings.record_file, _MOST_SECONDS)
     text = _read(settings.record_file)
-    return None if text is None else codec.loads(PlainPeaks, text)
+    found = None if text is None else codec.loads(PlainPeaks, text)
+    return found if found is not None and found.reserved_bytes else None
 
 
 def hook_is_missing(options: LaunchOptions) -> bool:

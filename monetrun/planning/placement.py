@@ -10,7 +10,7 @@ thousand times in a second. It draws a request, often one that was in the way wh
 free block for it, holds the blocks that the allocator would take before that one, and goes on from there where less is
 reserved, or, at first, little more. What counts is the most that is reserved for the step and for variants of it, in
 which the script does things in another order, or keeps something small. The same requests give the same holds, where
-the search's limit in seconds does not end it.
+no start takes longer than its part of the search's seconds.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _refuse_streams(module: fx.GraphModule) -> None:
         for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
             of_its_own = "stream" in node.meta.get("custom", {})
             if of_its_own or isinstance(node.meta.get("example_value"), (torch.Stream, torch.Event)):
-                raise CaptureFailed("its forward uses streams of its own, in which a graph's operators would not run")
+                raise CaptureFailed("its forward uses CUDA streams, on which a graph's operators would not run")
 
 
 def _refuse_flex_attention(module: fx.GraphModule) -> None:

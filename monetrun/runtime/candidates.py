@@ -86,10 +86,13 @@ def device_of(module: nn.Module) -> torch.device:
     return device_of_parameters(module.parameters())
 
 
-def of_another_allocator(module: nn.Module) -> str:
-    """Why a module cannot be planned whose memory is not of torch's caching allocator; empty where it is."""
-    name = other_allocator(device_of(module))
-    return f"its memory is of the allocator {name}, of which monetrun knows nothing" if name else ""
+def of_another_allocator_or_captured(module: nn.Module) -> str:
+    """Why a module cannot be planned whose memory is not of torch's caching allocator's own pool; empty where it is."""
+    if name := other_allocator(device_of(module)):
+        return f"its memory is of the allocator {name}, of which monetrun knows nothing"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "its first training forward is captured in a CUDA graph, which has memory of its own"
+    return ""
 
 
 def device_of_parameters(parameters: Iterable[torch.Tensor]) -> torch.device:

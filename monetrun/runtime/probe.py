@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -56,10 +57,10 @@ def stand_in_for_the_other_ranks(world_size: int, undo: contextlib.ExitStack, *,
 
     new_group_ = torch.distributed.new_group
 
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(new_group_).bind(*args, **kwargs).arguments
         # another backend, or a device to connect at once, would wait for the other ranks
-        given = {name: value for name, value in kwargs.items() if name not in ("pg_options", "device_id")}
-        return new_group_(ranks, timeout, None, None, *args[1:3], **given)
+        return new_group_(**{**given, "backend": None, "pg_options": None, "device_id": None})
 
     if on_this_device:
         collectives.copy_as_gloo(undo)

@@ -195,10 +195,14 @@ class Room:
         The first step of an epoch has none where the script's loop is a function: what else is held then stays, and
         would be taken for what is freed.
         """
-        there = [o for o in self._last_outputs if not o.storage.expired()]
-        if len(there) < len(self._last_outputs):
-            self._freed = sorted([*self._freed, *(o.nbytes for o in self._last_outputs if o.storage.expired())])
-            self._last_outputs = there
+        there, freed = list[_Output](), list[int]()
+        for output in self._last_outputs:
+            if output.storage.expired():
+                freed.append(output.nbytes)
+            else:
+                there.append(output)
+        if freed:
+            self._last_outputs, self._freed = there, sorted([*self._freed, *freed])
         there_bytes = sum(o.nbytes for o in there)
         missing = _missing(need.last_outputs_bytes, self._freed, there_bytes) if self._counts_outputs else 0
         missing = missing if missing > self.limit_bytes >> _NOTHING_SHIFT else 0

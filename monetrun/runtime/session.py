@@ -349,7 +349,7 @@ class Session:
         for child in module.modules():  # the script may call others that are in it, too
             if isinstance(child._compiled_call_impl, Trigger) and planned_calls.is_one_call(child):
                 child._compiled_call_impl = None
-        if reason := sharding.stage_of_a_pipeline(module) or candidates.of_another_allocator(module):
+        if reason := sharding.stage_of_a_pipeline(module) or candidates.of_another_allocator_or_captured(module):
             self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
             return module._call_impl
         if self.engine is None:

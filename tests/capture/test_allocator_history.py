@@ -1,6 +1,5 @@
 """What the history and the snapshots of CUDA's caching allocator tell, on a stand-in GPU."""
 
-from monetrun.core.plain import PlainPeaks
 from support.on_stand_in import needs_stand_in, printed_by
 
 pytestmark = needs_stand_in
@@ -77,4 +76,42 @@ def test_an_allocator_that_caches_nothing_is_another_one(monkeypatch):
     """Torch then counts nothing: neither a budget nor a plain peak could be told."""
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     assert printed_by(UNCACHED) == ["of PYTORCH_NO_CUDA_MEMORY_CACHING", ""]
-    assert not PlainPeaks(0, 0, 0, 3).fits(1 << 30)
+
+
+STREAMS = """
+import json
+import torch
+from torch import nn
+from monetrun.core.errors import CaptureFailed
+from monetrun.runtime import breaks
+
+side = torch.cuda.Stream()
+
+def waits(x):
+    torch.cuda.current_stream().wait_stream(side)
+    return x * 2
+
+def runs_there(x):
+    with torch.cuda.stream(side):
+        return x * 2
+
+def refusal(function):
+    found = []
+
+    def compiler(module, inputs):
+        try:
+            breaks.check(module)
+        except CaptureFailed as error:
+            found.append(error.message)
+        return module
+
+    torch.compile(function, backend=compiler, fullgraph=True)(torch.ones(4, device="cuda"))
+    return found
+
+print(json.dumps([refusal(waits), refusal(runs_there), refusal(lambda x: x * 2)]))
+"""
+
+
+def test_a_forward_that_waits_for_a_stream_or_runs_on_one_is_refused():
+    reason = "its forward uses CUDA streams, on which a graph's operators would not run"
+    assert printed_by(STREAMS) == [[reason], [reason], []]

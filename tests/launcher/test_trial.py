@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -16,10 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from monetrun.commands.main import main
+from monetrun.core import codec
+from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import stdin, trial
-from monetrun.runtime.settings import Settings
+from monetrun.runtime.settings import MEASURE, Settings
 
 pytestmark = pytest.mark.usefixtures("plain_surroundings")
 
@@ -354,3 +358,17 @@ def test_where_torch_is_told_to_load_no_hooks_nothing_is_tried(script, tmp_path,
     assert main([path]) == 0
     assert (tmp_path / "runs").read_text().split() == ["0"]
     assert "nothing is planned: TORCH_DEVICE_BACKEND_AUTOLOAD=0" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("reserved_bytes", [0, 1 << 20])
+def test_plain_peaks_that_torch_does_not_count_are_none(tmp_path, monkeypatch, reserved_bytes):
+    peaks = PlainPeaks(reserved_bytes, reserved_bytes, 0, 3)
+
+    def run(options, environment, stderr_file, record_file, most_seconds):
+        Path(record_file).write_text(codec.dumps(peaks))
+
+    monkeypatch.setattr(trial, "run_process", run)
+    monkeypatch.setattr(trial, "trial_environment", lambda *args: {})
+    settings = Settings(mode=MEASURE, record_file=str(tmp_path / "peaks.json"))
+    found = trial.measure_plain_run(SimpleNamespace(quiet=True), None, settings, tmp_path, Console(file=io.StringIO()))
+    assert found == (peaks if reserved_bytes else None)

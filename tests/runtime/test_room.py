@@ -56,6 +56,24 @@ def test_outputs_that_may_be_missing_end_no_training():
     assert not room.does_without(found)
 
 
+def test_outputs_that_are_freed_during_a_step_are_missing_from_then_on_once():
+    """Before each of three forwards 400 bytes of the last step's outputs are expected."""
+    room = Room(Held())
+    room.limit_bytes = 100
+    need = ForwardNeed(held_bytes=1000, planned_bytes=900, plain_bytes=1100, last_outputs_bytes=400)
+    room._needs["graph"] = (need,) * 3
+    outputs = [torch.ones(25), torch.ones(75)]
+    room.outputs_given(outputs)
+    room.optimizer_ended()
+    missing = []
+    for _ in range(3):
+        room.call_begins()
+        missing.append(room.shortage("graph").missing_bytes)
+        if outputs:
+            outputs.pop()
+    assert missing == [0, 300, 400]
+
+
 def test_a_step_that_the_optimizer_skips_is_no_other_way_through_the_forward():
     room = Room(None)
     room._in_python = True
