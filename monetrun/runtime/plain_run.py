@@ -10,7 +10,7 @@ import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from monetrun.capture.meter import Meter, NoMeter, meter_for
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
 from monetrun.machine.device import query
-from monetrun.runtime import candidates, hooks, probe
+from monetrun.runtime import candidates, hooks, probe, trial_checkpoints
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.scalars import StepScalars
@@ -61,12 +61,14 @@ class PlainRun:
         self._reporter = Reporter(settings)
         self._scalars = StepScalars(settings, self._reporter.warn, self._values)
         self._free_before: tuple[int, ...] = ()  # of each device, before this process used any
+        self._has_begun: Callable[[], None] = lambda: None  # from now on a trial ends before a checkpoint
 
     def watch_process(self) -> None:
         """Patch torch to notice optimizers and their steps."""
         hooks.install(self, self._undo)
         if self.settings.mode == MEASURE:
             probe.stand_in_for_the_other_ranks(self.settings.world_size, self._undo)
+            self._has_begun = trial_checkpoints.end_before_the_first(self._end_before_a_checkpoint, self._undo)
             with contextlib.suppress(DeviceQueryFailed):
                 count = torch.cuda.device_count()
                 self._free_before = tuple(info.free_bytes for info in query("cuda", count)) if count else ()
@@ -141,8 +143,17 @@ class PlainRun:
         fewest, most = min(self._steps.values()), max(self._steps.values())
         if self.device is not None:
             self._scalars.step_ended(most)
-        if self.settings.mode == MEASURE and self._has_seen_enough(fewest, most):
-            probe.leave(None if self.device is None else self._peaks(), self.settings.record_file)
+        if self.settings.mode == MEASURE:
+            if self._has_seen_enough(fewest, most):
+                self._end_trial(most)
+            self._has_begun()
+
+    def _end_trial(self, steps: int) -> None:
+        """Leave what was measured in so many steps of all optimizers, if any: see ``_STEPS``."""
+        probe.leave(self._peaks() if self.device is not None and steps else None, self.settings.record_file)
+
+    def _end_before_a_checkpoint(self) -> None:
+        self._end_trial(min(self._steps.values()) - 1)  # in its first step an optimizer has no state yet
 
     def _has_seen_enough(self, fewest: int, most: int) -> bool:
         """Whether a trial has seen the steps that it is for: all optimizers have made ``fewest``, one made ``most``."""

@@ -7,6 +7,7 @@ also sees what the script requests between two steps, in which order.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
 from monetrun.core.step import OUTSIDE, Break, StepRecord, replay
 from monetrun.planning.intervals import Stretch, optimizer_steps
-from monetrun.runtime import probe
+from monetrun.runtime import probe, trial_checkpoints
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.stretches import StretchMeter, WithoutCaptures, joined
 
@@ -163,7 +164,7 @@ class TrialsSecondStep(SecondStep):
     """That of a trial: the process ends with it.
 
     On CUDA, where the plain run's own peaks are measured, it ends when the forward begins. It ends before that where
-    there is no such step, or where it takes long to begin.
+    there is no such step, where it takes long to begin, and where the script is about to write a checkpoint.
 
     Args:
         recorder: of the step before.
@@ -179,6 +180,8 @@ class TrialsSecondStep(SecondStep):
         timer = threading.Timer(_PATIENCE_SECONDS, self._end)
         timer.daemon = True
         timer.start()
+        self.undo = contextlib.ExitStack()
+        trial_checkpoints.end_before_the_first(self._end, self.undo)()
 
     def _step_begins(self) -> None:
         if not self._begun:
@@ -241,6 +244,8 @@ def freed_outputs(first: Sequence[Stretch], second: Sequence[Stretch], held_byte
 
 def stop(recorder: Recorder | SecondStep | None) -> None:
     """Nothing is recorded from now on, and no record is made."""
+    if isinstance(recorder, TrialsSecondStep):
+        recorder.undo.close()
     recorder = recorder._recorder if isinstance(recorder, SecondStep) else recorder
     if recorder is None:
         return

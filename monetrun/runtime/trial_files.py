@@ -63,7 +63,7 @@ class TrialFiles:
             full = os.path.abspath(os.fsdecode(path))
             if os.path.lexists(full):
                 return
-            left = flags & os.O_EXCL or os.path.dirname(full) in self._folders or _by_a_tracker()
+            left = flags & os.O_EXCL or os.path.dirname(full) in self._folders or by_a_tracker()
             if left and event == "os.mkdir":
                 self._folders.add(full)
             if left or (event == "os.mkdir" and _is_to_be_new()):
@@ -77,7 +77,7 @@ def _is_to_be_new() -> bool:
     return not given
 
 
-def _by_a_tracker() -> bool:
+def by_a_tracker() -> bool:
     """Whether one of ``_MODULES`` is among this thread's callers."""
     frame = sys._getframe(1)
     while frame is not None:

@@ -13,6 +13,7 @@ from monetrun.core.freed import freed_after
 from monetrun.core.plan import plain_schedule
 from monetrun.runtime import dynamo_settings
 from monetrun.runtime.backend import Backend
+from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.terms import GradientTerms
 from support.captured import Chooser, Residual, captured
 
@@ -157,7 +158,7 @@ def test_a_backward_that_is_asked_for_some_gradients_or_run_twice_gives_the_same
 
 @torch._dynamo.config.patch(optimize_ddp=True)
 def test_a_model_in_ddp_is_one_graph_and_its_gradients_are_eagers():
-    dynamo_settings.prepare_dynamo()
+    dynamo_settings.prepare_dynamo(PlannedCall.__call__.__code__)
     torch._dynamo.reset()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -357,6 +357,47 @@ def test_optimizers_that_step_within_the_backward_on_the_second_device_keep_a_bu
     assert figures["allocation_retries"] == 0
 
 
+RESUMES = """
+import os
+import torch
+from torch import nn
+
+model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(512, 512), nn.GELU())]).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+first = 0
+if os.path.exists("last.pt"):
+    kept = torch.load("last.pt", map_location="cpu")
+    first = kept["step"] + 1
+    model.load_state_dict(kept["model"])
+    print("goes on with", first)
+for step in range(first, first + 4):
+    loss = model(torch.randn(8192, 512, device="cuda")).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 2 == EVEN:
+        torch.save({"step": step, "model": model.state_dict()}, "last.pt")
+print("last step", step)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("even", "goes_on_with"), [(0, 3), pytest.param(1, 4, marks=pytest.mark.nightly)], ids=["first", "second"]
+)
+def test_no_trial_writes_a_checkpoint_from_which_the_run_would_go_on(
+    machine, tmp_path, monkeypatch, even, goes_on_with
+):
+    (tmp_path / "resumes.py").write_text(RESUMES.replace("EVEN", str(even)))
+    monkeypatch.chdir(tmp_path)
+    printed = []
+    for _ in range(2):
+        done = launch(machine, "--budget", "0.8x", "resumes.py")
+        report_as_planned(done)
+        printed += [line for line in done.stdout.splitlines() if "step" in line.split() or "goes" in line.split()]
+    assert printed == ["last step 3", f"goes on with {goes_on_with}", f"last step {goes_on_with + 3}"]
+
+
 ON_A_STREAM = """
 import torch
 from torch import nn
