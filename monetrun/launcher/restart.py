@@ -8,6 +8,7 @@ On several nodes it is made when they meet again (``nodes``), since torch starts
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -80,10 +81,21 @@ class Restarts:
     def __init__(self, job: Job, environment: Mapping[str, str]) -> None:
         self._job, self._environment = job, environment
         self._tightened = 0
+        self._texts = texts_of(environment)
 
     def joined(self, store: Any, rank: int, size: int, fixed: bool, ended: int) -> Mapping[str, str]:
         """An ``agent.Joined``: torch starts the same workers again by itself (``--max-restarts``)."""
-        return self.next_environment(ended) or self._environment
+        self._restore_files()
+        environment = self.next_environment(ended) or self._environment
+        self._texts = texts_of(environment)
+        return environment
+
+    def _restore_files(self) -> None:
+        """Write what the system may have removed of a temporary folder that was not used for days."""
+        for path, text in self._texts.items():
+            if not path.exists():
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path.write_text(text)
 
     def next_environment(self, exit_code: int) -> Mapping[str, str] | None:
         """What the workers get after some have ended with ``exit_code``; None: there is nothing else to try."""
@@ -106,8 +118,15 @@ class Restarts:
 
     def keep(self, exit_code: int) -> None:
         """Keep the tighter plan for the next launch, if there is one and training went on with it."""
+        self._restore_files()
         if self._tightened and (tighter := plan_that_lasted(self._environment, exit_code)) is not None:
             keep_plan(self._job, tighter)
+
+
+def texts_of(environment: Mapping[str, str]) -> dict[Path, str]:
+    """What is in the files of plan and record that workers get by ``environment``."""
+    given = (environment.get(f"MONETRUN_{name}", "") for name in ("PLAN_FILE", "RECORD_FILE"))
+    return {Path(path): Path(path).read_text() for path in given if path and os.path.exists(path)}
 
 
 def tighter_plan(environment: Mapping[str, str], exit_code: int, restarts: int, options: LaunchOptions) -> str:

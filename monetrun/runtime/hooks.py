@@ -22,6 +22,8 @@ from monetrun.runtime import allocation_limit
 from monetrun.runtime.unplannable_use import IN_CUDA_GRAPHS, OF_OUTPUTS
 from monetrun.runtime.within_backward import StepsWithinBackward
 
+_FSDP = "torch.distributed.fsdp"  # has hooks on a module's outputs, to get its parameters before the backward
+
 
 class TrainingObserver(Protocol):
     """Receives what the script's optimizers do."""
@@ -271,7 +273,8 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
         return grad(outputs, *args, **kwargs)
 
     def observed_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        given = {} if torch.compiler.is_compiling() else output_inputs.given_by_calls(self)
+        of_torch = str(getattr(hook, "__module__", "")).startswith(_FSDP)  # that looks at no gradient
+        given = {} if of_torch or torch.compiler.is_compiling() else output_inputs.given_by_calls(self)
         if not given:
             return register_hook(self, hook)
         observer.plan_no_more([self.grad_fn], OF_OUTPUTS)

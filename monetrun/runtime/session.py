@@ -36,7 +36,7 @@ from monetrun.runtime.dynamo_settings import prepare_dynamo
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.reporter import Reporter, in_short
 from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, TRIALS, Settings
-from monetrun.runtime.trigger import Nesting, Trigger
+from monetrun.runtime.trigger import Nesting, Trigger, left_alone
 from monetrun.solve import timing
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
@@ -351,7 +351,7 @@ class Session:
                 child._compiled_call_impl = None
         if reason := sharding.stage_of_a_pipeline(module) or candidates.of_another_allocator_or_captured(module):
             self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
-            return module._call_impl
+            return left_alone(module)
         if self.engine is None:
             self.engine = _engine(self, module)
         if not _launched:  # applied under another budget, and only now known to be trained under this one

@@ -14,13 +14,15 @@ import torch
 
 # After so many calls that captured something, a module runs in Python.
 UNSETTLED_CALLS = 16
+# After so many shapes of inputs further ones are taken for ones that come again: they do not, in a script without end.
+_MOST_SHAPES = 4096
 
 
 class Settling:
     """Counts, of a model and the modules in it, calls with new shapes that do not come with the model's inputs."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[Any, ...]] = set()
+        self._seen: set[int] = set()  # hashes of the inputs' shapes
         self._as_before = True
         self._calls: Counter[str] = Counter()
         self._generation = 0
@@ -36,8 +38,9 @@ class Settling:
             self._generation = generation
             self._seen.clear()
         shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, torch.Tensor))
-        self._as_before = shapes in self._seen
-        self._seen.add(shapes)
+        self._as_before = hash(shapes) in self._seen or len(self._seen) == _MOST_SHAPES
+        if not self._as_before:
+            self._seen.add(hash(shapes))
 
     def captured(self, path: str) -> bool:
         """A call of the module at ``path`` has captured something; whether it will not settle."""

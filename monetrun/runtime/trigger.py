@@ -93,6 +93,14 @@ class NotCopied:
         return type(None), ()
 
 
+def left_alone(module: nn.Module) -> Callable[..., Any]:
+    """No trigger waits for ``module``, nor for a module in it, from now on; gives what runs it as it is."""
+    for child in module.modules():
+        if isinstance(child._compiled_call_impl, Trigger):
+            child._compiled_call_impl = None
+    return module._call_impl
+
+
 class Trigger(NotCopied):
     """Waits for a module's first outermost training forward.
 

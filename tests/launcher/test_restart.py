@@ -140,3 +140,19 @@ def test_the_launchers_own_allocator_is_known_as_that_each_time_the_nodes_meet(t
         os.environ.clear()
         os.environ.update(before)
     assert found == [["1", "expandable_segments:True"]] * 2
+
+
+def test_files_that_the_system_removed_of_a_temporary_folder_are_written_again(tmp_path):
+    """After days of training, when a rank dies."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    plan, record = folder / "plan.json", folder / "record.json"
+    plan.write_text("a plan")
+    record.write_text("a record")
+    environment = Settings(plan_file=str(plan), record_file=str(record)).to_environment()
+    restarts = restart.Restarts(Mock(), environment)
+    plan.unlink()
+    record.unlink()
+    folder.rmdir()
+    assert restarts.joined(None, 0, 1, False, 1) == environment
+    assert (plan.read_text(), record.read_text()) == ("a plan", "a record")

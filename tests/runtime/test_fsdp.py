@@ -21,6 +21,7 @@ from monetrun.capture.meter import meter_for
 from monetrun.core.step import OUTSIDE
 from monetrun.runtime import agreement
 from monetrun.runtime.running_plan import intervals_of
+from monetrun.runtime.trigger import Trigger
 from support import launcher
 from support.paths import SCRIPTS
 from support.sessions import opened_session
@@ -389,7 +390,7 @@ def fsdp1():
 def pipeline_stage():
     from torch.distributed.pipelining import PipelineStage
 
-    model = Perceptron()
+    model = nn.Sequential(Perceptron(), Perceptron())
     return PipelineStage(model, 0, 4, torch.device("cpu")), model
 
 
@@ -412,6 +413,7 @@ def test_models_split_among_ranks_in_other_ways_run_as_they_are_after_one_warnin
             model(torch.ones(4, WIDTH)).sum().backward()
             optimizer.step()
         assert opened.engine is None
+        assert not any(isinstance(module._compiled_call_impl, Trigger) for module in model.modules())
         (warning,) = opened.reporter.warned
     assert reason in warning
     assert any(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))

@@ -138,6 +138,24 @@ class Watched:
         return self.seen, [p.tolist() for p in model.parameters()]
 
 
+def test_a_hook_of_fsdps_own_on_an_output_is_no_watch_of_its_gradient(capsys):
+    """It gets the module's parameters before the backward, whatever the gradient is."""
+
+    class OfTorch(Watched):
+        def watch(self, first):
+            def before_backward(gradient):
+                return gradient
+
+            before_backward.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+            first.register_hook(before_backward)
+
+    plain = OfTorch("torch's", 0).train()
+    with opened_session(budget="1GiB", solver_seconds=0.5, implementations="exact") as opened:
+        assert OfTorch("torch's", 0).train() == plain
+        assert opened.engine is not None
+    assert "watches the gradient of an output" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("use", ["retained", "changed", "seen"])
 @pytest.mark.parametrize("since", [0, 3])
 def test_hooks_of_an_output_see_all_of_its_gradient(use, since, capsys):

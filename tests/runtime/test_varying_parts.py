@@ -156,3 +156,14 @@ def test_a_two_stage_detector_is_planned_in_its_backbone_and_heads():
     assert {"BackboneWithFPN", "RPNHead", "TwoMLPHead"} <= {graph.name for graph in record.graphs}
     assert {"RegionProposalNetwork", "RoIHeads"} <= {broken.name for broken in record.breaks}
     assert engine.peak_bytes <= engine.plan.budget_bytes
+
+
+def test_inputs_of_ever_new_shapes_take_no_more_memory_and_settle_no_less(monkeypatch):
+    monkeypatch.setattr(settling, "_MOST_SHAPES", 8)
+    found = settling.Settling()
+    settled = []
+    for size in range(8 + settling.UNSETTLED_CALLS + 1):
+        found.begins([torch.empty(size)], generation=0)
+        settled.append(not found.captured("head"))
+    assert len(found._seen) == 8
+    assert settled.index(False) == 8 + settling.UNSETTLED_CALLS
