@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monetrun.core.graph import FORWARD
+from monetrun.core.event import is_optimizer_step
+from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.last_outputs import is_drop
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
-from monetrun.core.step import StepRecord, replay
+from monetrun.core.step import OUTSIDE, StepRecord, StepTimeline, replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +49,43 @@ def forward_needs(record: StepRecord, schedules: Sequence[Schedule]) -> dict[int
             need = ForwardNeed(held, most_planned - held, most_plain - plain.start_bytes[i], dropped)
             needs[event.graph] = (need, *needs.get(event.graph, ()))
     return needs
+
+
+def needs_by_place(record: StepRecord, schedules: Sequence[Schedule]) -> dict[int, tuple[ForwardNeed, ...]] | None:
+    """Of a step that accumulates gradients of several graphs (lengths of a batch), which may come in any order.
+
+    Returns:
+        Of each graph, by its index: its needs as the first pass of a step, as the second, and so on. Later passes hold
+        the gradients of earlier ones. None where the step is not of passes that each are a forward and its backward.
+
+    Raises:
+        ScheduleError: a schedule is not valid for its graph.
+    """
+    calls = [i for i, event in enumerate(record.events) if event.kind != OUTSIDE]
+    passes = list(zip(calls[::2], calls[1::2], strict=False))
+    of = [(record.events[i], record.events[j]) for i, j in passes]
+    if len(calls) % 2 or any((f.kind, b.kind) != (FORWARD, BACKWARD) or f.graph != b.graph for f, b in of):
+        return None
+    if len({forward.graph for forward, _ in of}) < 2:
+        return None  # in any order they are the same
+    if any(is_optimizer_step(e.kind, e.name) for e in record.events[: calls[-1]]):
+        return None
+    planned, plain = replay(record, schedules), replay(*plain_step(record))
+    drops = [-event.delta_bytes if is_drop(event) else 0 for event in record.events]
+    own: dict[int, tuple[int, int]] = {}
+    for i, j in passes:
+        k = record.events[i].graph
+        own[k] = tuple(map(max, own.get(k, (0, 0)), (_most(t, i, j) for t in (planned, plain))))  # type: ignore[assignment]
+    found: dict[int, tuple[ForwardNeed, ...]] = {k: () for k in own}
+    for i, j in passes:
+        held = planned.start_bytes[i]
+        later, later_plain = (max(t.high_bytes[j + 1 :], default=0) - t.start_bytes[i] for t in (planned, plain))
+        for k, (most, most_plain) in own.items():
+            need = ForwardNeed(held, max(most, later), max(most_plain, later_plain), sum(drops[i:]))
+            found[k] = (*found[k], need)
+    return found
+
+
+def _most(timeline: StepTimeline, first: int, last: int) -> int:
+    """The most that is allocated from one event to another, beyond what is held before."""
+    return int(max(timeline.high_bytes[first : last + 1]) - timeline.start_bytes[first])

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from monetrun.capture.meter import Meter
 from monetrun.core.plan import Schedule
 from monetrun.core.step import StepRecord
-from monetrun.planning.forward_needs import ForwardNeed, forward_needs
+from monetrun.planning.forward_needs import ForwardNeed, forward_needs, needs_by_place
 from monetrun.planning.intervals import optimizer_steps
 
 # A call is planned again so often at most: where compiling it anew takes memory each time, it runs as it is.
@@ -73,6 +73,7 @@ class Room:
         self._needs: dict[str, tuple[ForwardNeed, ...]] = {}
         self._beyond: dict[str, int] = {}  # of graphs at other shapes: what a step may have beyond ``limit_bytes``
         self._in_python = False
+        self._by_place = False  # needs are known by the place of a pass in the step, not by the calls of its graph
         self._calls: Counter[str] = Counter()  # of each graph, in the present step
         self._dropped: Counter[str] = Counter()  # of these, calls whose gradients the script has dropped
         self._optimizers = 1  # optimizer steps in a training step
@@ -89,10 +90,14 @@ class Room:
         self.limit_bytes = limit_bytes
         self._needs.clear()
         self._beyond.clear()
+        self._by_place = False
         self._in_python = record is not None and any(b.in_python for b in record.breaks)
         if record is not None:
             self._optimizers = max(1, optimizer_steps(record))
-            for k, needs in forward_needs(record, [schedules[g.fingerprint] for g in record.graphs]).items():
+            of_graphs = [schedules[g.fingerprint] for g in record.graphs]
+            by_place = None if self._in_python else needs_by_place(record, of_graphs)
+            self._by_place = by_place is not None
+            for k, needs in (forward_needs(record, of_graphs) if by_place is None else by_place).items():
                 self._needs[record.graphs[k].fingerprint] = needs
 
     def other_shapes(self, step: StepRecord, schedule: Schedule, beyond_bytes: int) -> None:
@@ -213,6 +218,7 @@ class Room:
     def _need(self, fingerprint: str) -> ForwardNeed | None:
         """What the step of a forward that begins needs; None where it is not looked at."""
         number, self.excess_bytes = self._calls[fingerprint], None
+        place = sum(self._calls.values()) if self._by_place else number
         self._calls[fingerprint] += 1
         needs = self._needs.get(fingerprint)
         first, self._first = self._first, False
@@ -220,7 +226,7 @@ class Room:
             return None
         if number and fingerprint in self._beyond:
             return None  # what a step's further calls hold is beside the first one
-        return needs[min(number, len(needs) - 1)]
+        return needs[min(place, len(needs) - 1)]
 
 
 def _missing(planned: int, gone: Sequence[int], there: int) -> int:

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
-from monetrun.planning.forward_needs import ForwardNeed
+from monetrun.planning.forward_needs import ForwardNeed, forward_needs, needs_by_place
 from monetrun.runtime.room import Room, _missing
+from support.sessions import opened_session
+
+WIDTH = 96
 
 
 class Held:
@@ -104,3 +108,54 @@ def test_a_forward_that_has_room_after_all_counts_as_a_call():
     assert room.calls() == {"graph": 1}
     room.call_repeats("graph")
     assert room.calls() == {"graph": 0}
+
+
+def test_lengths_of_an_accumulation_may_come_in_any_order(capsys):
+    """Gradients that earlier passes have left are no more than what the recorded step holds in that place."""
+
+    def script():
+        torch.manual_seed(0)
+        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        losses = []
+        for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0), (0, 0, 2)):
+            optimizer.zero_grad()
+            for k in order:
+                loss = model(torch.randn((64, 128, 192)[k], WIDTH)).square().mean() / 3
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+        return losses
+
+    plain = script()
+    with opened_session(budget="0.9x", solver_seconds=0.5, implementations="exact") as opened:
+        assert script() == plain
+        budget = opened.engine.running.plan.budget_bytes
+        assert opened.engine.running.room.limit_bytes == budget
+    assert "more are held" not in capsys.readouterr().err
+
+
+def accumulated(lengths):
+    """The record and the schedules of a step whose passes have these lengths."""
+    with opened_session(budget="1GiB", solver_seconds=0.5) as opened:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(2):
+            for length in lengths:
+                model(torch.randn(length, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        running = opened.engine.running
+        return running.record, [running.schedules[graph.fingerprint] for graph in running.record.graphs]
+
+
+def test_needs_in_a_step_of_several_graphs_are_by_the_place_of_a_pass():
+    record, schedules = accumulated((64, 192))
+    (small, large) = (needs_by_place(record, schedules)[k] for k in range(2))
+    of_calls = forward_needs(record, schedules)
+    assert [n.held_bytes for n in small] == [n.held_bytes for n in large]  # what earlier passes have left
+    assert small[1].held_bytes - small[0].held_bytes >= WIDTH * WIDTH * 4 + WIDTH * 4  # gradients
+    assert (small[0], large[1]) == (of_calls[0][0], of_calls[1][0])
+    assert large[0].held_bytes + large[0].planned_bytes >= small[0].held_bytes + small[0].planned_bytes
+    assert large[0].held_bytes + large[0].planned_bytes <= large[1].held_bytes + large[1].planned_bytes
+    assert needs_by_place(*accumulated((64, 64))) is None  # one graph: in any order they are the same
