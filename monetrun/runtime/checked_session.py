@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from monetrun.planning.check import BUFFER, GRADIENT, LOSS, CheckedRun, OperatorSeconds
-from monetrun.runtime import float64, probe
+from monetrun.runtime import float64, probe, trial_checkpoints
 from monetrun.runtime.call_timing import OperatorTiming
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import CHECK, CHECK_FLOAT64, Settings
@@ -54,6 +54,9 @@ class CheckedSession(Session):
         """As ``Session``; without other ranks, and with the same random numbers in each run."""
         super().watch_process()
         probe.stand_in_for_the_other_ranks(self.settings.world_size, self._undo)
+        self._has_stepped = trial_checkpoints.end_before_the_first(
+            self._end_before_a_checkpoint, self._undo, self._folder
+        )
         torch.manual_seed(0)  # a script that sets no seed begins with another one each time
         random.seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -98,6 +101,11 @@ class CheckedSession(Session):
             self._keep(BUFFER, dict(buffers))
         if self._complete and (self.settings.mode != CHECK or self._made >= _MEASURED_STEPS):
             self._leave()
+        self._has_stepped()
+
+    def _end_before_a_checkpoint(self) -> None:
+        self._leave()
+        probe.leave_unseen("it writes a checkpoint before all optimizers have made a step", self.settings.record_file)
 
     @property
     def _made(self) -> int:

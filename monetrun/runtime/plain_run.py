@@ -146,7 +146,8 @@ class PlainRun:
         if self.settings.mode == MEASURE:
             if self._has_seen_enough(fewest, most):
                 self._end_trial(most)
-            self._has_begun()
+            if self._backwards:  # loading a checkpoint may make a step, to allocate the optimizer's state
+                self._has_begun()
 
     def _end_trial(self, steps: int) -> None:
         """Leave what was measured in so many steps of all optimizers, if any: see ``_STEPS``."""

@@ -7,9 +7,11 @@ launch itself would resume from it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,19 +19,25 @@ import torch
 from monetrun.core.patched import patched
 from monetrun.runtime.trial_files import by_a_tracker
 
-_WRITES = os.O_WRONLY | os.O_RDWR
+_EVENTS, _NAMES = ("open", "os.mkdir", "os.rename"), (str, bytes, os.PathLike)
+# Where torch.compile keeps what it has compiled.
+_COMPILED, _COMPILED_IN = "torchinductor_", ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _ENDINGS = (".bin", ".ckpt", ".distcp", ".metadata", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 
 
-def end_before_the_first(end: Callable[[], None], undo: contextlib.ExitStack) -> Callable[[], None]:
+def end_before_the_first(
+    end: Callable[[], None], undo: contextlib.ExitStack, own: Path | None = None
+) -> Callable[[], None]:
     """Have ``end`` called, which ends the process, before the script writes a checkpoint, once training has begun.
 
-    That is ``torch.save`` to a file, a file that is opened for writing and has a checkpoint's ending, and a new folder.
-    Those of trackers do not count. What libraries write outside of Python into a folder that exists is not seen.
+    That is ``torch.save`` to a file, a file with a checkpoint's ending that is opened for writing or renamed, and a new
+    folder. Those of trackers and in caches do not count. What libraries write outside of Python into a folder that
+    exists is not seen.
 
     Args:
         end: ends the process.
         undo: gets what takes it back, but for an audit hook, which does nothing then.
+        own: a folder of monetrun's, in which everything may be written.
 
     Returns:
         To be called when training has begun: before, what is saved are weights as the script made them.
@@ -41,26 +49,31 @@ def end_before_the_first(end: Callable[[], None], undo: contextlib.ExitStack) ->
         nonlocal begun
         begun = now
 
-    def checkpoint() -> None:
-        if begun and os.getpid() == process:  # not of a process that was forked, which reads data
+    def written(path: str) -> None:
+        if not begun or os.getpid() != process:  # a process that was forked reads data
+            return
+        if own is not None and Path(path).is_relative_to(own):
+            return
+        if not _is_a_cache(path) and not by_a_tracker():
             begin(False)  # ``end`` itself writes
             end()
 
+    @functools.wraps(save)
     def observed_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not _in_memory(f):
-            checkpoint()
+            written(_path(getattr(f, "name", f)))
         save(obj, f, *args, **kwargs)
 
     def noticed(event: str, args: tuple[Any, ...]) -> None:
-        if not begun or event not in ("open", "os.mkdir") or not isinstance(args[0], (str, bytes, os.PathLike)):
+        if not begun or event not in _EVENTS or not isinstance(args[0], _NAMES):
             return
-        path = os.path.abspath(os.fsdecode(args[0]))
+        path = _path(args[1] if event == "os.rename" else args[0])
         if event == "os.mkdir":
             is_one = not os.path.lexists(path)
         else:
-            is_one = path.endswith(_ENDINGS) and isinstance(args[2], int) and bool(args[2] & _WRITES)
-        if is_one and not _is_a_cache(path) and not by_a_tracker():
-            checkpoint()
+            is_one = path.endswith(_ENDINGS) and (event == "os.rename" or _writes(args[2]))
+        if is_one:
+            written(path)
 
     undo.enter_context(patched(torch, "save", observed_save))
     sys.addaudithook(noticed)
@@ -68,13 +81,23 @@ def end_before_the_first(end: Callable[[], None], undo: contextlib.ExitStack) ->
     return begin
 
 
+def _path(name: Any) -> str:
+    return os.path.abspath(os.fsdecode(name)) if isinstance(name, _NAMES) else ""
+
+
+def _writes(flags: Any) -> bool:
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
+
+
 def _in_memory(f: Any) -> bool:
     try:
-        return not isinstance(f, (str, os.PathLike)) and f.fileno() < 0
+        return not isinstance(f, _NAMES) and f.fileno() < 0
     except (OSError, ValueError, AttributeError):  # as of io.BytesIO
         return True
 
 
 def _is_a_cache(path: str) -> bool:
     """Whether a library keeps something there, such as what it has compiled."""
-    return any(part == "__pycache__" or "cache" in part.lower() for part in path.split(os.sep))
+    if any(path.startswith(os.path.join(folder, "")) for name in _COMPILED_IN if (folder := os.environ.get(name))):
+        return True
+    return any("cache" in part.lower() or part.startswith(_COMPILED) for part in path.split(os.sep))
