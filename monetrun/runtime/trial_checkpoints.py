@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,8 @@ def end_before_the_first(
     """
     begun, process = False, os.getpid()
     save = torch.save
+    # an audit hook stays: it must not keep what ``end`` is a method of
+    known = weakref.WeakMethod(end) if inspect.ismethod(end) else lambda: end
 
     def begin(now: bool = True) -> None:
         nonlocal begun
@@ -54,9 +58,9 @@ def end_before_the_first(
             return
         if own is not None and Path(path).is_relative_to(own):
             return
-        if not _is_a_cache(path) and not by_a_tracker():
+        if not _is_a_cache(path) and not by_a_tracker() and (ends := known()) is not None:
             begin(False)  # ``end`` itself writes
-            end()
+            ends()
 
     @functools.wraps(save)
     def observed_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
