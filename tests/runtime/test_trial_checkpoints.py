@@ -85,16 +85,19 @@ def saves_in_monetruns_folder():
     torch.save(1, "own/0.pt")
 
 
-def saves_in_a_child():
+def makes_a_folder_in_a_child():
     if (child := os.fork()) == 0:
-        torch.save(1, "known/child.pt")
-        os._exit(0)
+        try:
+            os.mkdir("known/of_the_child")
+        finally:
+            os._exit(0)  # whatever comes, the child runs no further test
     os.waitpid(child, 0)
+    assert os.path.isdir("known/of_the_child")
 
 
 @pytest.mark.parametrize(
     "use",
-    [appends_to_a_log, saves_in_memory, reads_one, compiles, saves_in_monetruns_folder, saves_in_a_child],
+    [appends_to_a_log, saves_in_memory, reads_one, compiles, saves_in_monetruns_folder, makes_a_folder_in_a_child],
 )
 def test_what_is_no_checkpoint_of_the_script_ends_no_trial(trial, use):
     begin, ends = trial
