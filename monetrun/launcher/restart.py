@@ -86,9 +86,7 @@ class Restarts:
     def joined(self, store: Any, rank: int, size: int, fixed: bool, ended: int) -> Mapping[str, str]:
         """An ``agent.Joined``: torch starts the same workers again by itself (``--max-restarts``)."""
         self._restore_files()
-        environment = self.next_environment(ended) or self._environment
-        self._texts = texts_of(environment)
-        return environment
+        return self.next_environment(ended) or self._environment
 
     def _restore_files(self) -> None:
         """Write what the system may have removed of a temporary folder that was not used for days."""
@@ -105,6 +103,7 @@ class Restarts:
         if line := tighter_plan(environment, exit_code, self._tightened, job.options):
             print(f"monetrun: {line}", file=sys.stderr, flush=True)
             self._tightened += 1
+            self._texts = texts_of(environment)
             return environment
         decision = decide_anew(job)
         if decision is None and job.mode != PLAIN:
@@ -114,6 +113,7 @@ class Restarts:
         self._tightened = 0
         forget_reports(environment)
         self._environment = job.follow(decision)
+        self._texts = texts_of(self._environment)
         return self._environment
 
     def keep(self, exit_code: int) -> None:

@@ -16,11 +16,6 @@ _LARGEST = (1 << 63) - 1
 _REQUEST, _RELEASE, _STEP_BEGINS, _STEP_ENDS = range(4)
 
 
-def available() -> bool:
-    """Whether it can be used: a compiler was found."""
-    return core()[0] is not None
-
-
 class NativePoolReplay:
     """As ``PoolReplay``; a context manager, because the native core owns its memory.
 

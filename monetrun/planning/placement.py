@@ -27,10 +27,10 @@ from monetrun.core.plan import Hold, Schedule
 from monetrun.core.reserved import Reserved, reserved, spare_beside_holds
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, DeviceMemory, StepRecord, events_under, replay
-from monetrun.planning import native_pool_replay
 from monetrun.planning.large_requests import Event, Place, large_requests, otherwise
 from monetrun.planning.native_pool_replay import NativePoolReplay
 from monetrun.planning.pool_replay import PoolReplay
+from monetrun.solve import native_search
 
 # As shares of the allocated peak: what is reserved beyond it and worth a search, and with what a search is content.
 _WORTH, _ENOUGH = 0.01, 0.004
@@ -145,7 +145,7 @@ class _Search:
     def run(self, seconds: float) -> _Holds:
         """The holds under which least is reserved; without those that change nothing."""
         until = time.monotonic() + seconds
-        if native_pool_replay.available():
+        if native_search.available():
             with NativePoolReplay(self.memory, self.traces, self.large_bytes) as replay:
                 best, least = self._best(replay, until)
         else:

@@ -55,14 +55,19 @@ def check(module: fx.GraphModule) -> None:
     _refuse_streams(module)
 
 
+def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
+    """Its graph, and those of higher-order operators in it."""
+    return (inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule))
+
+
 def _refuse_streams(module: fx.GraphModule) -> None:
     """Look for streams of the script's own in one of Dynamo's graphs: a schedule runs on one, and waits for no other.
 
     Raises:
         CaptureFailed: there are some.
     """
-    for inner in module.modules():
-        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+    for graph in _graphs(module):
+        for node in graph.nodes:
             of_its_own = "stream" in node.meta.get("custom", {})
             if of_its_own or isinstance(node.meta.get("example_value"), (torch.Stream, torch.Event)):
                 raise CaptureFailed("its forward uses CUDA streams, on which a graph's operators would not run")
@@ -75,8 +80,8 @@ def _refuse_flex_attention(module: fx.GraphModule) -> None:
         CaptureFailed: there is some.
     """
     flex_attention = torch.ops.higher_order.flex_attention
-    for inner in module.modules():
-        if isinstance(inner, fx.GraphModule) and inner.graph.find_nodes(op="call_function", target=flex_attention):
+    for graph in _graphs(module):
+        if graph.find_nodes(op="call_function", target=flex_attention):
             raise CaptureFailed("flex_attention is one kernel only where the script's own torch.compile makes it one")
 
 

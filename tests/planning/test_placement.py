@@ -15,10 +15,10 @@ from monetrun.core.requests import StepReplay
 from monetrun.core.reserved import reserved, spare_beside_holds
 from monetrun.core.simulate import simulate
 from monetrun.core.step import DeviceMemory, Segment, replay
-from monetrun.planning import native_pool_replay, placement, planner
+from monetrun.planning import placement, planner
 from monetrun.planning.large_requests import large_requests, otherwise
 from monetrun.planning.pool_replay import PoolReplay
-from monetrun.solve import greedy
+from monetrun.solve import greedy, native_search
 from support.step_records import chain_record
 
 MIB = 1 << 20
@@ -107,9 +107,10 @@ def test_holds_with_which_a_variant_needs_more_than_would_be_planned_are_not_tak
 def test_without_a_compiler_the_same_holds_are_found(record, monkeypatch):
     monkeypatch.setattr(placement, "_STARTS", 3)
     monkeypatch.setattr(placement, "_DRAWS", 150)
-    native = placement.placed(record, frugal(record), 1000.0)
-    monkeypatch.setattr(native_pool_replay, "available", lambda: False)
-    assert placement.placed(record, frugal(record), 1000.0) == native
+    schedules = frugal(record)
+    native = placement.placed(record, schedules, 1000.0)
+    monkeypatch.setattr(native_search, "available", lambda: False)
+    assert placement.placed(record, schedules, 1000.0) == native
     assert native[0].holds
 
 

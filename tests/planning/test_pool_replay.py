@@ -6,10 +6,10 @@ import pytest
 
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.step import DeviceMemory, Segment
-from monetrun.planning import native_pool_replay
 from monetrun.planning.large_requests import Free, Request, StepBegins, StepEnds, otherwise
 from monetrun.planning.native_pool_replay import NativePoolReplay
 from monetrun.planning.pool_replay import PoolReplay
+from monetrun.solve import native_search
 
 MIB = 1 << 20
 SETTINGS = {
@@ -22,7 +22,7 @@ SETTINGS = {
     "large pages": AllocatorSettings(expandable=True, large_segment_bytes=50 * MIB),
 }
 
-needs_core = pytest.mark.skipif(not native_pool_replay.available(), reason="there is no compiler")
+needs_core = pytest.mark.skipif(not native_search.available(), reason="there is no compiler")
 
 
 def random_trace(draw, base_blocks, steps=40):
