@@ -1,7 +1,12 @@
-"""Max pooling that keeps one byte for each window, or nothing."""
+"""Max pooling that keeps one byte for each window, or nothing.
+
+What depends on sizes alone is computed once for each: a step calls these functions with the same sizes every time.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,14 +17,17 @@ from monetrun.ops.cuda.launch import THREADS, launch
 from monetrun.ops.cuda.operands import is_channels_last
 
 _RUN = 4  # elements of a thread, as kRun in cuda_ops/pooling_cuda.cuh
+_KEPT = 1 << 12  # sizes whose numbers are kept
+
+Size = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    size: Sequence[int]
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
+    size: Size
+    stride: Size
+    padding: Size
+    dilation: Size
 
     def __post_init__(self) -> None:
         if any(len(pair) != 2 for pair in (self.size, self.stride, self.padding, self.dilation)):
@@ -31,19 +39,34 @@ class _Window:
             raise RuntimeError(f"a window of {size} has more places than one byte can name (255)")
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> Size:
         return (*self.size, *self.stride, *self.padding, *self.dilation)
 
     @property
-    def strides(self) -> tuple[int, int]:
+    def strides(self) -> Size:
         return _divider(self.stride[0]), _divider(self.stride[1])
 
-    def outputs(self, length: int, d: int, ceil_mode: bool) -> int:
+    def outputs(self, height: int, width: int, ceil_mode: bool) -> Size:
+        rows, columns = (self._along(length, d, ceil_mode) for d, length in enumerate((height, width)))
+        if rows <= 0 or columns <= 0:
+            raise RuntimeError(f"the input of {height} x {width} is smaller than the window")
+        return rows, columns
+
+    def _along(self, length: int, d: int, ceil_mode: bool) -> int:
         stride, padding = self.stride[d], self.padding[d]
         span = length + 2 * padding - self.dilation[d] * (self.size[d] - 1) - 1
         count = (span + (stride - 1 if ceil_mode else 0)) // stride + 1
         # torch drops a window that would start in the padding behind the input
         return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
+
+
+@functools.lru_cache(_KEPT)
+def _window(size: Size, stride: Size, padding: Size, dilation: Size) -> _Window:
+    return _Window(size, stride or size, padding, dilation)
+
+
+def _of(kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> _Window:
+    return _window(tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation))
 
 
 def _divider(divisor: int) -> int:
@@ -53,27 +76,43 @@ def _divider(divisor: int) -> int:
     return factor << 8 | shift
 
 
-def _dividers(size: Sequence[int], last: bool) -> tuple[int, int]:
+def _dividers(size: Size, last: bool) -> Size:
     """By the sizes of the two innermost dimensions of images of [..., C, H, W]."""
     channels, height, width = size[-3:]
     inner, outer = (channels, width) if last else (width, height)
     return _divider(inner), _divider(outer)
 
 
-def _start(name: str, like: Tensor, over: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
-    """Launch a kernel over all elements of the images ``over``.
+@functools.lru_cache(_KEPT)
+def _pooled(size: Size, window: _Window, ceil_mode: bool) -> Size:
+    """The size of what is pooled from images of ``size``."""
+    return (*size[:-2], *window.outputs(size[-2], size[-1], ceil_mode))
+
+
+@functools.lru_cache(_KEPT)
+def _launched(size: Size, pooled: Size, window: _Window, last: bool, *, backward: bool) -> tuple[int, ...]:
+    """How many threads a kernel is launched with, and what it is told behind its tensors.
+
+    Args:
+        size: of the images, [N, C, H, W] or [C, H, W].
+        pooled: of the windows.
+        window: of the pooling.
+        last: the images are channels-last.
+        backward: the kernel runs over the images, otherwise over the windows.
 
     Raises:
         RuntimeError: an image has more elements than the kernels can count.
     """
-    if not over.numel():
-        return
-    images = over.shape[0] if over.dim() == 4 else 1
-    elements = max(t[0].numel() if t.dim() == 4 else t.numel() for t in tensors)
+    over = size if backward else pooled
+    images = over[0] if len(over) == 4 else 1
+    if not math.prod(over):
+        return (0,)
+    elements = max(math.prod(size[-3:]), math.prod(pooled[-3:]))
     if elements >= 1 << 31:
         raise RuntimeError(f"an image of {elements} elements is larger than 2^31")
-    runs = -(-(over.numel() // images) // (_RUN * THREADS))
-    launch(name, like, images * runs * THREADS, *tensors, images, *numbers)
+    runs = -(-math.prod(over[-3:]) // (_RUN * THREADS))
+    numbers = (images, *size[-3:], last, *pooled[-2:], *window.numbers, *_dividers(over, last))
+    return (images * runs * THREADS, *numbers, *(window.strides if backward else ()))
 
 
 def _last(images: Tensor, name: str) -> bool:
@@ -105,16 +144,10 @@ def max_pool2d_index(
     ceil_mode: bool,
 ) -> Tensor:
     """As ``families.pooling.max_pool2d_index``."""
-    window = _Window(kernel_size, stride or kernel_size, padding, dilation)
-    last = _last(x, "x")
-    channels, height, width = x.shape[-3:]
-    rows, columns = window.outputs(height, 0, ceil_mode), window.outputs(width, 1, ceil_mode)
-    if rows <= 0 or columns <= 0:
-        raise RuntimeError(f"the input of {height} x {width} is smaller than the window")
-    index = _new(x, (*x.shape[:-2], rows, columns), torch.uint8, last)
-    sizes = (channels, height, width, last, rows, columns)
-    dividers = _dividers(index.shape, last)
-    _start("max_pool2d_index", x, index, (x, index), (*sizes, *window.numbers, *dividers))
+    window, last = _of(kernel_size, stride, padding, dilation), _last(x, "x")
+    index = _new(x, _pooled(x.shape, window, ceil_mode), torch.uint8, last)
+    threads, *numbers = _launched(x.shape, index.shape, window, last, backward=False)
+    launch("max_pool2d_index", x, threads, x, index, *numbers)
     return index
 
 
@@ -129,7 +162,7 @@ def max_pool2d_index_backward(
     channels_last: bool,
 ) -> Tensor:
     """As ``families.pooling.max_pool2d_index_backward``."""
-    window = _Window(kernel_size, stride or kernel_size, padding, dilation)
+    window = _of(kernel_size, stride, padding, dilation)
     if not (_has_format(grad, channels_last) and _has_format(index, channels_last)):
         raise RuntimeError("grad and index must both have the input's memory format")
     if index.shape != grad.shape or index.dtype != torch.uint8:
@@ -137,9 +170,8 @@ def max_pool2d_index_backward(
     if len(input_size) != grad.dim():
         raise RuntimeError("input_size and grad differ in dimensions")
     to = _new(grad, input_size, grad.dtype, channels_last)
-    sizes = (*input_size[-3:], channels_last, *grad.shape[-2:])
-    dividers = (*_dividers(to.shape, channels_last), *window.strides)
-    _start("max_pool2d_index_backward", grad, to, (grad, index, to), (*sizes, *window.numbers, *dividers))
+    threads, *numbers = _launched(to.shape, grad.shape, window, channels_last, backward=True)
+    launch("max_pool2d_index_backward", grad, threads, grad, index, to, *numbers)
     return to
 
 
@@ -153,15 +185,12 @@ def max_pool2d_input_backward(
     ceil_mode: bool,
 ) -> Tensor:
     """As ``families.pooling.max_pool2d_input_backward``."""
-    window = _Window(kernel_size, stride or kernel_size, padding, dilation)
-    last = _last(x, "x")
-    pooled = (window.outputs(x.shape[-2], 0, ceil_mode), window.outputs(x.shape[-1], 1, ceil_mode))
-    if grad.dtype != x.dtype or grad.shape != (*x.shape[:-2], *pooled):
+    window, last = _of(kernel_size, stride, padding, dilation), _last(x, "x")
+    if grad.dtype != x.dtype or grad.shape != _pooled(x.shape, window, ceil_mode):
         raise RuntimeError("grad is not of the output's shape and the input's dtype")
     if not _has_format(grad, last):
         raise RuntimeError("grad and x differ in layout")
     to = torch.empty_like(x)
-    sizes = (*x.shape[-3:], last, *pooled)
-    dividers = (*_dividers(to.shape, last), *window.strides)
-    _start("max_pool2d_input_backward", x, to, (grad, x, to), (*sizes, *window.numbers, *dividers))
+    threads, *numbers = _launched(x.shape, grad.shape, window, last, backward=True)
+    launch("max_pool2d_input_backward", x, threads, grad, x, to, *numbers)
     return to
