@@ -101,7 +101,6 @@ class CheckedSession(Session):
             self._keep(BUFFER, dict(buffers))
         if self._complete and (self.settings.mode != CHECK or self._made >= _MEASURED_STEPS):
             self._leave()
-        self._has_stepped()
 
     def _end_before_a_checkpoint(self) -> None:
         self._leave()

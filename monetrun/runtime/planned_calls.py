@@ -30,7 +30,7 @@ from monetrun.runtime import dynamo_settings, resharding, sharding, unplannable_
 from monetrun.runtime.entries import entry, forget_former
 from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
-from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, frozen, is_training
+from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, frozen, is_one_call, is_training
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
     from monetrun.runtime.backend import Backend
@@ -350,11 +350,6 @@ def _is_without_gradients(result: Any) -> bool:
     """Whether a call gives tensors, of which none needs a gradient: nothing is captured for training then."""
     tensors = [value for value in _leaves(result, {}) if isinstance(value, torch.Tensor)]
     return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
-
-
-def is_one_call(module: nn.Module) -> bool:
-    """Whether the module is one of torch's own without others in it: a kernel or two, where nothing can be chosen."""
-    return type(module).__module__.startswith("torch.nn.") and not module._modules
 
 
 def _has_hooks(module: nn.Module) -> bool:

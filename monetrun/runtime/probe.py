@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from monetrun.capture import fake_tensors, roofline
 from monetrun.core import codec
 from monetrun.core.patched import patched
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.planning.check import CheckedRun
 from monetrun.runtime import collectives
-from monetrun.runtime.settings import PROBED
+from monetrun.runtime.settings import PROBED, Settings
 
 # What is added to the path of a record that a trial run could not make, for the file that says why.
 UNSEEN = ".unseen"
@@ -34,6 +35,14 @@ NO_OPTIMIZER = "it computes gradients without an optimizer of torch.optim"
 MOST_ROUNDS = 256
 """So many backward passes without an optimizer's step are no gradient accumulation."""
 NO_STEP = f"no optimizer of torch.optim makes a step in {MOST_ROUNDS} backward passes"
+
+
+def prepare(settings: Settings, undo: contextlib.ExitStack) -> None:
+    """Have a trial run without other ranks, and without memory where costs are a model's; ``undo`` takes it back."""
+    measured = settings.cost_model == roofline.MEASURED
+    stand_in_for_the_other_ranks(settings.world_size, undo, on_this_device=measured)
+    if not measured:
+        fake_tensors.start(undo)
 
 
 def stand_in_for_the_other_ranks(world_size: int, undo: contextlib.ExitStack, *, on_this_device: bool = True) -> None:

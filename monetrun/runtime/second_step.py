@@ -7,7 +7,6 @@ also sees what the script requests between two steps, in which order.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -21,8 +20,9 @@ from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
 from monetrun.core.step import OUTSIDE, Break, StepRecord, replay
 from monetrun.planning.intervals import Stretch, optimizer_steps
-from monetrun.runtime import probe, trial_checkpoints
+from monetrun.runtime import probe
 from monetrun.runtime.recorder import Recorder
+from monetrun.runtime.settings import Settings
 from monetrun.runtime.stretches import StretchMeter, WithoutCaptures, joined
 
 # Outputs of less than a thousandth of the plain peak are not waited for.
@@ -180,8 +180,6 @@ class TrialsSecondStep(SecondStep):
         timer = threading.Timer(_PATIENCE_SECONDS, self._end)
         timer.daemon = True
         timer.start()
-        self.undo = contextlib.ExitStack()
-        trial_checkpoints.end_before_the_first(self._end, self.undo)()
 
     def _step_begins(self) -> None:
         if not self._begun:
@@ -242,10 +240,15 @@ def freed_outputs(first: Sequence[Stretch], second: Sequence[Stretch], held_byte
     return freed
 
 
+def end_before_a_checkpoint(recorder: Recorder | SecondStep | None, settings: Settings) -> NoReturn:
+    """The script of a trial, which has begun to train, writes a checkpoint: the trial ends with what it has seen."""
+    if isinstance(recorder, TrialsSecondStep):
+        recorder._end()
+    probe.leave_unseen("it writes a checkpoint before the training step that is planned", settings.record_file)
+
+
 def stop(recorder: Recorder | SecondStep | None) -> None:
     """Nothing is recorded from now on, and no record is made."""
-    if isinstance(recorder, TrialsSecondStep):
-        recorder.undo.close()
     recorder = recorder._recorder if isinstance(recorder, SecondStep) else recorder
     if recorder is None:
         return

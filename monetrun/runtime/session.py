@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from monetrun.capture import allocator_history, cpu_allocator, double_backward, fake_tensors, roofline
+from monetrun.capture import allocator_history, cpu_allocator, double_backward
 from monetrun.core.errors import CaptureFailed, word_as_arguments
 from monetrun.core.imports import without_collection
 from monetrun.core.log_lines import print_warnings
@@ -27,8 +27,9 @@ from monetrun.runtime import (
     candidates,
     evaluation_mode,
     hooks,
-    planned_calls,
+    probe,
     sharding,
+    trial_checkpoints,
     unplannable_use,
     unplanned,
 )
@@ -36,7 +37,7 @@ from monetrun.runtime.dynamo_settings import prepare_dynamo
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.reporter import Reporter, in_short
 from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, TRIALS, Settings
-from monetrun.runtime.trigger import Nesting, Trigger, left_alone
+from monetrun.runtime.trigger import Nesting, Trigger, drop_triggers, is_one_call, left_alone
 from monetrun.solve import timing
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
@@ -191,6 +192,7 @@ class Session:
         self._findings: dict[str, Any] = {}  # of an engine that is in use no more
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have made a step before any backward
         self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # make their first step long after others
+        self._has_stepped: Callable[[], None] = lambda: None  # from now on a trial ends before a checkpoint
         self._nesting = Nesting()
         self._undo = contextlib.ExitStack()
 
@@ -200,12 +202,8 @@ class Session:
         self._undo.enter_context(timing.within(self.settings.solver_seconds))
         cpu_allocator.install()  # counting begins before the script allocates anything
         if self.settings.mode == PROBE:
-            from monetrun.runtime import probe
-
-            measured = self.settings.cost_model == roofline.MEASURED
-            probe.stand_in_for_the_other_ranks(self.settings.world_size, self._undo, on_this_device=measured)
-            if not measured:
-                fake_tensors.start(self._undo)
+            probe.prepare(self.settings, self._undo)
+            self._has_stepped = trial_checkpoints.end_before_the_first(self._end_before_a_checkpoint, self._undo)
         atexit.register(self.report)
 
     def close(self) -> None:
@@ -258,8 +256,6 @@ class Session:
             self.engine.backward_begins(roots)
         self._backwards += 1
         if self.settings.mode == PROBE and not self.stepped:
-            from monetrun.runtime import probe
-
             probe.leave_without_steps(self._backwards, bool(self.optimizers), self.settings.record_file)
 
     def plan_no_more(self, calls: Sequence[Any], use: str) -> None:
@@ -309,6 +305,7 @@ class Session:
         if not self._backwards and self.engine is None and optimizer not in self._idle:
             self._idle.add(optimizer)  # no training step: loading a checkpoint makes one to allocate the state
             return
+        self._has_stepped()
         if evaluation_mode.found(self._nesting, optimizer, self.reporter, self.engine):
             return
         _waits_for_others(self, optimizer)
@@ -323,6 +320,11 @@ class Session:
                 self.stepped.clear()
         elif self.settings.mode == PROBE and all_stepped:
             unplannable_use.end_trial(self.settings)
+
+    def _end_before_a_checkpoint(self) -> None:
+        from monetrun.runtime import second_step
+
+        second_step.end_before_a_checkpoint(None if self.engine is None else self.engine.recorder, self.settings)
 
     def models(self) -> list[nn.Module]:
         """The modules that are planned, or wait for their first training forward."""
@@ -346,9 +348,7 @@ class Session:
 
     def _plan_module(self, module: nn.Module) -> Callable[..., Any]:
         """``module`` is the model, or one of several: from now on its training forwards are planned."""
-        for child in module.modules():  # the script may call others that are in it, too
-            if isinstance(child._compiled_call_impl, Trigger) and planned_calls.is_one_call(child):
-                child._compiled_call_impl = None
+        drop_triggers(module, only=is_one_call)  # the script may call others that are in it, too
         if reason := sharding.stage_of_a_pipeline(module) or candidates.of_another_allocator_or_captured(module):
             self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
             return left_alone(module)
@@ -368,10 +368,7 @@ def _engine(session: Session, module: nn.Module) -> Engine:
     with without_collection():
         from monetrun.runtime import breaks
         from monetrun.runtime.engine import Engine
-
     if session.settings.mode == PROBE:
-        from monetrun.runtime import probe
-
         probe.begin(session.settings.record_file)
     prepare_dynamo(PlannedCall.__call__.__code__)
     breaks.quiet_failures()

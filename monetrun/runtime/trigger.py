@@ -95,10 +95,20 @@ class NotCopied:
 
 def left_alone(module: nn.Module) -> Callable[..., Any]:
     """No trigger waits for ``module``, nor for a module in it, from now on; gives what runs it as it is."""
-    for child in module.modules():
-        if isinstance(child._compiled_call_impl, Trigger):
-            child._compiled_call_impl = None
+    drop_triggers(module)
     return module._call_impl
+
+
+def drop_triggers(module: nn.Module, only: Callable[[nn.Module], bool] = lambda _: True) -> None:
+    """No trigger waits any more for ``module``, or a module in it, where ``only`` says so."""
+    for child in module.modules():
+        if isinstance(child._compiled_call_impl, Trigger) and only(child):
+            child._compiled_call_impl = None
+
+
+def is_one_call(module: nn.Module) -> bool:
+    """Whether the module is one of torch's own without others in it: a kernel or two, where nothing can be chosen."""
+    return type(module).__module__.startswith("torch.nn.") and not module._modules
 
 
 class Trigger(NotCopied):

@@ -137,3 +137,31 @@ def test_monetrun_check_writes_no_checkpoint(tmp_path):
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "last.pt").exists()
+
+
+# The first step is of a model in evaluation mode: the second one is recorded.
+LATER = """
+import os, torch
+where = "trial" if os.environ.get("MONETRUN_TRIAL") else "run"
+model = torch.nn.Sequential(*[m for _ in range(4) for m in (torch.nn.Linear(32, 32), torch.nn.Tanh())]).eval()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(256, 32)).sum().backward()
+    optimizer.step()
+    if step == 0 and SAVES:
+        torch.save(model.state_dict(), where + ".pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_trial_that_records_a_later_step_writes_no_checkpoint_before_it(tmp_path, saves):
+    (tmp_path / "train.py").write_text(LATER.replace("SAVES", str(saves)))
+    words = ["-m", "monetrun", "--budget", "0.9x", "--solver-seconds", "1", "train.py"]
+    surroundings = {**os.environ, "MONETRUN_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=surroundings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["run.pt"] * saves
+    assert ("it writes a checkpoint before the training step that is planned" in done.stderr) == saves
+    assert "measured peak" in done.stderr
