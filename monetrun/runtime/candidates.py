@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -40,23 +40,33 @@ def outermost_name(modules: Iterable[nn.Module]) -> str:
     return ", ".join(dict.fromkeys(type(m).__name__ for m in modules if id(m) not in within)) or "a model"
 
 
-def unplannable(module: nn.Module) -> str | None:
-    """Why a module cannot be planned, or None."""
+def unplannable(module: nn.Module, replicated: Container[int] | None = None) -> str | None:
+    """Why a module cannot be planned, or None; ``replicated``: see ``sharding.unplannable``."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a scripted module, whose operators are hidden from capture"
     if isinstance(module, nn.DataParallel):
         return "DataParallel replicates it in one process; use DistributedDataParallel"
-    if reason := sharding.unplannable(module):
+    if reason := sharding.unplannable(module, replicated):
         return reason
     if _is_compiled(module):
         return "it is compiled already (torch.compile); without that monetrun can plan it"
     return None
 
 
-def included(modules: Iterable[nn.Module]) -> set[int]:
-    """The ``id`` of each compiled module that is a part of one of ``modules`` that is not: it is captured with it."""
-    plain = [m for m in modules if unplannable(m) is None and not isinstance(m, nn.parallel.DistributedDataParallel)]
-    return {id(child) for m in plain for child in m.modules() if child is not m and _is_compiled(child)}
+def judged(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str | None]]:
+    """The ``modules`` that are judged by themselves, and why each cannot be planned, or None.
+
+    Left out is what lies within a module that is split among ranks in a way that cannot be planned, which runs as it
+    is, and each compiled part of one that is not compiled, which is captured with it.
+    """
+    modules = list(modules)
+    replicated = sharding.replicated_within(modules)
+    found = [(module, unplannable(module, replicated)) for module in modules]
+    split = [module for module, reason in found if reason and sharding.unplannable(module, replicated)]
+    plain = [m for m, reason in found if reason is None and not isinstance(m, nn.parallel.DistributedDataParallel)]
+    left_out = {id(child) for m in split for child in m.modules() if child is not m}
+    left_out |= {id(child) for m in plain for child in m.modules() if child is not m and _is_compiled(child)}
+    return [(module, reason) for module, reason in found if id(module) not in left_out]
 
 
 def called_compiled(optimizer: Optimizer, compilations: Compilations, planned: Sequence[nn.Module]) -> str:

@@ -21,7 +21,7 @@ from monetrun.core.event import FREE, GATHER, OUTSIDE, REDUCE, WAIT, Action, Eve
 from monetrun.core.plan import Plan
 from monetrun.core.sharding import ShardedModule
 from monetrun.runtime.collectives import through_gloo
-from monetrun.runtime.sharding import is_sharded
+from monetrun.runtime.sharding import is_sharded, parameter_groups
 
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that kept their parameters though the script has them freed
 
@@ -74,9 +74,12 @@ def parameter_group(module: nn.Module) -> Any:
     """
     if not is_sharded(module):
         return None
-    state = module._get_fsdp_state()  # type: ignore[operator]
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    if len(groups) != 1 or len(state._modules) != 1 or not all(hasattr(groups[0], name) for name in _USED):
+    groups = parameter_groups(module)
+    if (
+        len(groups) != 1
+        or len(module._get_fsdp_state()._modules) != 1
+        or not all(hasattr(groups[0], name) for name in _USED)
+    ):
         return None
     return groups[0]
 

@@ -335,12 +335,9 @@ class Session:
         if self._as_is:
             self.reporter.give_up(self._as_is)
             return
-        modules = list(modules)
-        hidden = sharding.within_unplannable(modules) | candidates.included(modules)
-        for module in modules:
-            if id(module) in hidden or isinstance(module._compiled_call_impl, (Trigger, PlannedCall)):
+        for module, reason in candidates.judged(modules):
+            if isinstance(module._compiled_call_impl, (Trigger, PlannedCall)):
                 continue
-            reason = candidates.unplannable(module)
             if reason is None and not isinstance(module, nn.parallel.DistributedDataParallel):
                 self._triggers.add(Trigger(module, self._nesting, self._plan_module))
             elif reason:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,26 +34,40 @@ def break_between_blocks(module: nn.Module, path: str) -> Break | None:
     return Break(path, type(module).__name__, modules, "hooks of fully_shard run within it", in_python=False)
 
 
-def unplannable(module: nn.Module) -> str | None:
-    """Why a module that is split among ranks cannot be planned, or None."""
+def unplannable(module: nn.Module, replicated: Container[int] | None = None) -> str | None:
+    """Why a module that is split among ranks cannot be planned, or None.
+
+    ``replicated``: parameters that FSDP2 manages for a module around it, by ``replicated_within``.
+    """
     if type(module).__name__ == "FullyShardedDataParallel":
         return "FSDP1 flattens its parameters, which a plan does not see; FSDP2 (fully_shard) is planned"
     if "torch.distributed.tensor" not in sys.modules:
         return None
+    replicated = replicated_within([module]) if replicated is None else replicated
     for owner in module.modules():
+        managed = getattr(owner, "_is_fsdp_managed_module", False)
         parameter: Any
         for parameter in owner._parameters.values():
             cuts = _cuts(parameter)
-            if cuts is not None and (cuts > 1 or not getattr(owner, "_is_fsdp_managed_module", False)):
+            if cuts is not None and (cuts > 1 or not (managed or id(parameter) in replicated)):
                 return "tensor parallelism splits its operators among ranks, which the plan of one rank does not see"
             if cuts is not None and parameter.device.type == "cpu" != parameter.device_mesh.device_type:
                 return "its parameters are offloaded to the CPU (CPUOffloadPolicy): a plan is of one device's memory"
     return None
 
 
-def within_unplannable(modules: Iterable[nn.Module]) -> set[int]:
-    """The ``id`` of each module within one of these that cannot be planned: it runs as it is, without a word."""
-    return {id(child) for m in modules if unplannable(m) for child in m.modules() if child is not m}
+def replicated_within(modules: Iterable[nn.Module]) -> set[int]:
+    """The ``id`` of each parameter that FSDP2 keeps whole in each rank for one of the modules (``replicate``)."""
+    managing = {id(m): m for module in modules for m in module.modules() if is_sharded(m)}.values()
+    groups = [group for module in managing for group in parameter_groups(module)]
+    return {id(p.sharded_param) for g in groups if not hasattr(g.mesh_info, "shard_mesh_size") for p in g.fsdp_params}
+
+
+def parameter_groups(module: Any) -> list[Any]:
+    """What FSDP2 gathers together for a module that ``is_sharded`` (each an ``FSDPParamGroup``)."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def stage_of_a_pipeline(module: nn.Module) -> str | None:

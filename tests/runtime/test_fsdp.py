@@ -120,6 +120,14 @@ def replicated_between_nodes():
     return gpt(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
+def replicated():
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    model = GPT()
+    for block in model.blocks:
+        replicate(block)
+    return replicate(model)
+
+
 def wrapped_in_checkpoints():
     model = GPT()
     model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
@@ -242,6 +250,7 @@ def nightly(name, *values):
         pytest.param(in_bf16, "0.7x", {}, id="bf16"),
         pytest.param(gpt, "0.7x", {"micro_batches": 2}, id="accumulated"),
         pytest.param(wrapped_in_checkpoints, "0.9x", {}, id="wrapped"),
+        pytest.param(replicated, "0.7x", {}, id="replicated"),
         nightly("kept", lambda: gpt(reshard_after_forward=False), "0.7x", {}),
         nightly("hsdp", replicated_between_nodes, "0.7x", {}),
         nightly("called", called_in_checkpoints, "0.9x", {}),
