@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from monetrun.commands import SUMMARIES
 from monetrun.core.errors import BudgetExceeded
-from monetrun.launcher import keys, report
+from monetrun.launcher import report
 from monetrun.launcher.agent import launch_again, launch_until_decided
 from monetrun.launcher.job import open_job
 from monetrun.launcher.nodes import Nodes
@@ -58,7 +58,6 @@ def run_launch(options: LaunchOptions) -> int:
                 exit_code = launch_again(options, changed, restarts.joined)
             restarts.keep(exit_code)
         if exit_code == BudgetExceeded.exit_code and job.mode == PLAIN and job.plain is not None:
-            plain_key = keys.plain_key(job.record_key)
-            report.warn(has_run_short(job.plain, job.plain_cap_bytes, plain_key, job.store))
+            report.warn(has_run_short(job.plain, job.plain_cap_bytes, job.plain_key, job.store))
         job.finish(exit_code)
     return exit_code

@@ -19,7 +19,7 @@ from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_collectives, with_excess, with_plain_peaks
-from monetrun.launcher import keys, memory, page, report
+from monetrun.launcher import keys, memory, page, report, sources
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.kept import find_store, keep_measured_step, kept_plan, kept_record, kept_schedules, record_of
 from monetrun.launcher.options import LaunchOptions
@@ -65,7 +65,7 @@ class Job:
         options: as given.
         budget: parsed.
         ranks: the workers to start; ``node``: rank of this node among them, once they have met.
-        record_key: of the script as it is when the launch begins: it may be edited while it trains.
+        record_key: of the script and its imports as the launch begins: they may be edited while it trains.
         modelled_bytes: memory of the device that ``--cost-model`` describes; 0 if costs are measured.
         console: for progress and reports; ``settings``, ``folder``: of the trial runs' and the workers' processes.
         plain: what the plain run takes of a CUDA device, once measured.
@@ -82,7 +82,9 @@ class Job:
         self.options = options
         self.budget: Budget = parse(options.budget)
         self.ranks, self.node = find_ranks(options), 0
-        self.record_key = keys.record_key(options, self.ranks)
+        self.store = find_store(options)
+        self._base_key = keys.record_key(options, self.ranks)
+        self.record_key = sources.key_now(self.store, self._base_key)
         self.modelled_bytes = memory.modelled_bytes(options.cost_model)
         self.console = report.stderr_console()
         self.plain: PlainPeaks | None = None
@@ -90,7 +92,6 @@ class Job:
         self.plan: Plan | None = None
         self.mode, self.plain_cap_bytes = RUN, 0
         self.from_cache, self._plan_key = False, ""  # the key of the plan that was looked for
-        self.store = find_store() if options.use_cache else None
         self.folder = temporary_folder("monetrun_")
         self._reports = self.folder / "reports"
         self._reports.mkdir()
@@ -100,7 +101,8 @@ class Job:
         """Plan for so many nodes: what was found for another number of them is not used."""
         if nodes != self.ranks.nodes:
             self.ranks = replace(self.ranks, nodes=nodes)
-            self.record_key = keys.record_key(self.options, self.ranks)
+            self._base_key = keys.record_key(self.options, self.ranks)
+            self.record_key = sources.key_now(self.store, self._base_key)
             self.record = self.plan = self.plain = None
 
     def close(self) -> None:
@@ -178,6 +180,11 @@ class Job:
         ranks = memory.where_recorded(self.ranks, self.record)
         return memory.budget_bytes(self.budget, ranks, self.modelled_bytes, self.plain)
 
+    @property
+    def plain_key(self) -> str:
+        """Of what the plain run takes, in the cache."""
+        return sources.key_now(self.store, keys.plain_key(self._base_key))
+
     def print_plan(self, title: str) -> None:
         """Print the plan, unless ``--quiet``."""
         assert self.plan is not None
@@ -188,22 +195,22 @@ class Job:
     def _find_plain(self, look: bool = True) -> PlainPeaks | None:
         """See ``find_plain``."""
         place = (self.settings, self.folder, self.console, self.store)
-        return find_plain(self.options, self.ranks, keys.plain_key(self.record_key), *place, look=look)
+        return find_plain(self.options, self.ranks, keys.plain_key(self._base_key), *place, look=look)
 
     def _find_record(self, needed: bool = True, look: bool = True) -> None:
         """Set ``record``, from the cache (``look``) or by a trial run; see ``run_trial``."""
         if self.record is not None:
             return
-        key = self.record_key
-        self.record = kept_record(self.store, key) if look else None
+        self.record = kept_record(self.store, self.record_key) if look else None
         self.from_cache = self.record is not None
         if self.record is None:
             file, given = self.folder / "record.json", memory.given_bytes(self.budget)
             settings = replace(self.settings, mode=PROBE, budget_bytes=given, record_file=str(file))
             trial = run_trial(self.options, self.ranks, settings, self.folder, self.console, needed=needed)
             self.record, self.settings = trial.record, replace(self.settings, as_is=trial.as_is)
+            self.record_key = sources.keep(self.store, self._base_key, str(file))
             if self.record is not None and self.store is not None:
-                self.store.put("probe", key, self.record)
+                self.store.put("probe", self.record_key, self.record)
         if self.record is not None and self.plain is not None:
             self.record = with_plain_peaks(self.record, self.plain)
 

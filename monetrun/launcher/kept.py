@@ -14,14 +14,20 @@ from monetrun.core.plan import Plan, Schedule, StepSchedules
 from monetrun.core.step import StepRecord
 from monetrun.launcher import report
 from monetrun.launcher.keys import measured_key
+from monetrun.launcher.options import LaunchOptions
 from monetrun.machine.store import Store, default_root
 from monetrun.planning.explain import describes
 from monetrun.planning.intervals import MeasuredStep
 from monetrun.planning.kept import check_plan, check_schedules, check_torch
 
 
-def find_store() -> Store | None:
-    """The cache; None, after a warning, where there is no folder for it."""
+def find_store(options: LaunchOptions) -> Store | None:
+    """The launch's cache, if it has one: None, after a warning, where there is no folder for it.
+
+    A script that comes from standard input has none: nobody knows whether the next one is the same.
+    """
+    if not options.use_cache or options.script == "-":
+        return None
     try:
         return Store(default_root())
     except UsageError as homeless:

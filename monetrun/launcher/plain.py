@@ -10,7 +10,7 @@ from rich.console import Console
 
 from monetrun.core.budget import SHARE_OF_PLAIN, Budget, format_bytes, is_auto, resolve
 from monetrun.core.plain import PlainPeaks
-from monetrun.launcher import memory
+from monetrun.launcher import memory, sources
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.trial import measure_plain_run
@@ -23,7 +23,7 @@ PLAIN_FILE = "plain.json"  # in the job's folder, once the plain run was measure
 def find_plain(
     options: LaunchOptions,
     ranks: Ranks,
-    key: str,
+    base_key: str,
     settings: Settings,
     folder: Path,
     console: Console,
@@ -36,7 +36,7 @@ def find_plain(
     Args:
         options: of the launch.
         ranks: the workers that it will start.
-        key: of the peaks in the cache.
+        base_key: of the peaks in the cache, as for ``sources.key_now``.
         settings: of the launch's workers.
         folder: for the trial's files.
         console: where progress is shown.
@@ -48,10 +48,12 @@ def find_plain(
     """
     if ranks.kind != "cuda" or options.cost_model != "measured":
         return None
+    key = sources.key_now(store, base_key)
     plain = store.get("plain", key, PlainPeaks) if store and look else None
     if plain is None:
         trial = replace(settings, mode=MEASURE, record_file=str(folder / PLAIN_FILE))
         plain = measure_plain_run(options, ranks, trial, folder, console)
+        key = sources.keep(store, base_key, trial.record_file)
         if plain is not None and store is not None:
             store.put("plain", key, plain)
         elif store is not None and not look:

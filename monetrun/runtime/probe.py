@@ -19,7 +19,7 @@ from monetrun.core.patched import patched
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.planning.check import CheckedRun
-from monetrun.runtime import collectives
+from monetrun.runtime import collectives, trial_sources
 from monetrun.runtime.settings import PROBED, Settings
 
 # What is added to the path of a record that a trial run could not make, for the file that says why.
@@ -102,6 +102,7 @@ def _future(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 def write(record: StepRecord | PlainPeaks | CheckedRun, path: str) -> None:
     """Write what a trial run found; the file is there as a whole or not at all."""
+    trial_sources.write(path)
     part = Path(f"{path}.{os.getpid()}")
     part.write_text(codec.dumps(record))
     part.replace(path)

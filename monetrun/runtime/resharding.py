@@ -74,12 +74,8 @@ def parameter_group(module: nn.Module) -> Any:
     """
     if not is_sharded(module):
         return None
-    groups = parameter_groups(module)
-    if (
-        len(groups) != 1
-        or len(module._get_fsdp_state()._modules) != 1
-        or not all(hasattr(groups[0], name) for name in _USED)
-    ):
+    groups, sharing = parameter_groups(module), module._get_fsdp_state()._modules  # type: ignore[operator]
+    if len(groups) != 1 or len(sharing) != 1 or not all(hasattr(groups[0], name) for name in _USED):
         return None
     return groups[0]
 

@@ -233,6 +233,9 @@ def test_what_was_found_for_another_number_of_nodes_is_not_used():
 
 def test_peaks_in_a_cache_that_cannot_be_written_end_no_launch(monkeypatch, tmp_path):
     class ReadOnly:
+        def get(self, *_):
+            return None
+
         def remove(self, kind, key):
             raise PermissionError(f"{kind} {key}")
 
