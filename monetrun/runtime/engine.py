@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from monetrun.capture import cost_store, roofline
 from monetrun.capture.guards import FailedGuards
@@ -209,13 +210,13 @@ class Engine(WithRoom):
         if self.recorder is not None:
             self.recorder.optimizer_begins()
 
-    def optimizer_ended(self, name: str, all_stepped: bool) -> None:
+    def optimizer_ended(self, optimizer: Optimizer, all_stepped: bool) -> None:
         """An optimizer's step has ended; ``all_stepped``: every optimizer has made at least one."""
         if self.running is not None:
-            _step_ended(self, self.running, name)
+            _step_ended(self, self.running, optimizer)
         if self.recorder is None:
             return
-        self.recorder.optimizer_ended(name, self.trained_parameters())
+        self.recorder.optimizer_ended(type(optimizer).__name__, self.trained_parameters())
         self._step_recorded |= all_stepped and self.recorder.complete
         if all_stepped and self.settings.mode == PROBE and not self._record_again:
             _end_trial(self)
@@ -249,10 +250,10 @@ class Engine(WithRoom):
         return _findings(self)
 
 
-def _step_ended(engine: Engine, running: RunningPlan, name: str) -> None:
+def _step_ended(engine: Engine, running: RunningPlan, optimizer: Optimizer) -> None:
     """An optimizer's step has ended under a plan."""
-    engine.meters.steps.optimizer_ended(name)
-    engine.generation += running.step_ended()
+    engine.meters.steps.optimizer_ended(type(optimizer).__name__, id(optimizer))
+    engine.generation += running.step_ended(id(optimizer))
     engine.scalars.step_ended(engine.meters.steps.steps)
     engine._traces.drop()
     if engine._first_steps.have_settled:

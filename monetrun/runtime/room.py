@@ -16,6 +16,7 @@ from monetrun.core.plan import Schedule
 from monetrun.core.step import StepRecord
 from monetrun.planning.forward_needs import ForwardNeed, forward_needs, needs_by_place
 from monetrun.planning.intervals import optimizer_steps
+from monetrun.runtime.optimizer_turns import OptimizerTurns
 
 # A call is planned again so often at most: where compiling it anew takes memory each time, it runs as it is.
 _MOST_REPEATS = 3
@@ -76,8 +77,7 @@ class Room:
         self._by_place = False  # needs are known by the place of a pass in the step, not by the calls of its graph
         self._calls: Counter[str] = Counter()  # of each graph, in the present step
         self._dropped: Counter[str] = Counter()  # of these, calls whose gradients the script has dropped
-        self._optimizers = 1  # optimizer steps in a training step
-        self._optimizer_steps = 0
+        self._turns = OptimizerTurns()
         self._outputs: list[_Output] = []  # of the present step
         self._last_outputs: list[_Output] = []  # of the step before, but for those that were seen to be freed
         self._freed: list[int] = []  # the bytes of these, ascending
@@ -93,7 +93,7 @@ class Room:
         self._by_place = False
         self._in_python = record is not None and any(b.in_python for b in record.breaks)
         if record is not None:
-            self._optimizers = max(1, optimizer_steps(record))
+            self._turns.are(optimizer_steps(record))
             of_graphs = [schedules[g.fingerprint] for g in record.graphs]
             by_place = None if self._in_python else needs_by_place(record, of_graphs)
             self._by_place = by_place is not None
@@ -121,10 +121,9 @@ class Room:
         """A model is called in training."""
         self._first = True
 
-    def optimizer_ended(self) -> None:
-        """An optimizer's step has ended."""
-        self._optimizer_steps += 1
-        if self._optimizer_steps % self._optimizers == 0:
+    def optimizer_ended(self, optimizer: int) -> None:
+        """An optimizer's step (its ``id``) has ended."""
+        if self._turns.ended(optimizer):
             self._calls.clear()
             self._dropped.clear()
             self._last_outputs, self._outputs, self._freed = self._outputs, [], []

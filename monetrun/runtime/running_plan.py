@@ -193,9 +193,12 @@ class RunningPlan:
 
     # ---- memory that moves
 
-    def step_ended(self) -> bool:
-        """An optimizer's step has ended. Gives whether an earlier plan runs again: models have to be compiled anew."""
-        self.room.optimizer_ended()
+    def step_ended(self, optimizer: int) -> bool:
+        """An optimizer's step (its ``id``) has ended.
+
+        Gives whether an earlier plan runs again: models have to be compiled anew.
+        """
+        self.room.optimizer_ended(optimizer)
         self.enforcement.lift()
         resharding.optimizer_ended()
         guards.optimizer_ended()

@@ -314,7 +314,7 @@ class Session:
             self.reporter.give_up(unplannable_use.unseen(candidates.outermost_name(unseen), optimizer))
         all_stepped = (self.engine is None or self.engine.running is None) and _all_stepped(self)
         if self.engine is not None:
-            self.engine.optimizer_ended(type(optimizer).__name__, all_stepped)
+            self.engine.optimizer_ended(optimizer, all_stepped)
             self.reporter.write_now_and_then(self.engine.findings)
             if all_stepped and self.engine.records_again():
                 self.stepped.clear()

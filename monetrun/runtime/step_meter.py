@@ -8,6 +8,7 @@ from monetrun.capture.meter import Meter
 from monetrun.capture.peaks import Peaks
 from monetrun.core.step import OUTSIDE
 from monetrun.planning.intervals import Stretch
+from monetrun.runtime.optimizer_turns import OptimizerTurns
 from monetrun.runtime.stretches import StretchMeter
 
 # The steps before the one that is measured in detail: by then the optimizer's state and the last step's gradients lie
@@ -42,8 +43,8 @@ class StepMeter:
         self._recent = (0, 0)  # peak_bytes and reserved_bytes since ``recent_peaks``
         self._before = 0, 0, self._recent  # the three when the present step began
         self._within_step = False
-        self._optimizer_steps = 0  # since ``measure_a_settled_step``
-        self._optimizers = 0  # optimizer steps in a whole training step; 0: no step is to be measured in detail
+        self._turns, self._ended = OptimizerTurns(), 0  # training steps since ``measure_a_settled_step``
+        self._measures_detail = False
         self._counted = 1  # how many of them ``steps`` counts
         self._detail: StretchMeter | None = None
 
@@ -64,8 +65,9 @@ class StepMeter:
             after_forwards: how many of them are the first after a forward; 0: all.
         """
         self._counted = max(1, after_forwards or optimizers) if self.meter.exact else 1
-        self._optimizers = optimizers if self.meter.exact else 0
-        self._optimizer_steps %= max(1, optimizers)  # a step may have begun
+        self._measures_detail = optimizers > 0 and self.meter.exact
+        self._turns.are(optimizers)  # a step may have begun
+        self._ended = 0
         self._detail = None
         self.stretches = ()
 
@@ -75,8 +77,7 @@ class StepMeter:
 
         One with several optimizers has made some of its forwards when the first of them has stepped.
         """
-        within = self._optimizer_steps % max(1, self._optimizers)
-        return self.steps > SETTLING_STEPS * self._counted and not within
+        return self.steps > SETTLING_STEPS * self._counted and not self._turns.within
 
     @property
     def training_steps(self) -> int:
@@ -90,15 +91,15 @@ class StepMeter:
         self._within_step = True
         self._before = self.peak_bytes, self.reserved_bytes, self._recent
         retries = self.meter.peaks().retries
-        if self._optimizer_steps < max(1, self._optimizers) * SETTLING_STEPS or not self.steps:
+        settled = self._ended >= SETTLING_STEPS
+        if not settled or not self.steps:
             self._retries_before = retries
         else:
             self._retries_before += retries - self._retries_ended  # those between steps are no step's
         if self._detail is not None:
             return  # a training step with several optimizers
         self.meter.reset_peak()
-        settled = self._optimizer_steps >= SETTLING_STEPS * self._optimizers
-        if self._optimizers and settled and not self.stretches and self._optimizer_steps % self._optimizers == 0:
+        if self._measures_detail and settled and not self.stretches and not self._turns.within:
             self._detail = StretchMeter(self.meter)
             self._detail.begin()
 
@@ -117,17 +118,23 @@ class StepMeter:
         if self._detail is not None:
             self._end_stretch(OUTSIDE)
 
-    def optimizer_ended(self, name: str) -> None:
-        """It has ended; after no planned forward, and not as one of a training step's several, it is no such step's."""
-        if self._within_step or self._optimizer_steps % max(1, self._optimizers):
+    def optimizer_ended(self, name: str, optimizer: int) -> None:
+        """It has ended; after no planned forward, and not as one of a training step's several, it is no such step's.
+
+        Args:
+            name: of the optimizer's class.
+            optimizer: its ``id``.
+        """
+        if self._within_step or self._turns.within:
             self._retries_ended = self._look().retries
             self.retries = self._retries_ended - self._retries_before
         self.steps += self._within_step
         self._within_step = False
-        self._optimizer_steps += 1
+        ended = self._turns.ended(optimizer)
+        self._ended += ended
         if self._detail is not None:
             self._end_stretch(OUTSIDE, name=f"{name}.step")
-            if self._optimizer_steps % self._optimizers == 0:
+            if ended:
                 self.stretches, self._detail = tuple(self._detail.stretches), None
 
     def step_left(self) -> None:

@@ -47,7 +47,7 @@ def test_outputs_that_may_be_missing_end_no_training():
 
     def shortage():
         room.outputs_given([torch.ones(100)])  # which nobody holds
-        room.optimizer_ended()
+        room.optimizer_ended(0)
         room.call_begins()
         return room.shortage("graph")
 
@@ -68,7 +68,7 @@ def test_outputs_that_are_freed_during_a_step_are_missing_from_then_on_once():
     room._needs["graph"] = (need,) * 3
     outputs = [torch.ones(25), torch.ones(75)]
     room.outputs_given(outputs)
-    room.optimizer_ended()
+    room.optimizer_ended(0)
     missing = []
     for _ in range(3):
         room.call_begins()
@@ -93,7 +93,7 @@ def test_a_step_that_the_optimizer_skips_is_no_other_way_through_the_forward():
     room.gradients_dropped()  # as by ``zero_grad``, without an optimizer's step
     assert not call()
     assert call()  # a second forward before any backward
-    room.optimizer_ended()
+    room.optimizer_ended(0)
     assert not call()
 
 

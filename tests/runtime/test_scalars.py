@@ -131,7 +131,7 @@ def test_a_peak_between_two_points_is_in_the_second_one():
     for peak in (50, 90, 70):
         steps.forward_begins()
         meter.peak = peak
-        steps.optimizer_ended("SGD")
+        steps.optimizer_ended("SGD", 0)
     found = planned_values(plan, steps, "cuda", exact=True)
     assert (found["measured_peak_bytes"], found["measured_reserved_bytes"], found["allocation_retries"]) == (90, 180, 0)
     assert (found["budget_bytes"], found["planned_peak_bytes"]) == (plan.budget_bytes, plan.planned_peak_bytes)

@@ -54,7 +54,7 @@ def train(steps, meter, workspace=50):
     steps.call_ended(BACKWARD, 0)
     steps.optimizer_begins()
     meter.allocate(0, 7)
-    steps.optimizer_ended("SGD")
+    steps.optimizer_ended("SGD", 0)
 
 
 def test_the_third_step_is_measured_stretch_by_stretch_and_its_peak_is_kept():
@@ -93,7 +93,7 @@ def test_optimizers_that_step_within_one_backward_make_one_training_step():
     for _ in range(5):
         train(steps, meter)
         for _ in range(2):
-            steps.optimizer_ended("SGD")
+            steps.optimizer_ended("SGD", 0)
         settled.append(steps.settled)
     assert (steps.steps, steps.training_steps) == (5, 5)
     assert settled == [False, False, True, True, True]
@@ -108,11 +108,11 @@ def test_neither_bytes_nor_retries_of_operators_that_are_measured_are_the_steps(
     meter.allocate(0, 900)
     meter.retries += 2
     steps.resume()
-    steps.optimizer_ended("SGD")
+    steps.optimizer_ended("SGD", 0)
     assert (steps.peak_bytes, steps.retries) == (150, 0)
     steps.forward_begins()
     meter.retries += 1
-    steps.optimizer_ended("SGD")
+    steps.optimizer_ended("SGD", 0)
     assert steps.retries == 1
 
 
@@ -121,12 +121,12 @@ def test_what_another_optimizer_steps_with_alone_is_no_training_steps():
     meter, steps = metered(1)
     train(steps, meter)
     meter.allocate(0, 500)
-    steps.optimizer_ended("SGD")
+    steps.optimizer_ended("SGD", 0)
     assert (steps.steps, steps.peak_bytes) == (1, 150)
     steps.measure_a_settled_step(2)
     train(steps, meter)
     meter.allocate(0, 300)  # the second of two that follow each backward
-    steps.optimizer_ended("SGD")
+    steps.optimizer_ended("SGD", 0)
     assert (steps.steps, steps.peak_bytes) == (2, 300)
 
 
