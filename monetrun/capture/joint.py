@@ -100,6 +100,7 @@ def capture(
         split_convolution_backward(module)
     take_new_statistics(module)
     join_output_gradients(module)
+    dtypes.name_defaults(module)
     dtypes.correct_norms(module)
     random.note_states(module)
     offered = with_the_same_strides(module, registry.alternatives(module))

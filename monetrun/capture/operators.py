@@ -18,7 +18,7 @@ from monetrun.capture.regions import Regions
 from monetrun.capture.result_forms import ResultForms
 from monetrun.capture.storages import Storages, mutates, tensors_in
 from monetrun.core.graph import FORWARD, Implementation, Operator
-from monetrun.ops import random, replay
+from monetrun.ops import dtypes, random, replay
 from monetrun.ops.collective_operators import is_collective
 from monetrun.ops.registry import Alternative, Call
 
@@ -159,7 +159,7 @@ def _replayable(node: fx.Node, storages: Storages, mutated: frozenset[int]) -> b
     """Whether a forward operator may run again in the backward pass and compute the same."""
     if mutates(node) or "monetrun_optional" in node.meta or is_collective(node.target):
         return False
-    if random.state_of(node) is None and random.is_random(node):
+    if (random.state_of(node) is None and random.is_random(node)) or dtypes.depends_on_default(node):
         return False
     reads_mutated = any(t in mutated for a in node.all_input_nodes for t in storages.of(a))
     return not reads_mutated or replay.reads_no_mutated_input(node)

@@ -57,7 +57,10 @@ def run_launch(options: LaunchOptions) -> int:
             while (changed := restarts.next_environment(exit_code)) is not None:
                 exit_code = launch_again(options, changed, restarts.joined)
             restarts.keep(exit_code)
+        outcome = job.finish(exit_code)
         if exit_code == BudgetExceeded.exit_code and job.mode == PLAIN and job.plain is not None:
-            report.warn(has_run_short(job.plain, job.plain_cap_bytes, job.plain_key, job.store))
-        job.finish(exit_code)
+            if outcome.evaluating:
+                report.warn("memory ran out in an evaluation, which no budget bounds: a plan would not change that")
+            else:
+                report.warn(has_run_short(job.plain, job.plain_cap_bytes, job.plain_key, job.store))
     return exit_code

@@ -235,8 +235,8 @@ class Job:
                 self.store.put("plan", self._plan_key, self.plan)
         return self.plan
 
-    def finish(self, exit_code: int) -> None:
-        """Report what the workers measured, and keep it for ``monetrun explain --measured``.
+    def finish(self, exit_code: int) -> report.Outcome:
+        """Report what the workers measured, which is given back, and keep it for ``monetrun explain --measured``.
 
         A report that cannot be written changes nothing of how the training has ended: it is told.
         """
@@ -255,6 +255,7 @@ class Job:
                 report.warn(warning)
             for line in report.outcome_lines(outcome, exit_code):
                 self.console.print(line)
+        return outcome
 
 
 def _recorded_anew(job: Job) -> StepRecord:

@@ -170,6 +170,7 @@ class Outcome:
         most_planned: allocated bytes, and those that the budget bounds, the most that a plan had under which they
             trained: a step for which more is held is planned again.
         ranks: the figures of each.
+        evaluating: a run without a plan has ended in an evaluation.
     """
 
     plan: Plan | None
@@ -188,6 +189,7 @@ class Outcome:
     collectives: CollectiveSeconds = ()
     enforced: bool = True
     unplanned: str = ""
+    evaluating: bool = False
 
     def planned(self, plan: Plan) -> tuple[int, int]:
         """``most_planned``, and at least what ``plan`` has."""
@@ -223,6 +225,7 @@ def read_outcome(folder: Path) -> Outcome:
         needed_bytes=int(short.get("needed_bytes", 0)),
         held=short.get("held", {}),
         unplanned=next((str(r["unplanned"]) for r in reports if r.get("unplanned")), ""),
+        evaluating=any(r.get("evaluating") for r in reports),
         most_planned=_most_planned(reports),
         ranks=tuple(sorted(map(rank_figures.of_report, reports), key=lambda figures: figures.rank)),
     )

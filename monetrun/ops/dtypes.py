@@ -1,4 +1,4 @@
-"""Corrects output dtypes where torch's fake kernels disagree with ATen."""
+"""Output dtypes: where torch's fake kernels disagree with ATen, and where they are the default dtype of a moment."""
 
 from __future__ import annotations
 
@@ -20,6 +20,38 @@ _NORMS = (
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
 )
+
+
+def name_defaults(module: fx.GraphModule) -> None:
+    """Name the dtype of what the forward fills with numbers where the default dtype is not torch's.
+
+    Half-precision trainers (``bf16-true``) set the default dtype for the forward alone, and what runs again in the
+    backward would get another.
+    """
+    if torch.get_default_dtype() is torch.float32:
+        return
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if _fills(node) and isinstance(value, torch.Tensor):
+            node.kwargs = {**node.kwargs, "dtype": value.dtype}
+
+
+def depends_on_default(node: fx.Node) -> bool:
+    """Whether the dtype of a call's result is that of the moment, which is not torch's: a quotient of integers."""
+    inputs = [a.meta.get("val") for a in node.all_input_nodes]
+    if torch.get_default_dtype() is torch.float32 or not inputs:
+        return False
+    given, value = [v for v in inputs if isinstance(v, torch.Tensor)], node.meta.get("val")
+    floats = [v for v in given if v.dtype.is_floating_point or v.dtype.is_complex]
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and not floats
+
+
+def _fills(node: fx.Node) -> bool:
+    """Whether a call has no tensors, and a dtype that it could name and does not."""
+    if node.op != "call_function" or node.all_input_nodes or node.kwargs.get("dtype") is not None:
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
 
 
 def correct_norms(module: fx.GraphModule) -> None:

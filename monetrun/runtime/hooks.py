@@ -202,12 +202,13 @@ def _observe_copies(observer: TrainingObserver, undo: contextlib.ExitStack, obse
 
 
 def _observe_graphs(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
-    """Tell ``observer`` when the script begins to capture a CUDA graph."""
+    """Tell ``observer`` when the script begins to capture a CUDA graph of what it trains."""
     capture_begin = torch.cuda.CUDAGraph.capture_begin
 
     @functools.wraps(capture_begin)
     def observed(self: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
-        observer.plan_no_more((), IN_CUDA_GRAPHS)
+        if torch.is_grad_enabled():  # not in evaluation: of ``generate``, say
+            observer.plan_no_more((), IN_CUDA_GRAPHS)
         capture_begin(self, *args, **kwargs)
 
     undo.enter_context(patched(torch.cuda.CUDAGraph, "capture_begin", observed))
@@ -222,6 +223,8 @@ def _observe_modes(observer: TrainingObserver, undo: contextlib.ExitStack) -> No
     def evaluates(module: nn.Module) -> None:
         """Not where a part of what trains is put in evaluation mode, as for a batch norm's statistics."""
         whole = latest()
+        while isinstance(whole, nn.parallel.DistributedDataParallel) and module is not whole:
+            whole = whole.module  # transformers' Trainer trains the wrapper, and evaluates what is in it
         if whole is None or module is whole or all(part is not module for part in whole.modules()):
             observer.evaluates(module)
 

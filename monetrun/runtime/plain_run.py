@@ -35,6 +35,8 @@ from monetrun.runtime.settings import MEASURE, Settings
 _STEPS, _MOST_STEPS_SLOWLY, _MOST_STEPS = 3, 5, 8
 _SLOWLY_SECONDS = 20.0
 _STEPS_WITHOUT_DEVICE = 2
+# A trial takes cached memory for what evaluation has left if it is more than this part of what is allocated.
+_CACHED_SHIFT = 2
 
 
 class PlainRun:
@@ -82,8 +84,7 @@ class PlainRun:
             if device.type == "cuda":
                 self.device = device
                 self._meter = meter_for(device)  # from now on the script's resets of peaks are its own
-                if self.settings.mode != MEASURE:
-                    set_limit(device, self.settings.budget_bytes or None)
+                self._set_limit(self.settings.budget_bytes or None)
 
     def parameters_added(self, optimizer: Optimizer) -> None:
         """As ``optimizer_made``."""
@@ -95,27 +96,26 @@ class PlainRun:
     def evaluates(self, module: nn.Module) -> None:
         """Evaluation is no training step: the device's memory is not bounded until the next backward.
 
-        Only that of what is trained: not a teacher's, or a batch norm's that stays as it is.
+        Only that of what is trained: not a teacher's, or a batch norm's that stays as it is. Before there is an
+        optimizer that is not known, and nothing is bounded.
         """
-        if self.device is None or self.settings.mode == MEASURE or self._lifted:
+        if self.settings.mode == MEASURE and not self._has_optimizer:
+            self._lifted = True
+        if self.device is None or self._lifted:
             return
         trained = {id(p) for optimizer in hooks.optimizers() for g in optimizer.param_groups for p in g["params"]}
         own = [id(p) for p in module.parameters()]
         count = 2 * sum(p in trained for p in own)
         if count >= len(trained) or (module._modules and count >= len(own) > 0):
-            self._most = self._most_in_training()
+            self._most = self._most_in_training() if self._backwards else (0, 0)
             self._lifted = True
-            set_limit(self.device, None)
+            self._set_limit(None)
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """A trial ends with the second time if there is no optimizer, whose steps would end it."""
         self._backwards += 1
         if self._lifted and self.device is not None:
-            if 0 < self.settings.budget_bytes < self._meter.peaks().reserved_now_bytes:
-                torch.cuda.empty_cache()  # what evaluation has left cached
-            self._meter.reset_peak()
-            self._lifted = False
-            set_limit(self.device, self.settings.budget_bytes or None)
+            self._evaluation_ended()
         if self.settings.mode == MEASURE:
             probe.begin(self.settings.record_file)
         if self.settings.mode == MEASURE and not self._steps:
@@ -148,6 +148,22 @@ class PlainRun:
                 self._end_trial(most)
             if self._backwards:  # loading a checkpoint may make a step, to allocate the optimizer's state
                 self._has_begun()
+
+    def _evaluation_ended(self) -> None:
+        """The first backward after it begins."""
+        most = self.settings.budget_bytes
+        if self.settings.mode == MEASURE:
+            now = self._meter.current_bytes()
+            most = now + (now >> _CACHED_SHIFT)
+        if 0 < most < self._meter.peaks().reserved_now_bytes:
+            torch.cuda.empty_cache()  # what evaluation has left cached
+        self._meter.reset_peak()
+        self._lifted = False
+        self._set_limit(self.settings.budget_bytes or None)
+
+    def _set_limit(self, nbytes: int | None) -> None:
+        if self.settings.mode != MEASURE and self.device is not None:
+            set_limit(self.device, nbytes)
 
     def _end_trial(self, steps: int) -> None:
         """Leave what was measured in so many steps of all optimizers, if any: see ``_STEPS``."""
@@ -215,6 +231,7 @@ class PlainRun:
         self._reporter.write(
             {
                 "exact": True,
+                "evaluating": self._lifted,
                 "steps": peaks.steps,
                 "measured_peak_bytes": peaks.allocated_bytes,
                 "measured_reserved_bytes": peaks.reserved_bytes,

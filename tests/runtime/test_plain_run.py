@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from monetrun.capture.peaks import Peaks
 from monetrun.runtime import hooks, plain_run
 from monetrun.runtime.plain_run import PlainRun
-from monetrun.runtime.settings import RUN, Settings
+from monetrun.runtime.settings import MEASURE, RUN, Settings
 
 
 @pytest.fixture
@@ -45,3 +46,50 @@ def test_a_batch_norm_or_block_that_stays_as_it_is_and_a_teacher_are_none(bounde
     small.eval()
     nn.Sequential(nn.Linear(3, 3)).eval()
     assert is_bounded()
+
+
+def test_what_a_wrapper_trains_is_evaluated_by_itself(bounded):
+    small, _, is_bounded, _ = bounded
+    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.module = small
+    wrapper.train()  # as transformers' Trainer does, in each step
+    small.eval()
+    assert not is_bounded()
+
+
+class Meter:
+    """What a trial reads of a device."""
+
+    def __init__(self):
+        self.peak = self.cached = 0
+
+    def current_bytes(self):
+        return 100
+
+    def reset_peak(self):
+        self.peak = 100
+
+    def peaks(self):
+        return Peaks(self.peak, self.peak, 100 + self.cached)
+
+
+def test_a_trial_does_not_count_what_an_evaluation_takes(tmp_path, monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr(plain_run, "large_blocks", lambda device: ())
+    run, undo = PlainRun(Settings(mode=MEASURE, record_file=str(tmp_path / "record"))), contextlib.ExitStack()
+    hooks.install(run, undo)
+    with undo:
+        net = nn.Sequential(nn.Linear(4, 4))
+        net.eval()  # before there is an optimizer
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        run.device, run._meter = torch.device("cpu"), Meter()
+        for evaluated in (5000, 3000):
+            run._meter.peak, run._meter.cached = evaluated, 80
+            net.train()(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            run._meter.peak = 400  # of the step
+            assert run._most_in_training()[0] == 400
+            net.eval()
+        assert emptied == [1, 1]
