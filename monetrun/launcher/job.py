@@ -69,8 +69,7 @@ class Job:
         modelled_bytes: memory of the device that ``--cost-model`` describes; 0 if costs are measured.
         console: for progress and reports; ``settings``, ``folder``: of the trial runs' and the workers' processes.
         plain: what the plain run takes of a CUDA device, once measured.
-        record: the script's step, once known.
-        plan: the step's plan, once known.
+        record, plan: the script's step and its plan, once known.
         mode: of the workers that were started last.
         from_cache: nothing had to be made.
 
