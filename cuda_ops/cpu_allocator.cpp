@@ -118,7 +118,7 @@ std::string readable(int64_t nbytes) {
   last_refused.store(nbytes, kRelaxed);
   c10::reportOutOfMemoryToProfiler(nbytes, held, cap, c10::Device(c10::DeviceType::CPU));
   const int64_t free_bytes = cap > held ? cap - held : 0;
-  TORCH_CHECK_WITH(OutOfMemoryError, false, "CPU out of memory under monetrun's limit: wanted ", readable(nbytes),
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "CPU out of memory. Under monetrun's limit: wanted ", readable(nbytes),
                    ", free ", readable(free_bytes), ", limit ", readable(cap), ".");
   std::abort();  // not reached; TORCH_CHECK_WITH is not declared noreturn
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from monetrun.core.errors import is_out_of_memory
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.second_step import SecondStep
 
@@ -35,6 +36,13 @@ class Recording:
         """It has run."""
         if self.recorder is not None:
             self.recorder.call_ended(phase, graph, results)
+
+    def call_failed(self, error: BaseException) -> None:
+        """A forward, or a graph's backward, has failed. Of one that ran out of memory no record is made.
+
+        The script may go on with a smaller batch (``auto_find_batch_size``): the next step is recorded.
+        """
+        self._record_again |= isinstance(self.recorder, Recorder) and is_out_of_memory(error)
 
     def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Its backward is about to give gradients."""

@@ -26,6 +26,9 @@ class CallObserver(Protocol):
     def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """It has run; a forward with these results."""
 
+    def call_failed(self, error: BaseException) -> None:
+        """It has failed."""
+
     def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
         """A graph's backward, which runs, is about to give gradients.
 
@@ -72,7 +75,11 @@ def observed(observer: CallObserver | None, phase: str, number: int, run: Run) -
 
     def called(arguments: list[Any]) -> Any:
         observer.call_begins(phase, number, arguments)
-        results = run(arguments)
+        try:
+            results = run(arguments)
+        except Exception as error:
+            observer.call_failed(error)
+            raise
         observer.call_ended(phase, number, results)
         return results
 
@@ -134,6 +141,9 @@ def observed_by_turns(observer: CallObserver, number: int, turns: Sequence[Seque
                 yield gradients
         except GeneratorExit:  # no further gradient is wanted
             observer.call_ended(BACKWARD, number, ())
+            raise
+        except Exception as error:
+            observer.call_failed(error)
             raise
         observer.call_ended(BACKWARD, number, ())
         return None

@@ -90,8 +90,9 @@ class WithRoom(Recording):
             self.running.steps.forward_begins()
         try:
             yield
-        except Exception:
+        except Exception as error:
             self._failed = True
+            self.call_failed(error)
             if self.running is not None:
                 self.running.room.call_failed(calls)
                 if first:
