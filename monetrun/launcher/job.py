@@ -23,12 +23,12 @@ from monetrun.launcher import keys, memory, page, report, sources
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.kept import find_store, keep_measured_step, kept_plan, kept_record, kept_schedules, record_of
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.plain import PLAIN_FILE, budget_that_fits, find_plain, plain_instead
+from monetrun.launcher.plain import budget_that_fits, find_plain, plain_instead
 from monetrun.launcher.plan_file import check_options, read_plan
 from monetrun.launcher.process import exit_on_signals, full_disks_explained, restored_environment, temporary_folder
 from monetrun.launcher.progress import SolverProgress
 from monetrun.launcher.ranks import find_ranks
-from monetrun.launcher.trial import end_outer_trial, hook_is_missing, run_trial
+from monetrun.launcher.trial import PLAIN_FILE, end_outer_trial, hook_is_missing, run_trial
 from monetrun.machine.store import Store
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.known import known_schedules

@@ -13,11 +13,9 @@ from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import memory, sources
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.ranks import Ranks
-from monetrun.launcher.trial import measure_plain_run
+from monetrun.launcher.trial import PLAIN_FILE, measure_plain_run
 from monetrun.machine.store import Store
 from monetrun.runtime.settings import MEASURE, Settings
-
-PLAIN_FILE = "plain.json"  # in the job's folder, once the plain run was measured
 
 
 def find_plain(

@@ -58,6 +58,8 @@ class Trial:
     as_is: str = ""
 
 
+PLAIN_FILE = "plain.json"  # in the launch's folder, once the plain run was measured
+
 _HOW_TO_START = "PYTHON_EXEC names the interpreter; with --no-python the script needs a line such as #!/bin/sh"
 
 
@@ -88,17 +90,20 @@ def run_trial(
     error_file, stderr_file = folder / "probe_error.json", folder / "probe_stderr.txt"
     environment = trial_environment(options, ranks, settings, error_file) | allocator_variables(ranks.kind)
     build_ahead(ranks.kind)
-    with status(console, "trial run up to the first optimizer step", shown=not options.quiet):
-        most_seconds = math.inf if needed else _MOST_SECONDS  # without a plan there is nothing to go on with
-        code = run_process(options, environment, stderr_file, settings.record_file, most_seconds)
+    unseen: Mapping[str, object] = {} if needed else _unseen(str(folder / PLAIN_FILE))
+    code = 0
+    if not unseen.get("too_long"):  # else this trial would end as that of the plain step has
+        with status(console, "trial run up to the first optimizer step", shown=not options.quiet):
+            most_seconds = math.inf if needed else _MOST_SECONDS  # without a plan there is nothing to go on with
+            code = run_process(options, environment, stderr_file, settings.record_file, most_seconds)
+        unseen = _unseen(settings.record_file)
     if (text := _read(settings.record_file)) is not None:
         record = codec.loads(StepRecord, text)
         return Trial(record if record.graphs else None)
-    unseen = json.loads(_read(settings.record_file + UNSEEN) or "{}")
     if unseen.get("as_is"):
         if needed or options.strict:
-            raise CaptureFailed(unseen["reason"], "without --strict a launch runs it as it is, outside the plan")
-        return Trial(None, unseen["reason"])
+            raise CaptureFailed(str(unseen["reason"]), "without --strict a launch runs it as it is, outside the plan")
+        return Trial(None, str(unseen["reason"]))
     own_error = read_own_error(error_file)
     if own_error is not None and (needed or options.strict):
         raise own_error
@@ -227,7 +232,7 @@ def _wait(process: subprocess.Popen[bytes], found: Sequence[Path], begun: Path, 
         if now - began > most_seconds:
             reason = f"it has called no model in training for {now - began:.0f} s"
         if reason and (waits or not begun.exists()):
-            found[-1].write_text(json.dumps({"reason": reason}))
+            found[-1].write_text(json.dumps({"reason": reason, "too_long": True}))
     return 0
 
 
@@ -287,6 +292,12 @@ def how_it_failed(code: int, error_file: Path) -> str:
     if message is not None:
         return str(message["message"]).partition("\n")[0]
     return f"exit code {code}"
+
+
+def _unseen(record_file: str) -> Mapping[str, object]:
+    """Why a trial run has no record, as ``leave_unseen`` or ``_wait`` have left it (``too_long``: it took too long)."""
+    found: Mapping[str, object] = json.loads(_read(record_file + UNSEEN) or "{}")
+    return found
 
 
 def _read(path: str) -> str | None:

@@ -53,6 +53,9 @@ def trial_environment(options: LaunchOptions, ranks: Ranks, settings: Settings, 
         "COMET_AUTO_LOG_DISABLE": "true",
         "MLFLOW_TRACKING_URI": (error_file.parent / "mlflow").as_uri(),
         "MLFLOW_ALLOW_FILE_STORE": "true",
+        "SWANLAB_MODE": "disabled",
+        "NEPTUNE_MODE": "debug",
+        "CLEARML_OFFLINE_MODE": "1",
     }
     if ranks.local > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")

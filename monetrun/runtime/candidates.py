@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from monetrun.capture.allocator_history import other_allocator
 from monetrun.runtime import sharding
@@ -31,6 +32,21 @@ def owners(trained: set[int]) -> list[nn.Module]:
 
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     return [m for m in modules if "_parameters" in m.__dict__ and "_modules" in m.__dict__ and check(m)]
+
+
+class Owners:
+    """Finds the ``owners`` of parameters, those of each parameter once: a script may have an optimizer for each."""
+
+    def __init__(self) -> None:
+        self._found = WeakIdKeyDictionary()
+
+    def further(self, parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
+        """The owners of these, where those of one of them are not known; else none."""
+        if all(p in self._found for p in parameters):
+            return []
+        modules = owners(set(map(id, parameters)))
+        self._found.update((p, None) for module in modules for p in module.parameters())
+        return modules
 
 
 def outermost_name(modules: Iterable[nn.Module]) -> str:

@@ -184,6 +184,7 @@ class Session:
         self.planned: list[PlannedCall] = []
         self._numbers = itertools.count()  # of models
         self._triggers: weakref.WeakSet[Trigger] = weakref.WeakSet()
+        self._owners = candidates.Owners()
         self.engine: Engine | None = None
         self.reporter = Reporter(settings)
         self._as_is = unplannable_use.found_before(settings)
@@ -229,9 +230,9 @@ class Session:
         return list({id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}.values())
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
-        """Put triggers on the modules that own the optimizer's parameters."""
+        """Put triggers on the modules that own the optimizer's parameters, where there are none yet."""
         self.optimizers.add(optimizer)
-        self.put_triggers(candidates.owners({id(p) for group in optimizer.param_groups for p in group["params"]}))
+        self.put_triggers(self._owners.further([p for group in optimizer.param_groups for p in group["params"]]))
 
     def parameters_added(self, optimizer: Optimizer) -> None:
         """As ``optimizer_made``, once the optimizer is constructed."""

@@ -18,6 +18,8 @@ from typing import Any
 # What is added to the path of a trial's record, for the file that lists these.
 LIST = ".files"
 
+_NAMES = (str, bytes, os.PathLike)
+
 # Modules that call ``os.mkdir`` for those who call them.
 _MAKERS = ("os", "pathlib", "pathlib._local")
 
@@ -25,7 +27,7 @@ _MAKERS = ("os", "pathlib", "pathlib._local")
 _MODULES = (
     *("aim", "clearml", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tempfile", "tensorboard", "trackio"),
     *("tensorboardX", "torch.utils.tensorboard", "wandb", "lightning.pytorch.loggers", "lightning.fabric.loggers"),
-    *("pytorch_lightning.loggers", "lightning_fabric.loggers"),
+    *("pytorch_lightning.loggers", "lightning_fabric.loggers", "lightning.pytorch.tuner", "pytorch_lightning.tuner"),
 )
 
 
@@ -43,6 +45,7 @@ class TrialFiles:
     def __init__(self, record_file: str) -> None:
         self._list = os.open(record_file + LIST, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._folders: set[str] = set()
+        self._files: set[str] = set()
 
     def watch(self) -> None:
         """Begin; there is no end but the process's."""
@@ -55,19 +58,34 @@ class TrialFiles:
                 return
         elif event == "os.mkdir":
             path, flags = args[0], 0
+        elif event == "os.rename":
+            self._renamed(args[0], args[1])
+            return
         else:
             return
-        if not isinstance(path, (str, bytes, os.PathLike)):
+        if not isinstance(path, _NAMES):
             return  # a file that is open already
         with contextlib.suppress(OSError, ValueError):  # an exception here would be the script's
             full = os.path.abspath(os.fsdecode(path))
             if os.path.lexists(full):
                 return
             left = flags & os.O_EXCL or os.path.dirname(full) in self._folders or by_a_tracker()
-            if left and event == "os.mkdir":
-                self._folders.add(full)
+            if left:
+                (self._folders if event == "os.mkdir" else self._files).add(full)
             if left or (event == "os.mkdir" and _is_to_be_new()):
-                os.write(self._list, (json.dumps(full) + "\n").encode())
+                self._add(full)
+
+    def _renamed(self, source: Any, target: Any) -> None:
+        """A temporary file of one of ``_MODULES`` gets its name, as a tuner's checkpoint does."""
+        if isinstance(source, _NAMES) and isinstance(target, _NAMES) and by_a_tracker():
+            with contextlib.suppress(OSError, ValueError):
+                new = os.path.abspath(os.fsdecode(target))
+                if os.path.abspath(os.fsdecode(source)) in self._files and not os.path.lexists(new):
+                    self._files.add(new)
+                    self._add(new)
+
+    def _add(self, path: str) -> None:
+        os.write(self._list, (json.dumps(path) + "\n").encode())
 
 
 def _is_to_be_new() -> bool:

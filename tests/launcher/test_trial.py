@@ -21,15 +21,19 @@ from rich.console import Console
 
 from monetrun.commands.main import main
 from monetrun.core import codec
+from monetrun.core.errors import NeverTrained
 from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import stdin, trial
-from monetrun.runtime.settings import MEASURE, Settings
+from monetrun.launcher.parser import launch_parser
+from monetrun.launcher.ranks import Ranks
+from monetrun.runtime.probe import UNSEEN
+from monetrun.runtime.settings import MEASURE, PROBE, Settings
 
 pytestmark = pytest.mark.usefixtures("plain_surroundings")
 
 # What only a trial has.
 OWN = {"MONETRUN_TRIAL", "WANDB_MODE", "COMET_MODE", "COMET_AUTO_LOG_DISABLE"}
-OWN |= {"MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"}
+OWN |= {"MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "SWANLAB_MODE", "NEPTUNE_MODE", "CLEARML_OFFLINE_MODE"}
 
 
 @pytest.fixture
@@ -110,6 +114,20 @@ def test_a_trial_of_a_server_that_never_trains_and_never_ends_is_ended(
     printed = capfd.readouterr().err
     assert f"the trial run cannot see {path} train: {reason}" in printed
     assert printed.count("planning at the first step instead") == 1
+
+
+def test_what_took_too_long_as_the_plain_step_is_not_tried_again(script, tmp_path, monkeypatch, capfd):
+    path = script("print(where, file=open('runs', 'a'))\n")
+    (tmp_path / f"{trial.PLAIN_FILE}{UNSEEN}").write_text(json.dumps({"reason": "it is slow", "too_long": True}))
+    options = launch_parser().parse_launch([path])[0]
+    settings = Settings(mode=PROBE, record_file=str(tmp_path / "record.json"))
+    place = (Ranks("cpu", 1, 1), settings, tmp_path, Console(quiet=True))
+    assert trial.run_trial(options, *place, needed=False).record is None
+    assert not (tmp_path / "runs").exists()
+    assert "it is slow; planning at the first step instead" in capfd.readouterr().err
+    with pytest.raises(NeverTrained):  # ``monetrun plan`` waits
+        trial.run_trial(options, *place)
+    assert (tmp_path / "runs").exists()
 
 
 def test_a_trial_works_where_processes_that_it_has_started_did():

@@ -52,8 +52,7 @@ def trained(within, batch=512):
         try:
             loss = model(torch.full((batch, 64), step / 4)).square().mean()
             loss.backward()
-        except torch.OutOfMemoryError as error:
-            assert "It is a test" in str(error)
+        except torch.OutOfMemoryError:
             batch //= 2
             continue
         optimizer.step()

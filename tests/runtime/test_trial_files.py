@@ -14,6 +14,8 @@ import os
 def log(folder):
     os.makedirs(os.path.join(folder, "version_0"))
     open(os.path.join(folder, "version_0", "events"), "w").close()
+    open("part_of_a_checkpoint", "w").close()
+    os.rename("part_of_a_checkpoint", ".checkpoint")
 """
 SCRIPT = """
 import os, pathlib, sys, tempfile
