@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from monetrun.capture.generated import graph_module
 from monetrun.capture.gradient_terms import shaped
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.strides import VIEWS, alike, is_form_bound, with_strides
@@ -40,7 +41,7 @@ def without(module: fx.GraphModule, absent: Collection[int]) -> tuple[fx.GraphMo
         if node.op == "call_function" and not node.users and not node.is_impure():
             shortened.graph.erase_node(node)
     given = enumerate(shortened.graph.find_nodes(op="placeholder"))
-    return fx.GraphModule(module, shortened.graph), [position for position, node in given if not node.users]
+    return graph_module(module, shortened.graph), [position for position, node in given if not node.users]
 
 
 def with_nothing_at(positions: Sequence[int], run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -19,6 +19,7 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from monetrun.capture.clock import Clock
+from monetrun.capture.generated import generate_anew, graph_module
 from monetrun.capture.gradient_terms import keep_mark
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lowering import lower, own_outputs
@@ -112,7 +113,7 @@ class _Builder:
         lower(graph)
         own_outputs(graph, outputs)
         graph.lint()
-        return fx.GraphModule(self.joint.module, graph)
+        return graph_module(self.joint.module, graph)
 
     def _with_inputs(self) -> fx.Graph:
         """The backward's graph with its placeholders first: the saved values in order, then the tangents."""
@@ -278,8 +279,7 @@ def _call(graph: fx.Graph, node: fx.Node, target: Any, arguments: Any, keywords:
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """A callable that takes its inputs in a list and empties it, so that each input is freed after its last reader."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
+    generate_anew(module, _BoxedCodeGen())
     forward = module.forward
 
     def run(arguments: list[Any]) -> Any:
@@ -358,7 +358,7 @@ def timed(module: fx.GraphModule, stopwatch_of: Callable[[float], Stopwatch]) ->
                 graph.call_function(stopwatch_of(share).start)
             running = share
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(module, graph) if any(n.meta.get(_EXTRA) for n in module.graph.nodes) else None
+    return graph_module(module, graph) if any(n.meta.get(_EXTRA) for n in module.graph.nodes) else None
 
 
 def timed_by_step(
@@ -384,4 +384,4 @@ def timed_by_step(
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if step is not None:
             graph.call_function(stopwatch_of(step).stop)
-    return fx.GraphModule(module, graph)
+    return graph_module(module, graph)

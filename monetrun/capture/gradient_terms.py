@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
+from monetrun.capture.generated import graph_module
 from monetrun.ops.families.output_gradients import OPERATOR, add_output_gradient_
 
 EARLIER = "monetrun_earlier_terms"  # in the meta of a sum of terms: which of its arguments has the earlier ones
@@ -98,7 +99,7 @@ def in_terms(module: fx.GraphModule, places: Mapping[int, Sequence[int]]) -> fx.
         results.update(dict.fromkeys(positions))
         results.update(zip(reversed(positions), _taken_out(graph, total, len(positions)), strict=False))
     graph.output(tuple(results[k] for k in range(len(results))))
-    return fx.GraphModule(module, graph)
+    return graph_module(module, graph)
 
 
 def _taken_out(graph: fx.Graph, total: Any, count: int) -> list[Any]:

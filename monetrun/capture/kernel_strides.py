@@ -144,6 +144,7 @@ def _corrected(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, result: 
 
 
 _asked: dict[Any, _Orders | None] = {}
+_MOST_ASKED = 1 << 14  # of every size so far
 
 
 def _orders(func: Any, args: Any, kwargs: Any, expected: Sequence[Sequence[int]]) -> _Orders | None:
@@ -162,6 +163,8 @@ def _orders(func: Any, args: Any, kwargs: Any, expected: Sequence[Sequence[int]]
         found = _run(func, args, kwargs, expected, smaller)
         if found is not None:
             break
+    if len(_asked) >= _MOST_ASKED:
+        _asked.clear()
     _asked[key] = found
     return found
 

@@ -24,6 +24,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from monetrun.capture.generated import graph_module
 from monetrun.capture.kernel_strides import as_kernels_give_them
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.program import Run
@@ -38,8 +39,10 @@ _log = logging.getLogger("monetrun")
 _START: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}  # which argument is the slice's begin
 _SAVED = "_monetrun_saved"  # attribute of the tensor that a forward saves: ``SavedValues``
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# Of all graphs of fixed sizes that are kept for one open graph: about 1.5 GB; what was not used for longest goes first.
-_MOST_NODES = 400_000
+MOST_NODES = 400_000
+"""Of all graphs of fixed sizes that are kept for one model: about 1.5 GB; what was not used for longest goes first."""
+# Results of operators on fake tensors that torch keeps: some kilobytes each.
+_MOST_FAKE_CALLS = 1 << 14
 
 
 def has_open_sizes(module: fx.GraphModule) -> bool:
@@ -112,6 +115,8 @@ class OpenSizes:
                 expressions = (number.node.expr for number in self._traced)
                 module = with_numbers(self.module, dict(zip(expressions, numbers, strict=True)))
                 found = self.fix(module)
+            if len(FakeTensorMode.cache) > _MOST_FAKE_CALLS:  # of every size so far, and torch drops none
+                FakeTensorMode.cache_clear()
             while len(self._fixed) >= self.most:
                 del self._fixed[next(iter(self._fixed))]
         self._fixed[numbers] = found
@@ -120,7 +125,7 @@ class OpenSizes:
     @property
     def most(self) -> int:
         """How many sizes are kept."""
-        return max(_MOST_NODES // len(self.module.graph.nodes), 1)
+        return max(MOST_NODES // len(self.module.graph.nodes), 1)
 
     def hints(self) -> tuple[Any, ...]:
         """The numbers that it was traced with."""
@@ -148,7 +153,7 @@ class OpenSizes:
         outputs = [_shell_output(forward, n, primals) for n in results[: self.forward_outputs]]
         forward.output((*outputs, carried))
         backward.output(tuple(_shell_output(backward, n, tangents) for n in results[self.forward_outputs :]))
-        return fx.GraphModule(self.module, forward), fx.GraphModule(self.module, backward)
+        return graph_module(self.module, forward), graph_module(self.module, backward)
 
     def forward(self, arguments: list[Any]) -> Any:
         """Run the forward.
@@ -253,7 +258,7 @@ class _Fixing:
             elif not self._checks_numbers(node):
                 self._copy(node, val)
         self.graph.eliminate_dead_code()  # what only sizes were read of
-        found = fx.GraphModule(self.open, self.graph)
+        found = graph_module(self.open, self.graph)
         found.meta = dict(self.open.meta)
         return found
 

@@ -135,6 +135,7 @@ class Backend:
     Attributes:
         apart: called when a call is differentiated further (see ``double_backward.repeatable``).
         captured: how many graphs were captured for training so far (0 after a call: nothing was captured).
+        kept_nodes: nodes of those that Dynamo keeps.
     """
 
     def __init__(
@@ -148,13 +149,11 @@ class Backend:
         terms: GradientTerms | None = None,
         traced: Callable[[], None] = lambda: None,
     ) -> None:
-        self.chooser = chooser
-        self.name = name
-        self.observer = observer
-        self.meters = meters
+        self.chooser, self.name = chooser, name
+        self.observer, self.meters = observer, meters
         self.autocast, self.terms, self.traced = autocast, terms or GradientTerms(), traced
         self.apart: Callable[[bool], bool] = lambda _: True
-        self.captured = 0
+        self.captured = self.kept_nodes = 0
         self._order = GradientOrder()  # of the graph that is being compiled
         self._traced = TracedBackward()  # the same graph's
         self._guards: list[weakref.ref[Guards]] = []  # of the schedules that run under a plan, for each graph with any
@@ -205,6 +204,7 @@ class Backend:
         static = tuple(static_lifetime_input_indices or ())
         of = _Traced(num_fwd_outputs, static, self._order, tuple(random.devices(module)))
         if not has_open_sizes(module):
+            self.kept_nodes += len(module.graph.nodes)
             modules, self._traced = self._planned(module, of)
             return modules
         return self._with_open_sizes(module, of)

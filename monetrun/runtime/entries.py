@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import types
 from typing import Any
 
@@ -39,10 +40,34 @@ def forget_former(compiled: dict[tuple[Any, ...], tuple[Any, ...]], key: tuple[A
     """Make place for what is compiled for ``key``, whose last element is which parameters are trained.
 
     Args:
-        compiled: what was compiled, by keys; a value's first element is its generation.
-        key: its place.
+        compiled: what was compiled, by keys; a value's first element is its generation, the last one what Dynamo
+            has: its compiler, and the code.
+        key: its place, which is made free.
         generation: what was compiled in other ones will not be called again.
     """
     former = [k for k in compiled if k[:-1] == key[:-1] and k != key]
-    for k in [k for k, made in compiled.items() if made[0] != generation] + former[: 1 - _MOST_TRAINED]:
-        compiled.pop(k, None)
+    unused = [k for k, made in compiled.items() if made[0] != generation] + former[: 1 - _MOST_TRAINED]
+    running = _running()
+    for k in {*unused, key} & compiled.keys():
+        if compiled[k][-1][1].co_name not in running:  # else the next time
+            _let_go(*compiled.pop(k)[-1])
+
+
+def _running() -> set[str]:
+    """The names of the functions that run now."""
+    frame, names = sys._getframe(1), set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return names
+
+
+def _let_go(compiler: Any, code: types.CodeType) -> None:
+    """Dynamo keeps compilers, code of which a guard has failed, and what it has made of it, while the process lives."""
+    import torch._dynamo
+
+    torch._C._dynamo.eval_frame.reset_code(code)
+    torch._dynamo.utils.guard_failures.pop(code, None)
+    kept = torch._dynamo.eval_frame.cached_backends
+    for number in [n for n, known in kept.items() if getattr(known, "compiler_fn", known) is compiler]:
+        del kept[number]

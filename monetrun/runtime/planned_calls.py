@@ -23,6 +23,7 @@ from torch import nn
 
 from monetrun.capture.eager_answers import eager_answers, was_asked
 from monetrun.capture.gradient_terms import within_backward
+from monetrun.capture.open_sizes import MOST_NODES
 from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
@@ -95,7 +96,7 @@ class PlannedCall(NotCopied):
         self._run: Any = None
         self.settling: Settling = Settling() if model is None else model.settling
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
-        self._compiled: dict[tuple[Any, ...], tuple[int, Backend, Any]] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[int, Backend, Any, Any]] = {}
         self._said, self._frozen = False, frozen(module)
         self._sharded = self._without_hooks = sharding.is_sharded(module)  # then the forward alone is captured
         if path in engine.breaks:
@@ -171,7 +172,7 @@ class PlannedCall(NotCopied):
             if self._generation == engine.generation and self.backend and (failed := self.backend.failed_guards()):
                 engine.plan_without(failed)
             slow: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self._generation != engine.generation:
+            if self._generation != engine.generation or (self.backend and self.backend.kept_nodes > MOST_NODES):
                 self._compile()
                 slow = self.reporter.if_slow(f"compiling {self.name}")
             assert self.backend is not None
@@ -216,16 +217,16 @@ class PlannedCall(NotCopied):
         shared = (self.model or self)._compiled
         state = (whole, self._open_sizes, self.as_compiled, self._without_hooks, self._frozen)
         key = (self.model is None, type(self.module()), *state)
-        if key not in shared or shared[key][0] != generation:
+        if key not in shared or shared[key][0] != generation or shared[key][1].kept_nodes > MOST_NODES:
             backend = self.engine.backend(self.name)
             of = weakref.ref(self.model or self), weakref.ref(backend)
             backend.apart = functools.partial(_differentiated_apart, *of)
             compiler = backend if whole else or_as_it_is(backend, self.reporter.give_up, self.engine.runs_in_python)
             dynamic = None if whole and self._open_sizes and self.engine.recorder is None else False
-            run = _torch_compile(entry(self._without_hooks), backend=compiler, dynamic=dynamic, fullgraph=whole)
+            run = _torch_compile(made := entry(self._without_hooks), backend=compiler, dynamic=dynamic, fullgraph=whole)
             forget_former(shared, key, generation)
-            shared[key] = (generation, backend, run)
-        self._generation, self.backend, self._run = shared[key]
+            shared[key] = (generation, backend, run, (compiler, made.__code__))
+        self._generation, self.backend, self._run, _ = shared[key]
 
     # ---- parts
 
