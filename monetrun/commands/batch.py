@@ -22,7 +22,8 @@ from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.parser import LaunchParser, command_parser
-from monetrun.planning.batch import MOST_OVERHEAD, SMALLEST_TRIAL, BatchRequest, Found, find
+from monetrun.planning.batch import MOST_OVERHEAD, Found, find
+from monetrun.planning.batch_prediction import SMALLEST_TRIAL, BatchRequest
 from monetrun.planning.batch_sizes import Sizes, divisors
 
 PLACEHOLDER = "{batch}"
@@ -254,7 +255,7 @@ def show(found: Found, step: Accumulation, console: Console) -> None:
     console.print(
         f"  budget {format_bytes(found.budget_bytes)} | planned {format_bytes(planned)} "
         f"({report.share(planned, plain)}) | "
-        f"overhead {found.overhead:+.1%} of {found.max_overhead:.0%} (bound {found.bound:.1%})"
+        f"overhead {found.overhead:+.1%} of {100 * found.max_overhead:g}% (bound {found.bound:.1%})"
     )
     if found.planned_reserved_bytes is not None:
         console.print(report.allocated_line(found.plain_peak_bytes, found.planned_peak_bytes))

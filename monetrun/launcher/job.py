@@ -132,7 +132,7 @@ class Job:
         if self.options.plan_file:
             self.plan = read_plan(self.options.plan_file)
             self.record = record_of(self.plan, self.store, self.record_key)  # with it, workers measure intervals
-            check_options(self.plan, self.record, self.options, self.budget)
+            self.plan = check_options(self.plan, self.record, self.options, self.budget)
         elif self.options.probe and not without_hook:
             self.plain = self._find_plain(look=look)
             if (instead := _planned_or_as_it_is(self, look)) is not None:

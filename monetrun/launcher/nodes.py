@@ -107,11 +107,11 @@ class Nodes:
         from torch.distributed import DistError  # imported here: slow
 
         self._job.node = rank
+        short = not fixed and ran_short_early(self._environment, ended)
+        self._shortage = shortage_of(self._environment) if short else self._shortage
+        forget_reports(self._environment)  # of former workers, which may have come further than those that start now
         if fixed and self._followed is not None:
             return self._job.follow(self._followed, shown=False)
-        if ran_short_early(self._environment, ended):
-            self._shortage = shortage_of(self._environment)
-            forget_reports(self._environment)
         try:
             self._decision = decision = self._agreed(store, rank, size)
             self._shortage = None

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from monetrun.core import codec
-from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget, format_bytes, resolve
+from monetrun.core.budget import BYTES, SHARE_OF_FREE, SHARE_OF_PLAIN, Budget, format_bytes, resolve
 from monetrun.core.errors import PlanMismatch, UsageError
 from monetrun.core.graph import EXACT, Implementation
 from monetrun.core.options import parse_kinds
@@ -47,8 +48,8 @@ def read_plan(path: str) -> Plan:
         raise PlanMismatch(message, "monetrun plan SCRIPT writes one") from error
 
 
-def check_options(plan: Plan, record: StepRecord | None, options: LaunchOptions, budget: Budget) -> None:
-    """Check that a plan from a file keeps what was given beside ``--plan``.
+def check_options(plan: Plan, record: StepRecord | None, options: LaunchOptions, budget: Budget) -> Plan:
+    """Check that a plan from a file keeps what was given beside ``--plan``; gives it, with a larger budget if one was.
 
     Args:
         plan: from ``read_plan``.
@@ -63,6 +64,8 @@ def check_options(plan: Plan, record: StepRecord | None, options: LaunchOptions,
     name = f"the plan {options.plan_file}"
     # what is free now says nothing of what was when the plan was made
     given = resolve(budget, None, plain_bytes(plan)) if budget.kind in (BYTES, SHARE_OF_PLAIN) else plan.budget_bytes
+    if budget.kind == SHARE_OF_FREE:
+        report.warn(f"--budget {budget.text} has no effect: {name} has its own, {format_bytes(given)}")
     if given < plan.budget_bytes:
         made_for = f"{name} was made for {format_bytes(plan.budget_bytes)}"
         raise _not_kept(f"--budget {budget.text}", f"is {format_bytes(given)}, {made_for}", options)
@@ -73,6 +76,7 @@ def check_options(plan: Plan, record: StepRecord | None, options: LaunchOptions,
         report.warn(f"{given_kinds}: whether {name} keeps it is not known, its trial run is not in the cache")
     if not options.recompute and any(own.schedule.runs_again() for own in plan.graphs):
         raise _not_kept("--no-recompute", f"excludes what {name} does: operators run again", options)
+    return replace(plan, budget_bytes=given)
 
 
 def _not_kept(given: str, what: str, options: LaunchOptions) -> UsageError:

@@ -82,11 +82,16 @@ class Restarts:
         self._job, self._environment = job, environment
         self._tightened = 0
         self._texts = texts_of(environment)
+        self._started = False
 
     def joined(self, store: Any, rank: int, size: int, fixed: bool, ended: int) -> Mapping[str, str]:
         """An ``agent.Joined``: torch starts the same workers again by itself (``--max-restarts``)."""
         self._restore_files()
-        return self.next_environment(ended) or self._environment
+        environment = self.next_environment(ended) or self._environment
+        if self._started:
+            forget_reports(environment)  # of former workers, which may have come further than those that start now
+        self._started = True
+        return environment
 
     def _restore_files(self) -> None:
         """Write what the system may have removed of a temporary folder that was not used for days."""
@@ -118,8 +123,10 @@ class Restarts:
 
     def keep(self, exit_code: int) -> None:
         """Keep the tighter plan for the next launch, if there is one and training went on with it."""
+        if not self._tightened:
+            return
         self._restore_files()
-        if self._tightened and (tighter := plan_that_lasted(self._environment, exit_code)) is not None:
+        if (tighter := plan_that_lasted(self._environment, exit_code)) is not None:
             keep_plan(self._job, tighter)
 
 
@@ -233,5 +240,6 @@ def plan_that_lasted(environment: Mapping[str, str], exit_code: int) -> Plan | N
 
 def forget_reports(environment: Mapping[str, str]) -> None:
     """Remove what the workers have reported: they start again."""
-    for left in Path(environment["MONETRUN_REPORT_FOLDER"]).glob("rank*.json"):
-        left.unlink()
+    if folder := environment.get("MONETRUN_REPORT_FOLDER", ""):
+        for left in Path(folder).glob("rank*.json"):
+            left.unlink()

@@ -7,51 +7,24 @@ is then tried for real: its record improves the line through the two nearest bat
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from monetrun.core.budget import format_budget, format_bytes
-from monetrun.core.errors import InfeasibleBudget, NeverTrained, NoPlanInTime, ScheduleError, ScriptFailed
-from monetrun.core.options import Options
-from monetrun.core.plan import Plan, StepSchedules
-from monetrun.core.reserved import reserved
-from monetrun.core.step import StepRecord, StepTimeline, replay
+from monetrun.core.errors import InfeasibleBudget, NeverTrained, NoPlanInTime, ScriptFailed
+from monetrun.core.plan import Plan
+from monetrun.core.step import StepRecord
 from monetrun.planning import planner
-from monetrun.planning.batch_sizes import Sizes
-from monetrun.planning.planner import Baseline
-from monetrun.planning.rescale import check_alike, difference, rescaled
+from monetrun.planning.batch_prediction import BatchRequest, Prediction, step_at
+from monetrun.planning.rescale import check_alike, difference
 from monetrun.planning.summary import planned_bytes
 
-SMALLEST_TRIAL = 4  # with fewer samples, convolutions and normalizations run other kernels than in training
 MOST_OVERHEAD = 100.0  # added compute over the plain step's, as a fraction; no more can be asked for
 _MAX_VERIFIED = 6
-_MAX_EXTRAPOLATION = 1024  # no prediction goes beyond this multiple of the largest batch that was tried
 _MIN_GAIN = 0.01  # a batch larger by less than this share is not worth another trial run
-_SECONDS_OF_SILENCE = 10.0
 _MIN_FED = 0.95  # a smaller share of the predicted bytes means that the script had fewer samples to feed
-
-
-@dataclass(frozen=True)
-class BatchRequest:
-    """The limits that the largest batch must keep, and how to search for it.
-
-    Attributes:
-        budget_bytes: of a training step on one device.
-        max_overhead: over the plain step's seconds, as a fraction.
-        sizes: the batches to choose from.
-        trials: the two batches to begin with.
-        algorithm: a name that ``solve.solver`` knows.
-        options: for the solver; their seconds are for each plan that is verified, and for all predictions together.
-    """
-
-    budget_bytes: int
-    max_overhead: float
-    sizes: Sizes = field(default_factory=Sizes)
-    trials: tuple[int, int] = (SMALLEST_TRIAL, 2 * SMALLEST_TRIAL)
-    algorithm: str = "hierarchical"
-    options: Options = field(default_factory=Options)
 
 
 class Script(Protocol):
@@ -130,7 +103,12 @@ def find(request: BatchRequest, script: Script, report: Callable[[str], None]) -
     samples = {}
     for batch in request.trials:
         report(f"trying batch {batch}")
-        samples[batch] = script.trial(batch)
+        try:
+            samples[batch] = script.trial(batch)
+        except ScriptFailed as failed:
+            smaller = request.sizes[1], request.sizes[2]
+            failed.hint = failed.hint or f"if batch {batch} is too large: --trials {smaller[0]},{smaller[1]}"
+            raise
     check_alike(samples)
     report("predicting the largest batch from both")
     search = _Search(request, script, samples, report)
@@ -140,6 +118,9 @@ def find(request: BatchRequest, script: Script, report: Callable[[str], None]) -
             if batch <= search.largest_fitting * (1 + _MIN_GAIN):
                 break
             report(f"batch {batch} is predicted to fit, trying it")
+            report(search.verify(batch))
+        if search.plan is None and (batch := search.largest_recorded()):
+            report(f"trying batch {batch}, whose step is known")
             report(search.verify(batch))
     except (KeyboardInterrupt, SystemExit):
         if search.largest_fitting:
@@ -165,7 +146,7 @@ class _Search:
         self.request = request
         self.script = script
         self.samples = samples
-        self.prediction = _Prediction(request, report)
+        self.prediction = Prediction(request, report)
         self.largest_fitting = 0
         self.smallest_failing: int | None = None
         self.plan: Plan | None = None
@@ -178,8 +159,13 @@ class _Search:
         if self.verified and fails is not None and fails not in self.samples:  # it failed without giving a record
             known = max((b for b in self.samples if b < fails), default=0)
             sizes = self.request.sizes
-            batch = min(batch, sizes[max(1, sizes.number((known + fails) // 2))])
+            batch = min(batch, sizes[max(1, sizes.number(math.isqrt(max(1, known) * fails)))])
         return batch
+
+    def largest_recorded(self) -> int:
+        """The largest batch of which a step was recorded, and that was not verified; 0: there is none."""
+        verified = {one.batch for one in self.verified}
+        return max((b for b in self.samples if b not in verified), default=0)
 
     def verify(self, batch: int) -> str:
         """Try and plan ``batch``; returns a line that says what came out."""
@@ -245,7 +231,7 @@ class _Search:
         """The error that says what the smallest batch needs."""
         request = self.request
         first = request.sizes[1]
-        record = _step_at(self.samples, first)
+        record = step_at(self.samples, first)
         base = self.prediction.baseline(record)
         smallest = planner.smallest_bytes(record, base)
         budget = format_bytes(request.budget_bytes)
@@ -254,7 +240,7 @@ class _Search:
             needed = format_bytes(smallest, exact=True)
             message = f"batch {first} needs {needed} at least, the budget is {budget}"
         else:
-            share = f"{request.max_overhead:.0%}"
+            share = f"{100 * request.max_overhead:g}%"
             message = f"no batch from {first} on trains within {budget} at {share} overhead"
             more = 2 * request.max_overhead or 0.1
             hint = "give a larger --budget"
@@ -274,127 +260,3 @@ def _batch_fed(samples: Mapping[int, StepRecord], record: StepRecord, batch: int
         sum(t.nbytes for g in r.graphs for t in g.tensors) for r in (samples[first], samples[second], record)
     )
     return round(first + (now - one) * (second - first) / (other - one)) if other > one else batch
-
-
-class _Prediction:
-    """Plans the step at batches that were not tried; schedules found for one batch are candidates for all.
-
-    Attributes:
-        found: the schedules of all plans made so far.
-        frugal: the most frugal schedules found so far.
-    """
-
-    def __init__(self, request: BatchRequest, report: Callable[[str], None]) -> None:
-        self.request = request
-        self._report = report
-        self._reported = time.monotonic()
-        self.options = replace(request.options, seconds=max(0.3, request.options.seconds / 10))
-        self.found: list[StepSchedules] = []
-        self.frugal: list[StepSchedules] = []
-
-    def largest(self, samples: Mapping[int, StepRecord], fits: int, fails: int | None) -> int:
-        """The largest batch predicted to be within both limits, at least ``fits`` and less than ``fails``."""
-        sizes = self.request.sizes
-
-        def feasible(n: int) -> bool:
-            return self._feasible(samples, sizes[n])
-
-        low = sizes.number(fits)  # from here on numbers of sizes; ``low`` is within the limits, or 0
-        if fails is None:
-            end = sizes.number(_MAX_EXTRAPOLATION * max(samples)) + 1
-            high = max(low, sizes.number(max(samples)), 1) + 1
-            while high < end and (feasible(high) or self._feasible_after_search(samples, sizes[high])):
-                high *= 2
-            high = min(high, end)
-        else:
-            high = sizes.number(fails - 1) + 1
-        most = _bisect(low, high, feasible)
-        while most + 1 < high and self._feasible_after_search(samples, sizes[most + 1]):
-            most = _bisect(most, high, feasible)
-        number = _bisect(low, most + 1, lambda n: self.within(samples, sizes[n]))
-        return sizes[number] if number else 0
-
-    def within(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
-        """Whether a plan within both limits is known for the step at ``batch``, or found now."""
-        self._say(batch)
-        record = _step_at(samples, batch)
-        base = self.baseline(record)
-        budget_bytes = self.request.budget_bytes
-        if planner.plain_bytes(record, base) <= budget_bytes:
-            return True
-        most_seconds = (1 + self.request.max_overhead) * base.plain.seconds
-        for schedules in self.found:
-            timeline = _replayed(record, schedules)
-            if timeline is None or timeline.peak_bytes > budget_bytes or timeline.seconds > most_seconds:
-                continue
-            if record.memory is None or _reserved_bytes(record, schedules) <= budget_bytes:
-                return True
-        try:
-            plan = planner.plan_step(record, budget_bytes, self.request.algorithm, self.options, base)
-        except (InfeasibleBudget, NoPlanInTime):
-            return False
-        self.found.append(StepSchedules(plan.graphs))
-        return plan.overhead <= self.request.max_overhead
-
-    def baseline(self, record: StepRecord) -> Baseline:
-        """The record's baseline with the most frugal schedules known so far; searched for where none are valid."""
-        known = [(timeline.peak_bytes, f) for f in self.frugal if (timeline := _replayed(record, f)) is not None]
-        if known:
-            most_frugal = min(known, key=lambda one: one[0])[1]
-            return planner.baseline(record, most_frugal.schedules_for(record.graphs))
-        return self._searched_baseline(record)
-
-    def _feasible(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
-        """Whether the step at ``batch`` is known to allocate no more than the budget, whatever its overhead.
-
-        On CUDA, where more than that is reserved, it may not fit yet: ``within`` tells.
-        """
-        return self.baseline(_step_at(samples, batch)).frugal.peak_bytes <= self.request.budget_bytes
-
-    def _feasible_after_search(self, samples: Mapping[int, StepRecord], batch: int) -> bool:
-        """``_feasible`` after a search at that batch: a schedule that is frugal at one need not be at another."""
-        self._say(batch)
-        self._searched_baseline(_step_at(samples, batch))
-        return self._feasible(samples, batch)
-
-    def _say(self, batch: int) -> None:
-        """Report that ``batch`` is looked at, if nothing has been reported for a while."""
-        if time.monotonic() - self._reported >= _SECONDS_OF_SILENCE:
-            self._report(f"predicting: looking at batch {batch}")
-            self._reported = time.monotonic()
-
-    def _searched_baseline(self, record: StepRecord) -> Baseline:
-        base = planner.baseline(record)
-        self.frugal.append(StepSchedules.of(record.graphs, base.frugal_schedules))
-        return base
-
-
-def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The largest number from ``low`` to below ``high`` for which ``holds``; it holds for ``low``."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _step_at(samples: Mapping[int, StepRecord], batch: int) -> StepRecord:
-    """``rescaled``, without what a trial run at another batch has measured of the plain run on CUDA."""
-    record = rescaled(samples, batch)
-    if batch in samples or record.memory is None:
-        return record
-    return replace(record, memory=replace(record.memory, plain_reserved_bytes=0, plain_allocated_bytes=0))
-
-
-def _reserved_bytes(record: StepRecord, schedules: StepSchedules) -> int:
-    return reserved(record, schedules.schedules_for(record.graphs)).peak_bytes
-
-
-def _replayed(record: StepRecord, schedules: StepSchedules) -> StepTimeline | None:
-    """The step, or None where the schedules are not valid at this batch, which may offer fewer implementations."""
-    try:
-        return replay(record, schedules.schedules_for(record.graphs))
-    except ScheduleError:
-        return None

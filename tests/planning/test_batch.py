@@ -12,7 +12,8 @@ from monetrun.core.plan import StepSchedules
 from monetrun.core.reserved import reserved
 from monetrun.core.step import Event, replay
 from monetrun.planning import planner
-from monetrun.planning.batch import BatchRequest, Verified, _Prediction, _replayed, _Search, find
+from monetrun.planning.batch import Verified, _Search, find
+from monetrun.planning.batch_prediction import BatchRequest, Prediction, replayed
 from monetrun.planning.batch_sizes import Sizes, divisors
 from monetrun.planning.rescale import check_alike, rescaled
 from support.step_records import chain_record, on_a_device
@@ -138,7 +139,7 @@ def test_schedules_found_at_one_batch_mean_the_same_at_a_batch_that_offers_fewer
     kept = StepSchedules.of(more.graphs, planner.plain_in_place(more))
     assert {s.implementation for s in kept.graphs[0].schedule.forward} == {0, 2}
     assert kept.schedules_for(less.graphs) == planner.plain_in_place(less)
-    assert _replayed(less, kept) == replay(less, planner.plain_in_place(less))
+    assert replayed(less, kept) == replay(less, planner.plain_in_place(less))
 
 
 def test_trials_of_other_structure_or_of_the_same_step_are_refused():
@@ -324,7 +325,7 @@ def test_what_the_plain_run_reserves_at_another_batch_than_the_trials_is_modelle
 
     monkeypatch.setattr(planner, "plan_step", refused)
     samples = {4: on_device(4), 8: on_device(8)}
-    prediction = _Prediction(limits(19 * GIB), print)
+    prediction = Prediction(limits(19 * GIB), print)
     assert prediction.within(samples, 2)
     assert not prediction.within(samples, 4)  # it was measured there
 
@@ -334,7 +335,7 @@ def test_schedules_found_at_another_batch_must_reserve_no_more_than_the_budget(m
     record = samples[4]
     frugal = planner.baseline(record).frugal_schedules
     budget = (replay(record, frugal).peak_bytes + reserved(record, frugal).peak_bytes) // 2
-    prediction = _Prediction(limits(budget, 100.0), print)
+    prediction = Prediction(limits(budget, 100.0), print)
     prediction.found.append(StepSchedules.of(record.graphs, frugal))
 
     def refused(*_):
