@@ -29,6 +29,7 @@ Progress = Callable[[float, float, float], None]
 
 # A thousandth of the budget is left free, where schedules are known that fit into the rest.
 _SPARE_SHIFT = 10
+_ADVISED_SHIFT = 5  # of the smallest budget: so much more is advised, for what a script keeps from its later steps
 
 # Implementations that are not bitwise identical to eager are used only where they save this share of the step's time.
 INEXACT_MUST_SAVE = 0.05
@@ -47,9 +48,9 @@ class BudgetBelowSmallest(InfeasibleBudget):
             of_it = f" reserved, of it {format_bytes(base.frugal.peak_bytes)} allocated"
         parts = ledger(record, base.frugal)
         mostly_weights = 2 * sum(parts.get(name, 0) for name in WEIGHTS) > base.frugal.peak_bytes
-        with_spare = max(smallest, min(plain, smallest + (smallest >> _SPARE_SHIFT) + 1))
+        with_spare = max(smallest, min(plain, smallest + (smallest >> _ADVISED_SHIFT) + 1))
         if smallest <= plain:
-            fits = f"fits: --budget {format_budget(with_spare, plain)} or {format_share(smallest, plain)}"
+            fits = f"fits: --budget {format_budget(with_spare, plain)} or {format_share(with_spare, plain)}"
             hint = f"{fits} (the plain step takes {format_bytes(plain)})"
         else:
             least = f"no schedule that is known takes less than the plain step, {format_bytes(plain)}"

@@ -110,6 +110,14 @@ def _is_only_given(node: fx.Node) -> bool:
     return all(user.op == "output" or (user in as_tensor and _is_only_given(user)) for user in node.users)
 
 
+# What Dynamo calls so, where that says little to those who do not know it.
+_IN_PLAIN_WORDS = {
+    "Attempted to wrap RNN, GRU, or LSTM": "torch captures no recurrent layers (nn.RNN, nn.GRU, nn.LSTM)",
+    "Attempted to wrap sparse Tensor": "torch captures no sparse tensors",
+    "Attempted to call function marked as skipped": "it calls what torch does not capture",
+}
+
+
 def of(error: Exception, module: str, name: str) -> Break:
     """Describe what kept a module from being captured whole.
 
@@ -131,7 +139,7 @@ def of(error: Exception, module: str, name: str) -> Break:
     # What the backend cannot compile it cannot compile in pieces either. And Dynamo does not go on after an operator
     # that fails on fake tensors: mostly it is the script's own mistake, of which Python gives the script's traceback.
     fails_again = cause is not error or isinstance(error, _FAILS_IN_PIECES_TOO)
-    return Break(module, name, where, _short(kind), in_python=fails_again)
+    return Break(module, name, where, _short(_IN_PLAIN_WORDS.get(kind, kind)), in_python=fails_again)
 
 
 def is_of_open_sizes(error: Exception) -> bool:

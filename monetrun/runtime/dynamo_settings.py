@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import CodeType
 
+from monetrun.capture.warned import let_models_warn
+
 # Each input shape is compiled once; after torch's default of 8 shapes the ninth would run without a plan.
 _RECOMPILE_LIMIT = 1 << 14
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
@@ -21,6 +23,7 @@ def prepare_dynamo(within: CodeType) -> None:
     config.allow_unspec_int_on_nn_module = True  # a module's counter of steps is no other model in each step
     config.use_numpy_random_stream = True  # NumPy's numbers come from NumPy, not from torch's generator
     torch._dynamo.eval_frame.skip_code(within)
+    let_models_warn()
 
 
 class ManyShapes:

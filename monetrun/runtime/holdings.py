@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from monetrun.core.budget import format_bytes
 from monetrun.runtime import hooks
@@ -52,8 +53,9 @@ def _parameters() -> list[torch.Tensor]:
     return [p for o in hooks.optimizers() for group in o.param_groups for p in group["params"]]
 
 
-def _values(state: object) -> Iterable[object]:
-    return state.values() if isinstance(state, Mapping) else (state,)
+def _values(state: object) -> list[object]:
+    """What a parameter's state has, also in lists: LBFGS keeps its history in some."""
+    return tree_leaves(dict(state) if isinstance(state, Mapping) else state)
 
 
 def _storages(tensors: Iterable[object], device: torch.device) -> Iterator[torch.UntypedStorage]:

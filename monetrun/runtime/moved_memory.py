@@ -259,6 +259,10 @@ def plan_with_more_held(
         return planned(total)
 
 
+# Much more is held than in the recorded step.
+_ALIVE = "; or free it before: an evaluation without torch.no_grad() keeps its graph while its loss is there"
+
+
 def refused_step(
     plan: Plan, shortage: Shortage, failure: InfeasibleBudget | NoPlanInTime, device: torch.device
 ) -> BudgetExceeded:
@@ -269,7 +273,8 @@ def refused_step(
     refused = BudgetExceeded(
         f"{held} are held before a forward, {planned} were planned, and no schedule fits beside them"
         f" within {format_bytes(plan.budget_bytes)}\n{holdings.table(now, plan.ledger, shortage.need.held_bytes)}",
-        f"fits: --budget {format_budget(smallest)}" if smallest else "give a larger --budget",
+        (f"fits: --budget {format_budget(smallest)}" if smallest else "give a larger --budget")
+        + (_ALIVE if shortage.excess_bytes > shortage.need.held_bytes >> 2 else ""),
         smallest_bytes=smallest,
     )
     return as_out_of_memory(refused, device.type)

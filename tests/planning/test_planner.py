@@ -192,7 +192,7 @@ def test_a_refusal_names_the_share_that_fits_and_what_weights_leave(weights, lis
     share = re.search(r"or (\d\.\d\dx) \(the plain step", refused.value.hint)[1]
     budget_bytes = resolve(parse(share), None, refused.value.plain_bytes)
     smallest, plain = refused.value.smallest_bytes, refused.value.plain_bytes
-    assert smallest <= budget_bytes < smallest + 0.01 * plain
+    assert smallest <= budget_bytes < 1.04 * smallest + 0.01 * plain  # for what later steps hold
     assert planner.plan_step(record, budget_bytes, "greedy", Options(seconds=1.0)).planned_peak_bytes <= budget_bytes
 
 
