@@ -112,8 +112,13 @@ def device_of(module: nn.Module) -> torch.device:
     return device_of_parameters(module.parameters())
 
 
-def of_another_allocator_or_captured(module: nn.Module) -> str:
-    """Why a module cannot be planned whose memory is not of torch's caching allocator's own pool; empty where it is."""
+def of_another_kind(module: nn.Module) -> str:
+    """Why a module cannot be planned that is called in training, as only that shows; empty where it can.
+
+    It is a stage of a pipeline, or its memory is not of torch's caching allocator's own pool.
+    """
+    if reason := sharding.stage_of_a_pipeline(module):
+        return reason
     if name := other_allocator(device_of(module)):
         return f"its memory is of the allocator {name}, of which monetrun knows nothing"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

@@ -28,12 +28,12 @@ from monetrun.runtime import (
     evaluation_mode,
     hooks,
     probe,
-    sharding,
     trial_checkpoints,
     unplannable_use,
     unplanned,
 )
 from monetrun.runtime.dynamo_settings import prepare_dynamo
+from monetrun.runtime.passing_models import PassingModels
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.reporter import Reporter, in_short
 from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, TRIALS, Settings
@@ -194,7 +194,7 @@ class Session:
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have made a step before any backward
         self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # make their first step long after others
         self._has_stepped: Callable[[], None] = lambda: None  # from now on a trial ends before a checkpoint
-        self._nesting = Nesting()
+        self._nesting, self._passing = Nesting(), PassingModels()
         self._undo = contextlib.ExitStack()
 
     def watch_process(self) -> None:
@@ -347,18 +347,25 @@ class Session:
     def _plan_module(self, module: nn.Module) -> Callable[..., Any]:
         """``module`` is the model, or one of several: from now on its training forwards are planned."""
         drop_triggers(module, only=is_one_call)  # the script may call others that are in it, too
-        if reason := sharding.stage_of_a_pipeline(module) or candidates.of_another_allocator_or_captured(module):
+        if (reason := _why_left_alone(self, module)) or self.engine is None:
             self.reporter.give_up(f"{type(module).__name__} runs without a plan: {reason}")
             return left_alone(module)
-        if self.engine is None:
-            self.engine = _engine(self, module)
         if not _launched:  # applied under another budget, and only now known to be trained under this one
             self.optimizers.update(hooks.optimizers_of(module))
         path = f"{next(self._numbers)}:{type(module).__name__}"
         planned = PlannedCall(module, self._nesting, self.engine, self.reporter, path, abandon=self.run_as_it_is)
-        self.planned = [*(call for call in self.planned if call.module() is not None), planned]
+        self.planned.append(planned)
         module._compiled_call_impl = planned  # type: ignore[assignment]
         return planned
+
+
+def _why_left_alone(session: Session, module: nn.Module) -> str:
+    """Why a model that is called in training is not planned; empty: it is, and the session has an engine for it."""
+    if reason := candidates.of_another_kind(module):
+        return reason
+    session.engine = session.engine or _engine(session, module)
+    before, session.planned = len(session.planned), [call for call in session.planned if call.module() is not None]
+    return session._passing.reason(before - len(session.planned), session.engine.meters.steps.steps)
 
 
 def _engine(session: Session, module: nn.Module) -> Engine:

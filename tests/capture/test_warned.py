@@ -23,7 +23,7 @@ class Warns(nn.Module):
         for number, layer in enumerate(self.layers):
             if number == 3:
                 warnings.warn(f"{number} is deprecated", Warning_, stacklevel=1)
-                warnings.warn("so is this")
+                warnings.warn("so is this", stacklevel=1)
             x = F.gelu(layer(x))
         return x
 

@@ -1,0 +1,36 @@
+"""Models that come and go: copies of one that are trained for some steps, as in meta-learning.
+
+Each is traced and compiled anew, which takes a hundred times as long as a step of a small model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+# So many models have come and gone, after so few steps of an optimizer each.
+_MOST, _FEW_STEPS = 8, 32
+
+
+class PassingModels:
+    """Of one session."""
+
+    def __init__(self) -> None:
+        self._came: deque[int] = deque(maxlen=_MOST)  # by the steps that were made before each
+        self._gone = 0
+
+    def reason(self, gone: int, steps: int) -> str:
+        """A further model is trained: why it is not planned, where those before it were passing ones; else empty.
+
+        Args:
+            gone: how many that were planned are not there any more, since the last time.
+            steps: of optimizers, under a plan so far.
+        """
+        self._gone += gone
+        many = self._gone >= _MOST and len(self._came) == _MOST and steps - self._came[0] < _MOST * _FEW_STEPS
+        self._came.append(steps)
+        if not many:
+            return ""
+        return (
+            "models come and go after a few steps each, and to compile each one takes longer than its training; their"
+            " budget is not enforced"
+        )
