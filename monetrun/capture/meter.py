@@ -149,8 +149,8 @@ class LiveTensorMeter(NotWatching):
         self._peak = 0
 
     def peaks(self) -> Peaks:
-        """Nothing is cached."""
-        return Peaks(self.peak_bytes())
+        """Nothing is cached; nor are all objects of the process looked through, which steps would wait for."""
+        return Peaks(self._peak)
 
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""

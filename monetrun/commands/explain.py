@@ -17,6 +17,7 @@ from monetrun.commands.click_command import run_click
 from monetrun.core import codec
 from monetrun.core.budget import format_bytes
 from monetrun.core.errors import UsageError
+from monetrun.core.keeping import as_planned
 from monetrun.core.step import StepRecord
 from monetrun.launcher import report
 from monetrun.launcher.keys import measured_key
@@ -72,7 +73,7 @@ def command(plan_file: str, as_json: bool, measured: bool, page_file: str | None
         seen = store.get("measured", measured_key(plan), MeasuredStep)
         _write("--html", page_file, page_of(plan, record, seen, Path(plan_file).name).encode())
     if snapshot_file is not None:
-        seen_by_torch = snapshot(record, [graph.schedule for graph in plan.graphs])
+        seen_by_torch = snapshot(as_planned(record, plan.keeps_parameters), [graph.schedule for graph in plan.graphs])
         _write("--snapshot", snapshot_file, pickle.dumps(seen_by_torch, protocol=4))
     if page_file is not None or snapshot_file is not None:
         return

@@ -96,6 +96,8 @@ def show(job: Job, out: str) -> None:
         return
     job.print_plan(f"DRY RUN  {Path(options.script).name}     nothing trained")
     command = shlex.join(["monetrun", "--plan", out, *options.reusable_words, options.script, *options.script_args])
+    if job.modelled_bytes:  # there costs and workspaces are measured
+        command = f"on such a device {options.command_line(options.budget)}"
     lines = [f"  wrote {out}      next: {command}"]
     if job.modelled_bytes:
         lines.append(

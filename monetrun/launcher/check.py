@@ -13,7 +13,7 @@ from monetrun.core.errors import BudgetExceeded, MonetrunError, NeverTrained, Pl
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.launcher.differences import Values, difference, read_values, same_bits
-from monetrun.launcher.job import Job
+from monetrun.launcher.job import Job, not_here
 from monetrun.launcher.plan_file import check_options, read_plan
 from monetrun.launcher.progress import status
 from monetrun.launcher.trial import how_it_failed, read_own_error, run_process
@@ -44,6 +44,8 @@ def check(job: Job, *, float64: bool) -> CheckReport:
         UsageError: the plan does not keep what was given beside it, or the script's runs do not begin with the same
             weights, inputs and random state.
     """
+    if job.modelled_bytes:
+        raise not_here(job.options.cost_model)
     given = read_plan(job.options.plan_file) if job.options.plan_file else None
     record = job.trial()
     plan = job.planned() if given is None else given
@@ -53,7 +55,7 @@ def check(job: Job, *, float64: bool) -> CheckReport:
             "give the script and the arguments that were planned, or leave out --plan",
         )
     if given is not None:
-        check_options(given, record, job.options, job.budget)
+        plan = check_options(given, record, job.options, job.budget)
     planned, planned_values = _run(job, CHECK, "planned step", plan)
     plain, plain_values = _run(job, CHECK_PLAIN, "plain step")
     check_beginnings(job.options.script, planned, plain)

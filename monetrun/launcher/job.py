@@ -127,7 +127,7 @@ class Job:
             MonetrunError: there is no plan; see ``core.errors``.
         """
         if self.modelled_bytes:
-            raise _not_here(self.options.cost_model)
+            raise not_here(self.options.cost_model)
         without_hook = hook_is_missing(self.options)
         if self.options.plan_file:
             self.plan = read_plan(self.options.plan_file)
@@ -372,7 +372,8 @@ def _why_no_plan(job: Job, record: StepRecord) -> str:
     return job.settings.as_is
 
 
-def _not_here(cost_model: str) -> UsageError:
+def not_here(cost_model: str) -> UsageError:
+    """Training, or a part of it, is asked for on a device that ``--cost-model`` describes."""
     return UsageError(
         f"--cost-model {cost_model} plans for a device that is not here",
         f"monetrun plan --cost-model {cost_model} plans; leave it out to train here",

@@ -102,11 +102,17 @@ class Reporter:
 
 def in_short(plan: Plan, findings: Mapping[str, Any]) -> dict[str, Any]:
     """What ``monetrun.close`` gives: the plan's figures beside those of a rank's ``findings``."""
-    return {
+    most_allocated, most_bounded = findings["most_planned"]
+    found = {
         "budget_bytes": plan.budget_bytes,
         "plain_peak_bytes": plan.plain_peak_bytes,
-        "planned_peak_bytes": plan.planned_peak_bytes,
+        "planned_peak_bytes": max(plan.planned_peak_bytes, most_allocated),
         "planned_overhead": plan.overhead,
         "measured_peak_bytes": findings["measured_peak_bytes"] if findings["exact"] else None,
         "steps": findings["steps"],
     }
+    if plan.pool is not None:
+        found["plain_reserved_bytes"] = plan.pool.plain_bytes
+        found["planned_reserved_bytes"] = max(plan.pool.planned_bytes, most_bounded)
+        found["measured_reserved_bytes"] = findings["measured_reserved_bytes"]
+    return found

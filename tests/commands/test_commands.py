@@ -209,6 +209,13 @@ def test_the_command_after_plan_launches_what_was_planned(words, command, capsys
     assert again.implementations == options.implementations
 
 
+def test_what_was_planned_for_another_device_is_planned_there_again(capsys):
+    words = ["--budget=1GiB", "--cost-model", "roofline:h100", "--out=p.json", "train.py"]
+    options, _ = plan.prepare_parser().parse_launch(words)
+    plan.show(SimpleNamespace(options=options, print_plan=lambda title: None, modelled_bytes=1 << 36), "p.json")
+    assert capsys.readouterr().err.splitlines()[0].endswith("next: on such a device monetrun --budget 1GiB train.py")
+
+
 @pytest.mark.parametrize("name", ["frontier", "batch"])
 def test_what_frontier_and_batch_print_to_type_next_trains_here(name):
     parser = importlib.import_module(f"monetrun.commands.{name}").prepare_parser()
