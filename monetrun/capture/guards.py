@@ -206,6 +206,8 @@ def first_failed(several: Iterable[Guards]) -> FailedGuards | None:
     """What ``failed_lately`` gives for the first of them that do not hold; each condition is evaluated once."""
     seen: set[str] = set()
     for guards in several:
+        if guards._condition and guards._condition in seen:
+            continue  # the same weights, with inputs of another size
         condition = guards.condition
         if condition and condition not in seen and (failed := guards.failed_lately()):
             return failed

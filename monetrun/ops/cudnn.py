@@ -293,7 +293,8 @@ def version() -> str:
 _failed: set[tuple[Problem, str, torch.device]] = set()
 
 
-@functools.cache
+# of every size of images so far; what a plan holds beside its host memory cuDNN does not tell
+@functools.lru_cache(1 << 10)
 def _built(problem: Problem, plan: str, device: torch.device) -> tuple[Drawn, int, int]:
     drawn = Drawn(problem, handle=_new_handle(device))
     names = drawn.names()

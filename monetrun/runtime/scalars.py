@@ -1,6 +1,7 @@
 """What training steps take, as scalars for TensorBoard: one folder of events for each rank (``--tensorboard``).
 
-A point is written once a second at most, by the thread of torch's ``SummaryWriter``; nothing waits for the device.
+A point is written once a second at most, and in a long run more rarely, by the thread of torch's ``SummaryWriter``;
+nothing waits for the device.
 Nothing that goes wrong here ends training: a warning says that no more is written.
 """
 
@@ -18,6 +19,7 @@ from monetrun.runtime.settings import PLAIN, RUN, Settings
 from monetrun.runtime.step_meter import StepMeter
 
 _SECONDS_BETWEEN_POINTS = 1.0
+_POINTS_SHIFT = 12  # after some hours as many seconds as make 4,096 points of the run so far
 _FLUSH_SECONDS = 10  # how old the files are at most
 _GROUP = "monetrun/"
 
@@ -38,7 +40,7 @@ class StepScalars:
         self._values = values
         self._writer: Any = None
         self._steps = self._point_steps = 0
-        self._point_time = -1.0
+        self._point_time, self._began = -1.0, time.perf_counter()
         if settings.tensorboard_folder and settings.mode in (RUN, PLAIN):
             self._folder = Path(settings.tensorboard_folder) / f"rank{settings.rank}"
             self._guarded(self._open)
@@ -50,7 +52,7 @@ class StepScalars:
         self._steps, now = steps, time.perf_counter()
         if self._point_time < 0:  # the first step compiles, and takes no time that says anything
             self._guarded(lambda: self._write(self._values(False)))
-        elif now - self._point_time >= _SECONDS_BETWEEN_POINTS:
+        elif now - self._point_time >= max(_SECONDS_BETWEEN_POINTS, (now - self._began) / (1 << _POINTS_SHIFT)):
             seconds = (now - self._point_time) / (steps - self._point_steps)
             self._guarded(lambda: self._write({**self._values(False), "step_seconds": seconds}))
         else:
