@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from monetrun.capture.joint import JointGraph
 from monetrun.core.event import OUTSIDE
-from monetrun.core.graph import Costs, Requests
+from monetrun.runtime.beside_operators import BesideOperators
 from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.stretches import StretchMeter
 
@@ -20,6 +19,7 @@ class OptimizerSteps:
         stretch_meter: of the step.
         end_stretch: ends its present stretch.
         memory: of the device, on CUDA.
+        beside: gets what steps within a call allocate beside the operators of gradients.
 
     Attributes:
         state_bytes: what stays allocated.
@@ -28,7 +28,11 @@ class OptimizerSteps:
     """
 
     def __init__(
-        self, stretch_meter: StretchMeter, end_stretch: Callable[..., None], memory: DeviceRecorder | None
+        self,
+        stretch_meter: StretchMeter,
+        end_stretch: Callable[..., None],
+        memory: DeviceRecorder | None,
+        beside: BesideOperators,
     ) -> None:
         self.state_bytes = 0
         self.passing_bytes: dict[int, int] = {}
@@ -37,7 +41,7 @@ class OptimizerSteps:
         self._end_stretch = end_stretch
         self._in_call = False
         self._turn: Sequence[tuple[int, int]] = ()  # (graph, operator) of the gradients that the call has given last
-        self._beside: Counter[tuple[int, int]] = Counter()  # by those, what a step within the call allocates
+        self._beside = beside
         self._before_bytes = 0
         self._ended = 0  # steps within a backward, but in no call of a graph, of which ``ended`` is told later
 
@@ -90,23 +94,4 @@ class OptimizerSteps:
             if self._memory is not None:
                 self._memory.stays(grown)
         for writer in self._turn:
-            self._beside[writer] = max(self._beside[writer], peak - max(now, self._before_bytes))
-
-    def beside(self, costs: Sequence[Costs]) -> list[Costs]:
-        """The costs of all graphs, with what steps within a call allocate beside the operator of a gradient."""
-        return [self._with_beside(graph, of) for graph, of in enumerate(costs)]
-
-    def _with_beside(self, graph: int, costs: Costs) -> Costs:
-        bytes_of = [self._beside[graph, o] for o in range(len(costs.workspace_bytes))]
-        if not any(bytes_of):
-            return costs
-        workspace = (tuple(max(w, n) for w in of) for of, n in zip(costs.workspace_bytes, bytes_of, strict=True))
-        requests = (tuple(_then(r, n) for r in of) for of, n in zip(costs.requests, bytes_of, strict=False))
-        return replace(costs, workspace_bytes=tuple(workspace), requests=tuple(requests))
-
-
-def _then(own: Requests, nbytes: int) -> Requests:
-    """``own``, and ``nbytes`` that are requested after it, and freed."""
-    if not own.results or not nbytes:
-        return own
-    return Requests((*own.sizes, nbytes, -1 - sum(n > 0 for n in own.sizes)), own.results)
+            self._beside.add(*writer, peak - max(now, self._before_bytes))

@@ -31,6 +31,7 @@ from monetrun.core.step import BUCKETS, LIBRARIES, OUTSIDE, Break, Event, StepRe
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
 from monetrun.runtime import sharding
+from monetrun.runtime.beside_operators import BesideOperators
 from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.optimizer_steps import OptimizerSteps
 from monetrun.runtime.resharding import ShardingRecorder, with_lingering_copies
@@ -55,8 +56,7 @@ class Recorder(WithoutCaptures):
         joints: the captured graphs, in the order of their first calls.
         schedules: of each.
         known: costs, by signature; ``measure`` adds to it.
-        memory: what the device's allocator does; CUDA only.
-        sharding: what FSDP2 does.
+        memory, sharding: what the device's allocator does (CUDA only), and FSDP2.
         parameters, zeroed: what the optimizers train, once known, and when the script zeroes its gradients.
     """
 
@@ -82,7 +82,8 @@ class Recorder(WithoutCaptures):
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
         self.memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
-        self.optimizers = OptimizerSteps(self._stretch_meter, self._end_stretch, self.memory)
+        self._beside = BesideOperators()
+        self.optimizers = OptimizerSteps(self._stretch_meter, self._end_stretch, self.memory, self._beside)
         self.sharding = ShardingRecorder(self._action_begins, self._action_ended)
         self._actions: dict[int, Action] = {}  # by the stretch
 
@@ -116,6 +117,7 @@ class Recorder(WithoutCaptures):
             self._lifetimes.forward_begins(self.joints[graph], len(self.stretches), arguments)
         else:
             self._lifetimes.backward_begins(self.joints[graph], len(self.stretches), arguments)
+            self._beside.gradients_come(graph, self.joints[graph], arguments)
 
     def call_ended(self, phase: str, graph: int, results: Sequence[Any]) -> None:
         """A graph's call has ended."""
@@ -199,7 +201,7 @@ class Recorder(WithoutCaptures):
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
         first, end = (self.stretches[0].end_bytes, self.stretches[-1].end_bytes) if self.stretches else (0, 0)
         gradients, state = self.zeroed.freed(self.stretches, self._gradients), self.optimizers.state_bytes
-        events = _events(self, costs := self.optimizers.beside(costs), gradients)
+        events = _events(self, costs := self._beside.costs(costs), gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
         # less is there at the end than at the start, beside the outputs, where inputs were freed
         more = end - first - state - self._all_gradients_bytes

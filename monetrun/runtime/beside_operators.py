@@ -1,0 +1,66 @@
+"""What is allocated for a while beside operators of a recorded step, and is not in their costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from monetrun.capture.joint import JointGraph
+from monetrun.core.graph import BACKWARD, Costs, Requests
+
+
+class BesideOperators:
+    """Of one recorded step."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[tuple[int, int]] = Counter()  # by graph and operator
+
+    def add(self, graph: int, operator: int, nbytes: int) -> None:
+        """So much is allocated while this operator's results are given."""
+        self._bytes[graph, operator] = max(self._bytes[graph, operator], nbytes)
+
+    def gradients_come(self, graph: int, joint: JointGraph, arguments: Sequence[Any]) -> None:
+        """A backward begins with these arguments, of which the last ones are the gradients of the graph's outputs.
+
+        One that is a number for all elements, as of ``sum()``, is made whole by kernels that read it element by
+        element. Costs are measured with whole ones.
+        """
+        tangents = joint.tangents
+        expanded = {
+            joint.storage[node]
+            for node, value in zip(tangents, arguments[len(arguments) - len(tangents) :], strict=True)
+            if node in joint.storage and isinstance(value, torch.Tensor) and _is_expanded(value)
+        }
+        for operator in joint.graph.operators if expanded else ():
+            read = expanded.intersection(operator.inputs)
+            if operator.phase == BACKWARD and read:
+                self.add(graph, operator.id, sum(joint.graph.tensors[t].nbytes for t in read))
+
+    def costs(self, costs: Sequence[Costs]) -> list[Costs]:
+        """The costs of all graphs, with these."""
+        return [self._with_beside(graph, of) for graph, of in enumerate(costs)]
+
+    def _with_beside(self, graph: int, costs: Costs) -> Costs:
+        bytes_of = [self._bytes[graph, o] for o in range(len(costs.workspace_bytes))]
+        if not any(bytes_of):
+            return costs
+        workspace = (tuple(max(w, n) for w in of) for of, n in zip(costs.workspace_bytes, bytes_of, strict=True))
+        requests = (tuple(_then(r, n) for r in of) for of, n in zip(costs.requests, bytes_of, strict=False))
+        return replace(costs, workspace_bytes=tuple(workspace), requests=tuple(requests))
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    return value.layout == torch.strided and any(
+        n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True)
+    )
+
+
+def _then(own: Requests, nbytes: int) -> Requests:
+    """``own``, and ``nbytes`` that are requested after it, and freed."""
+    if not own.results or not nbytes:
+        return own
+    return Requests((*own.sizes, nbytes, -1 - sum(n > 0 for n in own.sizes)), own.results)
