@@ -39,8 +39,8 @@ _log = logging.getLogger("monetrun")
 _START: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}  # which argument is the slice's begin
 _SAVED = "_monetrun_saved"  # attribute of the tensor that a forward saves: ``SavedValues``
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-MOST_NODES = 400_000
-"""Of all graphs of fixed sizes that are kept for one model: about 1.5 GB; what was not used for longest goes first."""
+# Of all graphs of fixed sizes that are kept for one open graph: about 1.5 GB; what was not used for longest goes first.
+_MOST_NODES = 400_000
 # Results of operators on fake tensors that torch keeps: some kilobytes each.
 _MOST_FAKE_CALLS = 1 << 14
 
@@ -125,7 +125,7 @@ class OpenSizes:
     @property
     def most(self) -> int:
         """How many sizes are kept."""
-        return max(MOST_NODES // len(self.module.graph.nodes), 1)
+        return max(_MOST_NODES // len(self.module.graph.nodes), 1)
 
     def hints(self) -> tuple[Any, ...]:
         """The numbers that it was traced with."""

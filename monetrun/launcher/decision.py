@@ -9,6 +9,7 @@ from monetrun.core import codec
 from monetrun.core.budget import Budget
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan
+from monetrun.core.sources import Sources
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_more_held
 from monetrun.launcher.trial_environment import allocator_variables
@@ -31,6 +32,7 @@ class Decision:
         nodes: for how many this was decided.
         tightened: how often the plan was made tighter since memory had run out under it.
         more_held_bytes: beside what is in ``record`` so much is held by a tighter plan.
+        sources: what the trial run has read that ``record`` is from, if there was one.
     """
 
     mode: str
@@ -44,6 +46,7 @@ class Decision:
     nodes: int = 1
     tightened: int = 0
     more_held_bytes: int = 0
+    sources: Sources | None = None
 
     @property
     def held_record(self) -> StepRecord | None:

@@ -17,6 +17,7 @@ from monetrun.core.budget import Budget, parse, resolve
 from monetrun.core.errors import InfeasibleBudget, NeverTrained, NoPlanInTime, PlanningFault, UsageError, own_faults
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Schedule
+from monetrun.core.sources import Sources
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_collectives, with_excess, with_plain_peaks
 from monetrun.launcher import keys, memory, page, report, sources
@@ -29,10 +30,10 @@ from monetrun.launcher.process import exit_on_signals, full_disks_explained, res
 from monetrun.launcher.progress import SolverProgress
 from monetrun.launcher.ranks import find_ranks
 from monetrun.launcher.trial import PLAIN_FILE, end_outer_trial, hook_is_missing, run_trial
-from monetrun.machine.store import Store
+from monetrun.launcher.worker_settings import worker_settings
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.known import known_schedules
-from monetrun.runtime.settings import PLAIN, PROBE, RUN, Settings, check_hook
+from monetrun.runtime.settings import PLAIN, PROBE, RUN, check_hook
 from monetrun.solve import timing
 
 _FROM_CACHE = "  (plan from the cache)"
@@ -82,11 +83,12 @@ class Job:
         self.budget: Budget = parse(options.budget)
         self.ranks, self.node = find_ranks(options), 0
         self.store = find_store(options)
-        self._base_key = keys.record_key(options, self.ranks)
-        self.record_key = sources.key_now(self.store, self._base_key)
+        self.base_key = keys.record_key(options, self.ranks)
+        self.record_key = sources.key_now(self.store, self.base_key)
         self.modelled_bytes = memory.modelled_bytes(options.cost_model)
         self.console = report.stderr_console()
-        self.plain: PlainPeaks | None = None
+        self.plain, self.plain_key = None, ""  # type: tuple[PlainPeaks | None, str]
+        self.sources: Sources | None = None
         self.record: StepRecord | None = None
         self.plan: Plan | None = None
         self.mode, self.plain_cap_bytes = RUN, 0
@@ -94,14 +96,14 @@ class Job:
         self.folder = temporary_folder("monetrun_")
         self._reports = self.folder / "reports"
         self._reports.mkdir()
-        self.settings = _settings(options, self._reports, self.store)
+        self.settings = worker_settings(options, self._reports, self.store)
 
     def met(self, nodes: int) -> None:
         """Plan for so many nodes: what was found for another number of them is not used."""
         if nodes != self.ranks.nodes:
             self.ranks = replace(self.ranks, nodes=nodes)
-            self._base_key = keys.record_key(self.options, self.ranks)
-            self.record_key = sources.key_now(self.store, self._base_key)
+            self.base_key = keys.record_key(self.options, self.ranks)
+            self.record_key = sources.key_now(self.store, self.base_key)
             self.record = self.plan = self.plain = None
 
     def close(self) -> None:
@@ -139,7 +141,15 @@ class Job:
                 return instead
         budget_bytes = self.plan.budget_bytes if self.plan else memory.given_bytes(self.budget)
         found = self.plan, self.record, self.plain
-        return Decision(RUN, self.budget, budget_bytes, *found, bool(self.options.plan_file), self.settings.as_is)
+        return Decision(
+            RUN,
+            self.budget,
+            budget_bytes,
+            *found,
+            bool(self.options.plan_file),
+            self.settings.as_is,
+            sources=self.sources,
+        )
 
     def follow(self, decision: Decision, *, shown: bool = True) -> dict[str, str]:
         """Print what was decided, here or by another node; gives the variables of this node's workers."""
@@ -179,11 +189,6 @@ class Job:
         ranks = memory.where_recorded(self.ranks, self.record)
         return memory.budget_bytes(self.budget, ranks, self.modelled_bytes, self.plain)
 
-    @property
-    def plain_key(self) -> str:
-        """Of what the plain run takes, in the cache."""
-        return sources.key_now(self.store, keys.plain_key(self._base_key))
-
     def print_plan(self, title: str) -> None:
         """Print the plan, unless ``--quiet``."""
         assert self.plan is not None
@@ -194,7 +199,9 @@ class Job:
     def _find_plain(self, look: bool = True) -> PlainPeaks | None:
         """See ``find_plain``."""
         place = (self.settings, self.folder, self.console, self.store)
-        return find_plain(self.options, self.ranks, keys.plain_key(self._base_key), *place, look=look)
+        key = keys.plain_key(self.base_key)
+        plain, self.plain_key = find_plain(self.options, self.ranks, key, *place, look=look)
+        return plain
 
     def _find_record(self, needed: bool = True, look: bool = True) -> None:
         """Set ``record``, from the cache (``look``) or by a trial run; see ``run_trial``."""
@@ -207,7 +214,8 @@ class Job:
             settings = replace(self.settings, mode=PROBE, budget_bytes=given, record_file=str(file))
             trial = run_trial(self.options, self.ranks, settings, self.folder, self.console, needed=needed)
             self.record, self.settings = trial.record, replace(self.settings, as_is=trial.as_is)
-            self.record_key = sources.keep(self.store, self._base_key, str(file))
+            self.sources = sources.of_trial(str(file))
+            self.record_key = sources.keep(self.store, self.base_key, self.sources)
             if self.record is not None and self.store is not None:
                 self.store.put("probe", self.record_key, self.record)
         if self.record is not None and self.plain is not None:
@@ -228,17 +236,14 @@ class Job:
             except InfeasibleBudget:
                 if not kept:
                     raise
-                # the script may read what is no part of the key: a file, or what it imports
+                # the script may read what is no part of the key: a file
                 return self._find_plan(_recorded_anew(self))
             if self.store is not None:
                 self.store.put("plan", self._plan_key, self.plan)
         return self.plan
 
     def finish(self, exit_code: int) -> report.Outcome:
-        """Report what the workers measured, which is given back, and keep it for ``monetrun explain --measured``.
-
-        A report that cannot be written changes nothing of how the training has ended: it is told.
-        """
+        """Report what the workers measured, which is given, and keep it for ``monetrun explain --measured``."""
         outcome = report.read_outcome(self._reports)
         if self.store is not None:
             keep_measured_step(self.store, (self.plan, outcome.plan), outcome.measured_step)
@@ -247,14 +252,18 @@ class Job:
             self.store.put("probe", self.record_key, seen)
         if self.options.report_folder:
             _write_report(self.options, outcome, seen, self.node)
-        if self.options.json:
-            report.print_last(json.dumps(report.outcome_json(outcome)))
-        if not self.options.quiet:
-            for warning in outcome.warnings if self.options.hides_warnings and self.node == 0 else ():
-                report.warn(warning)
-            for line in report.outcome_lines(outcome, exit_code):
-                self.console.print(line)
+        _print_outcome(self, outcome, exit_code)
         return outcome
+
+
+def _print_outcome(job: Job, outcome: report.Outcome, exit_code: int) -> None:
+    if job.options.json:
+        report.print_last(json.dumps(report.outcome_json(outcome)))
+    if not job.options.quiet:
+        for warning in outcome.warnings if job.options.hides_warnings and job.node == 0 else ():
+            report.warn(warning)
+        for line in report.outcome_lines(outcome, exit_code):
+            job.console.print(line)
 
 
 def _recorded_anew(job: Job) -> StepRecord:
@@ -285,6 +294,7 @@ def _solved(job: Job, record: StepRecord, smallest_key: str, budget_bytes: int |
 
 
 def _write_report(options: LaunchOptions, outcome: report.Outcome, seen: StepRecord | None, node: int) -> None:
+    """One that cannot be written changes nothing of how the training has ended: it is told."""
     try:
         page.write_report(options, outcome, seen, node)
     except UsageError as unwritable:
@@ -320,7 +330,7 @@ def _planned_or_as_it_is(job: Job, look: bool) -> Decision | None:
 def decide_anew(job: Job) -> Decision | None:
     """``decide``, where memory has run out though the plain run fits by what an earlier launch has measured.
 
-    The script may read what is no part of the key: a file, or what it imports.
+    The script may read what is no part of the key: a file.
     """
     if job.mode != PLAIN or job.plain is None or (job.folder / PLAIN_FILE).exists():
         return None
@@ -377,23 +387,4 @@ def not_here(cost_model: str) -> UsageError:
     return UsageError(
         f"--cost-model {cost_model} plans for a device that is not here",
         f"monetrun plan --cost-model {cost_model} plans; leave it out to train here",
-    )
-
-
-def _settings(options: LaunchOptions, report_folder: Path, store: Store | None) -> Settings:
-    """What the options determine of a worker's settings, those of a run and those of a trial run."""
-    return Settings(
-        budget=options.budget,
-        plan_given=bool(options.plan_file),
-        report_folder=str(report_folder),
-        tensorboard_folder=options.tensorboard_folder and str(Path(options.tensorboard_folder).resolve()),
-        cache_folder=str(store.root) if store else "",
-        algorithm=options.algorithm,
-        solver_seconds=options.solver_seconds,
-        mip_solver=options.mip_solver,
-        cost_model=options.cost_model,
-        recompute=options.recompute,
-        implementations=options.implementations,
-        strict=options.strict,
-        quiet=options.quiet,
     )

@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from monetrun import __version__
@@ -18,14 +17,10 @@ from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.plan import PLAN_SCHEMA, Plan
 from monetrun.core.step import RECORD_SCHEMA, StepRecord
-from monetrun.launcher import sources
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.ranks import Ranks
 from monetrun.machine.device import query
 from monetrun.machine.store import key
-
-# Endings of files of settings. Those of results and data would change from launch to launch.
-_SETTINGS = (".cfg", ".conf", ".gin", ".ini", ".json", ".py", ".toml", ".yaml", ".yml")
 
 _NAME = re.compile(r"[A-Za-z]\w+")
 
@@ -53,7 +48,6 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
         source,
         {name: os.environ[name] for name in sorted(os.environ.keys() & set(_NAME.findall(source)))},
         list(options.script_args),
-        {path: sources.content(path) for path in _settings_files(options.script_args)},
         options.cost_model,
         only_exact(parse_kinds(options.implementations)),  # decides whether a model may be captured as compiled code
         ranks.local,
@@ -69,12 +63,6 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
 def plain_key(record_key: str) -> str:
     """Key of what the plain run of the recorded script takes."""
     return key("plain", record_key)
-
-
-def _settings_files(words: Iterable[str]) -> list[str]:
-    """The files of settings that the script's arguments name: ``--config run.yaml``, ``config=run.yaml``."""
-    named = {part for word in words for part in (word, word.partition("=")[2]) if part.endswith(_SETTINGS)}
-    return sorted(path for path in named if os.path.isfile(path))
 
 
 def plan_key(options: LaunchOptions, record_key: str, budget_bytes: int | None, record: StepRecord) -> str:

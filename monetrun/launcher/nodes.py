@@ -22,7 +22,7 @@ from typing import Any
 from monetrun.core import codec
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget, is_auto, resolve, smallest
 from monetrun.core.errors import DeviceQueryFailed, InfeasibleBudget, MonetrunError, NoPlanInTime
-from monetrun.launcher import keys, memory, report
+from monetrun.launcher import keys, memory, report, sources
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.job import Job, as_it_is
 from monetrun.launcher.progress import status
@@ -293,6 +293,10 @@ def _keep(job: Job, decision: Decision) -> None:
     store = job.store
     if store is None or decision.plan is None or decision.record is None or decision.plan_given:
         return
+    if decision.sources is not None:
+        job.record_key = sources.keep(store, job.base_key, decision.sources)
+    elif job.record_key == job.base_key:
+        return  # for what the record holds is not known here
     _take(job, decision.budget)
     store.put("probe", job.record_key, decision.record)
     plan_key = keys.plan_key(job.options, job.record_key, job.budget_bytes(), decision.record)

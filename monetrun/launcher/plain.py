@@ -28,8 +28,8 @@ def find_plain(
     store: Store | None,
     *,
     look: bool = True,
-) -> PlainPeaks | None:
-    """The peaks of the plain run, from the cache or by a trial run.
+) -> tuple[PlainPeaks | None, str]:
+    """The peaks of the plain run, from the cache or by a trial run, and their key in the cache.
 
     Args:
         options: of the launch.
@@ -42,22 +42,22 @@ def find_plain(
         look: whether to look into it.
 
     Returns:
-        None on a CPU, for a cost model, and where the plain run does not fit the device.
+        No peaks on a CPU, for a cost model, and where the plain run does not fit the device.
     """
     if ranks.kind != "cuda" or options.cost_model != "measured":
-        return None
+        return None, base_key
     key = sources.key_now(store, base_key)
     plain = store.get("plain", key, PlainPeaks) if store and look else None
     if plain is None:
         trial = replace(settings, mode=MEASURE, record_file=str(folder / PLAIN_FILE))
         plain = measure_plain_run(options, ranks, trial, folder, console)
-        key = sources.keep(store, base_key, trial.record_file)
+        key = sources.keep(store, base_key, sources.of_trial(trial.record_file))
         if plain is not None and store is not None:
             store.put("plain", key, plain)
         elif store is not None and not look:
             with contextlib.suppress(OSError):  # a cache that cannot be written
                 store.remove("plain", key)
-    return plain
+    return plain, key
 
 
 def budget_that_fits(plain: PlainPeaks | None, budget: Budget, ranks: Ranks) -> int | None:

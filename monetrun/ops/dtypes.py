@@ -39,7 +39,7 @@ def name_defaults(module: fx.GraphModule) -> None:
 def depends_on_default(node: fx.Node) -> bool:
     """Whether the dtype of a call's result is that of the moment, which is not torch's: a quotient of integers."""
     inputs = [a.meta.get("val") for a in node.all_input_nodes]
-    if torch.get_default_dtype() is torch.float32 or not inputs:
+    if torch.get_default_dtype() is torch.float32 or not inputs or node.kwargs.get("dtype") is not None:
         return False
     given, value = [v for v in inputs if isinstance(v, torch.Tensor)], node.meta.get("val")
     floats = [v for v in given if v.dtype.is_floating_point or v.dtype.is_complex]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Container, Iterable, Sequence
 
 import torch
@@ -35,18 +36,24 @@ def owners(trained: set[int]) -> list[nn.Module]:
 
 
 class Owners:
-    """Finds the ``owners`` of parameters, those of each parameter once: a script may have an optimizer for each."""
+    """Finds the ``owners`` of parameters, by one look at all objects for all of a model: each may have an optimizer."""
 
     def __init__(self) -> None:
-        self._found = WeakIdKeyDictionary()
+        self._found = WeakIdKeyDictionary()  # of each parameter, its owners (weak references)
 
-    def further(self, parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
-        """The owners of these, where those of one of them are not known; else none."""
-        if all(p in self._found for p in parameters):
-            return []
-        modules = owners(set(map(id, parameters)))
-        self._found.update((p, None) for module in modules for p in module.parameters())
-        return modules
+    def of(self, parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
+        """The owners of these."""
+        if not all(p in self._found for p in parameters):
+            own = owners(set(map(id, parameters)))
+            known = {id(p): p for module in own for p in module.parameters()} | {id(p): p for p in parameters}
+            for p in known.values():
+                self._found[p] = []
+            for module in owners(set(known)):
+                for p in module.parameters():
+                    if id(p) in known:
+                        self._found[p].append(weakref.ref(module))
+        refs = [ref for p in parameters for ref in self._found[p]]
+        return list({id(module): module for ref in refs if (module := ref()) is not None}.values())
 
 
 def outermost_name(modules: Iterable[nn.Module]) -> str:

@@ -19,6 +19,9 @@ def _call_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
 
 
+MOST_TRACED_NODES = 800_000
+"""Of the graphs that Dynamo keeps of one model, each for its sizes: about 3 GB. Then all are dropped."""
+
 # Of modules of one class so many are kept whose trained parameters differ (fine-tuning of a few layers in turn).
 _MOST_TRAINED = 8
 
@@ -46,11 +49,13 @@ def forget_former(compiled: dict[tuple[Any, ...], tuple[Any, ...]], key: tuple[A
         generation: what was compiled in other ones will not be called again.
     """
     former = [k for k in compiled if k[:-1] == key[:-1] and k != key]
-    unused = [k for k, made in compiled.items() if made[0] != generation] + former[: 1 - _MOST_TRAINED]
     running = _running()
-    for k in {*unused, key} & compiled.keys():
-        if compiled[k][-1][1].co_name not in running:  # else the next time
-            _let_go(*compiled.pop(k)[-1])
+    for k in former[: 1 - _MOST_TRAINED]:
+        compiled.pop(k)  # other parts may still call it
+    for k in [k for k, made in compiled.items() if made[0] != generation or k == key]:
+        _, code = let_go = compiled.pop(k)[-1]
+        if code.co_name not in running:
+            _let_go(*let_go)
 
 
 def _running() -> set[str]:

@@ -15,8 +15,7 @@ class PassingModels:
     """Of one session."""
 
     def __init__(self) -> None:
-        self._came: deque[int] = deque(maxlen=_MOST)  # by the steps that were made before each
-        self._gone = 0
+        self._left: deque[int] = deque(maxlen=_MOST)  # the steps that were made by then
 
     def reason(self, gone: int, steps: int) -> str:
         """A further model is trained: why it is not planned, where those before it were passing ones; else empty.
@@ -25,10 +24,8 @@ class PassingModels:
             gone: how many that were planned are not there any more, since the last time.
             steps: of optimizers, under a plan so far.
         """
-        self._gone += gone
-        many = self._gone >= _MOST and len(self._came) == _MOST and steps - self._came[0] < _MOST * _FEW_STEPS
-        self._came.append(steps)
-        if not many:
+        self._left.extend([steps] * gone)
+        if len(self._left) < _MOST or steps - self._left[0] >= _MOST * _FEW_STEPS:
             return ""
         return (
             "models come and go after a few steps each, and to compile each one takes longer than its training; their"

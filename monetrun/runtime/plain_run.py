@@ -58,6 +58,7 @@ class PlainRun:
         self._seen: set[Any] = set()  # where blocks lay at the end of each
         self._backwards = 0
         self._lifted = False  # the limit is, for evaluation
+        self._evaluated: Callable[[], nn.Module | None] = lambda: None  # of what
         self._most = (0, 0)  # allocated and reserved in training steps before the last evaluation
         self._undo = contextlib.ExitStack()
         self._reporter = Reporter(settings)
@@ -108,7 +109,7 @@ class PlainRun:
         count = 2 * sum(p in trained for p in own)
         if count >= len(trained) or (module._modules and count >= len(own) > 0):
             self._most = self._most_in_training() if self._backwards else (0, 0)
-            self._lifted = True
+            self._lifted, self._evaluated = True, weakref.ref(module)
             self._set_limit(None)
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
@@ -231,7 +232,7 @@ class PlainRun:
         self._reporter.write(
             {
                 "exact": True,
-                "evaluating": self._lifted,
+                "evaluating": self._lifted and (module := self._evaluated()) is not None and not module.training,
                 "steps": peaks.steps,
                 "measured_peak_bytes": peaks.allocated_bytes,
                 "measured_reserved_bytes": peaks.reserved_bytes,

@@ -23,12 +23,11 @@ from torch import nn
 
 from monetrun.capture.eager_answers import eager_answers, was_asked
 from monetrun.capture.gradient_terms import within_backward
-from monetrun.capture.open_sizes import MOST_NODES
 from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
 from monetrun.runtime import dynamo_settings, resharding, sharding, unplannable_use
-from monetrun.runtime.entries import entry, forget_former
+from monetrun.runtime.entries import MOST_TRACED_NODES, entry, forget_former
 from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
 from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, frozen, is_one_call, is_training
@@ -172,7 +171,7 @@ class PlannedCall(NotCopied):
             if self._generation == engine.generation and self.backend and (failed := self.backend.failed_guards()):
                 engine.plan_without(failed)
             slow: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self._generation != engine.generation or (self.backend and self.backend.kept_nodes > MOST_NODES):
+            if self._generation != engine.generation or (self.backend and self.backend.kept_nodes > MOST_TRACED_NODES):
                 self._compile()
                 slow = self.reporter.if_slow(f"compiling {self.name}")
             assert self.backend is not None
@@ -217,7 +216,7 @@ class PlannedCall(NotCopied):
         shared = (self.model or self)._compiled
         state = (whole, self._open_sizes, self.as_compiled, self._without_hooks, self._frozen)
         key = (self.model is None, type(self.module()), *state)
-        if key not in shared or shared[key][0] != generation or shared[key][1].kept_nodes > MOST_NODES:
+        if key not in shared or shared[key][0] != generation or shared[key][1].kept_nodes > MOST_TRACED_NODES:
             backend = self.engine.backend(self.name)
             of = weakref.ref(self.model or self), weakref.ref(backend)
             backend.apart = functools.partial(_differentiated_apart, *of)

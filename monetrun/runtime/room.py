@@ -20,8 +20,6 @@ from monetrun.runtime.optimizer_turns import OptimizerTurns
 
 # A call is planned again so often at most: where compiling it anew takes memory each time, it runs as it is.
 _MOST_REPEATS = 3
-# Where so many steps in a row need a garbage collection, which takes up to a second, there is a plan with room for it.
-_MOST_COLLECTIONS = 3
 # Outputs of so little, the limit >> 10, may as well be the script's own, such as a loss.
 _NOTHING_SHIFT = 10
 # Where all of the last step's outputs are gone, and they were fewer than planned, its batch was smaller; unless they
@@ -86,11 +84,10 @@ class Room:
         self._counts_outputs = True
         self._first = False
         self._repeated = 0  # calls for which there was no room, one after the other
-        self._collections = 0  # calls for which a garbage collection has made room, one after the other
 
     def plan_is(self, record: StepRecord | None, schedules: Mapping[str, Schedule], limit_bytes: int) -> None:
         """Another plan runs from now on; needs are known of the graphs of ``record``."""
-        self.limit_bytes, self._collections = limit_bytes, 0
+        self.limit_bytes = limit_bytes
         self._needs.clear()
         self._beyond.clear()
         self._by_place = False
@@ -176,14 +173,11 @@ class Room:
             return None
         found = self._found(fingerprint, need)
         if found.held_bytes + need.planned_bytes <= self.limit_of(fingerprint):
-            self._repeated = self._collections = 0
+            self._repeated = 0
             return None
         gc.collect()
-        collected = self._found(fingerprint, need)
-        if collected.held_bytes + need.planned_bytes > self.limit_of(fingerprint):
-            return collected
-        self._collections += 1
-        return found if self._collections > _MOST_COLLECTIONS else None
+        found = self._found(fingerprint, need)
+        return found if found.held_bytes + need.planned_bytes > self.limit_of(fingerprint) else None
 
     def call_repeats(self, fingerprint: str) -> None:
         """The forward of a graph that began, and for which there is no room, begins again."""

@@ -68,9 +68,10 @@ def start(environ: Mapping[str, str], kind: Callable[[Settings], Session] | None
 
     install_excepthook(_out_of_memory)
     if settings.mode in TRIALS:
-        from monetrun.runtime import silent_trackers, trial_files
+        from monetrun.runtime import silent_trackers, trial_files, trial_sources
 
         silent_trackers.silence()
+        trial_sources.watch()
         if settings.record_file:
             trial_files.TrialFiles(settings.record_file).watch()
     if settings.mode in (MEASURE, PLAIN):
@@ -232,7 +233,7 @@ class Session:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Put triggers on the modules that own the optimizer's parameters, where there are none yet."""
         self.optimizers.add(optimizer)
-        self.put_triggers(self._owners.further([p for group in optimizer.param_groups for p in group["params"]]))
+        self.put_triggers(self._owners.of([p for group in optimizer.param_groups for p in group["params"]]))
 
     def parameters_added(self, optimizer: Optimizer) -> None:
         """As ``optimizer_made``, once the optimizer is constructed."""
@@ -365,7 +366,7 @@ def _why_left_alone(session: Session, module: nn.Module) -> str:
         return reason
     session.engine = session.engine or _engine(session, module)
     before, session.planned = len(session.planned), [call for call in session.planned if call.module() is not None]
-    return session._passing.reason(before - len(session.planned), session.engine.meters.steps.steps)
+    return session._passing.reason((before - len(session.planned)) * _launched, session.engine.meters.steps.steps)
 
 
 def _engine(session: Session, module: nn.Module) -> Engine:
@@ -391,10 +392,9 @@ def _waits_for_others(session: Session, optimizer: Optimizer) -> None:
         session._late.update(one for one in session.optimizers if one not in session.stepped)
 
 
-def _all_stepped(session: Session) -> bool:  # that are waited for
+def _all_stepped(session: Session) -> bool:
     return hooks.all_trained(session.optimizers - session._late, session.stepped)
 
 
-def _calls(session: Session) -> list[PlannedCall | Trigger]:
-    """What stands on modules."""
+def _calls(session: Session) -> list[PlannedCall | Trigger]:  # what stands on modules
     return [*session.planned, *session._triggers]

@@ -49,7 +49,7 @@ def unplannable(module: nn.Module, replicated: Container[int] | None = None) -> 
         parameter: Any
         for parameter in owner._parameters.values():
             cuts = _cuts(parameter)
-            if cuts is not None and (cuts > 1 or not (managed or id(parameter) in replicated)):
+            if cuts is not None and (cuts > bool(managed) or not (managed or id(parameter) in replicated)):
                 return "tensor parallelism splits its operators among ranks, which the plan of one rank does not see"
             if cuts is not None and parameter.device.type == "cpu" != parameter.device_mesh.device_type:
                 return "its parameters are offloaded to the CPU (CPUOffloadPolicy): a plan is of one device's memory"

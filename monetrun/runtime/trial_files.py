@@ -20,6 +20,9 @@ LIST = ".files"
 
 _NAMES = (str, bytes, os.PathLike)
 
+# Checkpoints that Lightning's tuners write before the first step, and remove at their end.
+_OF_TUNERS = (".lr_find_", ".scale_batch_size_")
+
 # Modules that call ``os.mkdir`` for those who call them.
 _MAKERS = ("os", "pathlib", "pathlib._local")
 
@@ -27,7 +30,7 @@ _MAKERS = ("os", "pathlib", "pathlib._local")
 _MODULES = (
     *("aim", "clearml", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tempfile", "tensorboard", "trackio"),
     *("tensorboardX", "torch.utils.tensorboard", "wandb", "lightning.pytorch.loggers", "lightning.fabric.loggers"),
-    *("pytorch_lightning.loggers", "lightning_fabric.loggers", "lightning.pytorch.tuner", "pytorch_lightning.tuner"),
+    *("pytorch_lightning.loggers", "lightning_fabric.loggers"),
 )
 
 
@@ -45,7 +48,6 @@ class TrialFiles:
     def __init__(self, record_file: str) -> None:
         self._list = os.open(record_file + LIST, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._folders: set[str] = set()
-        self._files: set[str] = set()
 
     def watch(self) -> None:
         """Begin; there is no end but the process's."""
@@ -70,18 +72,17 @@ class TrialFiles:
             if os.path.lexists(full):
                 return
             left = flags & os.O_EXCL or os.path.dirname(full) in self._folders or by_a_tracker()
-            if left:
-                (self._folders if event == "os.mkdir" else self._files).add(full)
+            if left and event == "os.mkdir":
+                self._folders.add(full)
             if left or (event == "os.mkdir" and _is_to_be_new()):
                 self._add(full)
 
     def _renamed(self, source: Any, target: Any) -> None:
-        """A temporary file of one of ``_MODULES`` gets its name, as a tuner's checkpoint does."""
-        if isinstance(source, _NAMES) and isinstance(target, _NAMES) and by_a_tracker():
+        """A temporary file gets its name: those of a tuner's checkpoints."""
+        if isinstance(source, _NAMES) and isinstance(target, _NAMES):
             with contextlib.suppress(OSError, ValueError):
                 new = os.path.abspath(os.fsdecode(target))
-                if os.path.abspath(os.fsdecode(source)) in self._files and not os.path.lexists(new):
-                    self._files.add(new)
+                if os.path.basename(new).startswith(_OF_TUNERS) and not os.path.lexists(new):
                     self._add(new)
 
     def _add(self, path: str) -> None:

@@ -242,4 +242,4 @@ def test_peaks_in_a_cache_that_cannot_be_written_end_no_launch(monkeypatch, tmp_
     monkeypatch.setattr(plain, "measure_plain_run", lambda *_: None)
     options = launch_parser().parse_launch(["--budget", "0.7x", TINY])[0]
     place = (Settings(), tmp_path, None, ReadOnly())
-    assert plain.find_plain(options, Ranks("cuda", 1, 1), "key", *place, look=False) is None
+    assert plain.find_plain(options, Ranks("cuda", 1, 1), "key", *place, look=False) == (None, "key")

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from monetrun.core import codec
-from monetrun.core.sources import SUFFIX, Sources
-from monetrun.launcher import keys, sources
+from monetrun.core.sources import Sources, content
+from monetrun.launcher import sources
 from monetrun.machine.store import Store
 
 MODEL = "import torch\ndef made():\n    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())\n"
@@ -29,24 +28,35 @@ def store(tmp_path):
     return Store(tmp_path / "cache")
 
 
-def test_files_beside_the_script_and_packages_of_models_are_found(tmp_path):
+def test_what_a_script_imports_and_the_settings_that_it_reads_are_found(tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
-    words = "import model, torchvision; from monetrun.runtime import trial_sources as s; print(*s.imported().files)"
-    words += "; print(*s.imported().packages)"
-    done = subprocess.run([sys.executable, "-c", words], cwd=tmp_path, capture_output=True, text=True, check=True)
-    files, packages = (line.split() for line in done.stdout.splitlines())
-    assert str(tmp_path / "model.py") in files
-    assert not any("site-packages" in file or os.path.dirname(os.__file__) in file for file in files)
-    assert packages == ["torchvision"]
+    for name in ("read.yaml", "results.json", "unread.toml", "log.txt", "unnamed.yaml"):
+        (tmp_path / name).write_text("1")
+    (tmp_path / "script.py").write_text(
+        "from monetrun.runtime import trial_sources\ntrial_sources.watch()\nimport model, torchvision, sys, types\n"
+        "sys.modules['lazy'] = type('Lazy', (types.ModuleType,), {'__getattr__': lambda *_: 1 / 0})('lazy')\n"
+        "for name in ('read.yaml', 'results.json', 'log.txt', 'unnamed.yaml'): open(name).read()\n"
+        "open('results.json', 'w').close()\ntrial_sources.write('record')\n"
+    )
+    words = ["--config=read.yaml", "--out", "results.json", "--other", "unread.toml", "log.txt"]
+    subprocess.run([sys.executable, "script.py", *words], cwd=tmp_path, check=True)
+    found = sources.of_trial(str(tmp_path / "record"))
+    own = {path.removeprefix(f"{tmp_path}/") for path in found.files if path.startswith(str(tmp_path))}
+    assert own - {"script.py"} == {"model.py", "read.yaml"}
+    assert found.packages == {"torchvision": importlib.metadata.version("torchvision")}
+
+
+def keep(store, base, files, packages=()):
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    return sources.keep(store, base, Sources({str(file): content(str(file)) for file in files}, versions))
 
 
 def test_the_key_changes_with_a_file_and_changes_back(store, tmp_path):
-    model, record = tmp_path / "model.py", tmp_path / "record.json"
+    model = tmp_path / "model.py"
     model.write_text(MODEL)
     assert sources.key_now(store, "base") == "base"  # no trial is known
-    (tmp_path / f"record.json{SUFFIX}").write_text(codec.dumps(Sources((str(model),), ("torchvision",))))
-    first = sources.keep(store, "base", str(record))
-    assert first != "base"
+    first = keep(store, "base", [model], ["torchvision"])
+    assert first == sources.key_now(store, "base") != "base"
     model.write_text(MODEL + "\n")
     second = sources.key_now(store, "base")
     model.unlink()
@@ -55,34 +65,31 @@ def test_the_key_changes_with_a_file_and_changes_back(store, tmp_path):
     assert sources.key_now(store, "base") == first
 
 
-def test_the_key_changes_with_the_version_of_a_package(store, tmp_path, monkeypatch):
-    (tmp_path / f"record.json{SUFFIX}").write_text(codec.dumps(Sources((), ("torchvision",))))
-    first = sources.keep(store, "base", str(tmp_path / "record.json"))
+def test_what_was_edited_during_the_trial_is_tried_again(store, tmp_path):
+    model = tmp_path / "model.py"
+    model.write_text(MODEL)
+    read = Sources({str(model): content(str(model))}, {})
+    model.write_text(MODEL + "\n")
+    assert sources.keep(store, "base", read) != sources.key_now(store, "base")
+
+
+def test_the_key_changes_with_the_version_of_a_package(store, monkeypatch):
+    first = keep(store, "base", [], ["torchvision"])
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1")
     assert sources.key_now(store, "base") != first
 
 
 def test_without_a_cache_or_a_trial_the_key_is_the_launchs(store, tmp_path):
-    assert sources.key_now(None, "base") == sources.keep(None, "base", str(tmp_path / "r")) == "base"
-    assert sources.keep(store, "base", str(tmp_path / "record.json")) == "base"
+    read = sources.of_trial(str(tmp_path / "record.json"))
+    assert sources.key_now(None, "base") == sources.keep(None, "base", read) == sources.keep(store, "base", read)
 
 
 def test_of_a_large_file_size_and_time_are_looked_at(tmp_path):
     path = tmp_path / "library.so"
     path.write_bytes(bytes(2 << 20))
-    before = sources.content(str(path))
+    before = content(str(path))
     os.utime(path, (1, 1))
-    assert before != sources.content(str(path))
-
-
-def test_settings_are_files_that_the_arguments_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.yaml", "b.json", "log.txt"):
-        (tmp_path / name).write_text("1")
-    assert keys._settings_files(["--config", "a.yaml", "--other=b.json", "--log", "log.txt", "none.toml"]) == [
-        "a.yaml",
-        "b.json",
-    ]
+    assert before != content(str(path))
 
 
 @pytest.mark.slow

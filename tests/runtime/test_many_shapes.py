@@ -42,7 +42,7 @@ def trained(steps=24):
 @pytest.mark.parametrize("most", [100, 1_000_000])
 def test_what_was_compiled_is_dropped_once_it_is_too_much(monkeypatch, most):
     expected = trained()
-    monkeypatch.setattr(planned_calls, "MOST_NODES", most)
+    monkeypatch.setattr(planned_calls, "MOST_TRACED_NODES", most)
     backends, compile_ = [], planned_calls.PlannedCall._compile
 
     def seen(call):

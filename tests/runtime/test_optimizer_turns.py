@@ -13,11 +13,7 @@ D, G, OTHER = 1, 2, 3
         (1, [D, D, D], "111"),
         (2, [D, G, D, G], "0101"),
         (2, [D, G, G, D, G], "01101"),  # the discriminator's second step was left out
-        (
-            2,
-            [D, G, D, D, G],
-            "01011"[:3] + "11",
-        ),  # the generator's: its training step is over with the next one's first
+        (2, [D, G, D, D, G], "01011"),  # the generator's: it is over with the next one's first
         (3, [D, D, G, D, D, G, D, D, G], "001001001"),  # two of a critic
         (3, [D, D, G, D, G, D, D, G], "00101001"),
         (2, [D, G, D, G, G, D, G], "0101101"),  # one more of the generator

@@ -1,27 +1,39 @@
 """An optimizer for each parameter: the objects of the process are looked through once, not once for each."""
 
-import torch
 from torch import nn
 
 from monetrun.runtime import candidates
 
 
-def test_owners_are_looked_for_once_for_each_parameter(monkeypatch):
+def names(modules, model):
+    of = {id(module): name for name, module in model.named_modules()}
+    return {of[id(module)] for module in modules if id(module) in of}
+
+
+def test_owners_are_looked_for_once_for_all_parameters_of_a_model(monkeypatch):
     looks, owners = [], candidates.owners
     monkeypatch.setattr(candidates, "owners", lambda ids: looks.append(1) or owners(ids))
     found, model = candidates.Owners(), nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
-    first, *others = model.parameters()
-    assert {id(model), id(model[0])} <= {id(module) for module in found.further([first])}
-    assert all(found.further([p]) == [] for p in others)
-    assert looks == [1]
-    alone = nn.Parameter(torch.ones(1))
-    assert found.further([first, alone]) != []  # the model's too, of which a part may be new
-    assert looks == [1, 1]
+    for k, layer in enumerate(model):
+        for p in layer.parameters():
+            assert names(found.of([p]), model) == {"", str(k)}
+    assert len(looks) == 2
+    assert names(found.of(list(model.parameters())), model) == {"", *map(str, range(8))}
+    other = nn.Linear(4, 4)
+    assert id(other) in {id(module) for module in found.of([model[0].weight, other.weight])}
+    assert len(looks) == 4
 
 
-def test_a_new_parameter_at_the_place_of_an_old_one_is_a_new_one(monkeypatch):
+def test_two_models_in_one_module_are_both_found():
+    whole = nn.ModuleDict({"generator": nn.Linear(4, 4), "critic": nn.Linear(4, 4)})
+    found = candidates.Owners()
+    assert names(found.of(list(whole["generator"].parameters())), whole) == {"", "generator"}
+    assert names(found.of(list(whole["critic"].parameters())), whole) == {"", "critic"}
+
+
+def test_a_new_parameter_at_the_place_of_an_old_one_is_a_new_one():
     found = candidates.Owners()
     for _ in range(8):
         model = nn.Linear(4, 4)
-        assert id(model) in {id(module) for module in found.further(list(model.parameters()))}
+        assert id(model) in {id(module) for module in found.of(list(model.parameters()))}
         del model

@@ -5,6 +5,8 @@ import copy
 import torch
 from torch import nn
 
+from monetrun.runtime import session
+from monetrun.runtime.passing_models import PassingModels
 from support.sessions import opened_session
 
 
@@ -27,7 +29,8 @@ def learnt(tasks=14):
     return losses, [p.tolist() for p in model.parameters()]
 
 
-def test_copies_that_come_and_go_are_planned_no_more():
+def test_copies_that_come_and_go_are_planned_no_more(monkeypatch):
+    monkeypatch.setattr(session, "_launched", True)  # what a script applies is planned
     expected = learnt()
     with opened_session(budget="1.5x", solver_seconds=0.5, implementations="exact") as opened:
         assert learnt() == expected
@@ -37,10 +40,8 @@ def test_copies_that_come_and_go_are_planned_no_more():
         assert 8 <= next(opened._numbers) <= 11
 
 
-def test_models_that_are_trained_for_long_one_after_the_other_are_planned(monkeypatch):
-    from monetrun.runtime.passing_models import PassingModels
-
+def test_models_that_are_trained_for_long_one_after_the_other_are_planned():
     passing = PassingModels()
-    assert [passing.reason(1, 100 * k) for k in range(20)] == [""] * 20
-    assert passing.reason(1, 1901) == ""
-    assert [bool(passing.reason(1, 1901 + 2 * k)) for k in range(1, 9)][-1]
+    assert [passing.reason(1, 200 * k) for k in range(20)] == [""] * 20
+    assert [bool(passing.reason(1, 4000 + 2 * k)) for k in range(8)] == [False] * 6 + [True] * 2
+    assert passing.reason(0, 4400) == ""

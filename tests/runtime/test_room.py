@@ -97,33 +97,6 @@ def test_a_step_that_the_optimizer_skips_is_no_other_way_through_the_forward():
     assert not call()
 
 
-class WithGarbage(Held):
-    """What each step leaves in a cycle is held until the next collection."""
-
-    def __init__(self):
-        self.garbage = True
-
-    def current_bytes(self):
-        return 1500 if self.garbage else 1000
-
-
-def test_garbage_of_every_step_is_planned_for_and_not_collected_in_each(monkeypatch):
-    meter = WithGarbage()
-    monkeypatch.setattr("gc.collect", lambda: setattr(meter, "garbage", False))
-    room = Room(meter)
-    room.limit_bytes = 2000
-    room._needs["graph"] = (ForwardNeed(held_bytes=1000, planned_bytes=900, plain_bytes=1100, last_outputs_bytes=0),)
-
-    def shortage(garbage):
-        meter.garbage = garbage
-        room.optimizer_ended(0)
-        room.call_begins()
-        return room.shortage("graph")
-
-    assert [shortage(garbage) for garbage in (True, True, False, True, True, True)] == [None] * 6
-    assert shortage(True).excess_bytes == 500  # the fourth in a row
-
-
 def test_a_forward_that_has_room_after_all_counts_as_a_call():
     """A share of the plain peak grows with what is held, and the forward goes on: one that is repeated counts once."""
 

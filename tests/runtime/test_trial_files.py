@@ -14,8 +14,6 @@ import os
 def log(folder):
     os.makedirs(os.path.join(folder, "version_0"))
     open(os.path.join(folder, "version_0", "events"), "w").close()
-    open("part_of_a_checkpoint", "w").close()
-    os.rename("part_of_a_checkpoint", ".checkpoint")
 """
 SCRIPT = """
 import os, pathlib, sys, tempfile
@@ -39,6 +37,9 @@ folder = tempfile.mkdtemp(dir=".")
 with open(os.path.join(folder, "part"), "w") as file:
     file.write("1")
 os.rename(os.path.join(folder, "part"), "data/whole")
+with open(os.path.join(folder, "part"), "w") as file:
+    file.write("1")
+os.rename(os.path.join(folder, "part"), ".lr_find_1.ckpt")  # as Lightning's tuner does
 try:
     open("no such folder/x", "x")
 except FileNotFoundError:
