@@ -16,7 +16,7 @@ from monetrun.machine.store import Store, key
 
 def key_now(store: Store | None, base: str) -> str:
     """The key of what a trial run has found, of a launch with the key ``base``; that itself where no trial is known."""
-    known = None if store is None else store.get("probe", _key_of_sources(base), Sources)
+    known = None if store is None else store.get("sources", base, Sources)
     if known is None:
         return base
     present = {file: content(file) for file in known.files}, {name: _version(name) for name in known.packages}
@@ -33,7 +33,7 @@ def keep(store: Store | None, base: str, read: Sources | None) -> str:
     """Keep what a trial run has read; gives the key of what it has found."""
     if store is None or read is None:
         return base
-    store.put("probe", _key_of_sources(base), read)
+    store.put("sources", base, read)
     return _key(base, read)
 
 
@@ -46,7 +46,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _key_of_sources(base: str) -> str:
-    return key("sources", base)

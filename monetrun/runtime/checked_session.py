@@ -54,9 +54,7 @@ class CheckedSession(Session):
         """As ``Session``; without other ranks, and with the same random numbers in each run."""
         super().watch_process()
         probe.stand_in_for_the_other_ranks(self.settings.world_size, self._undo)
-        self._has_stepped = trial_checkpoints.end_before_the_first(
-            self._end_before_a_checkpoint, self._undo, self._folder
-        )
+        self._has_stepped = trial_checkpoints.end_before(self._before_a_checkpoint, self._undo, self.settings)
         torch.manual_seed(0)  # a script that sets no seed begins with another one each time
         random.seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -102,7 +100,7 @@ class CheckedSession(Session):
         if self._complete and (self.settings.mode != CHECK or self._made >= _MEASURED_STEPS):
             self._leave()
 
-    def _end_before_a_checkpoint(self) -> None:
+    def _before_a_checkpoint(self) -> None:
         self._leave()
         probe.leave_unseen("it writes a checkpoint before all optimizers have made a step", self.settings.record_file)
 

@@ -71,7 +71,7 @@ class PlainRun:
         hooks.install(self, self._undo)
         if self.settings.mode == MEASURE:
             probe.stand_in_for_the_other_ranks(self.settings.world_size, self._undo)
-            self._has_begun = trial_checkpoints.end_before_the_first(self._end_before_a_checkpoint, self._undo)
+            self._has_begun = trial_checkpoints.end_before(self._before_a_checkpoint, self._undo, self.settings)
             with contextlib.suppress(DeviceQueryFailed):
                 count = torch.cuda.device_count()
                 self._free_before = tuple(info.free_bytes for info in query("cuda", count)) if count else ()
@@ -170,7 +170,7 @@ class PlainRun:
         """Leave what was measured in so many steps of all optimizers, if any: see ``_STEPS``."""
         probe.leave(self._peaks() if self.device is not None and steps else None, self.settings.record_file)
 
-    def _end_before_a_checkpoint(self) -> None:
+    def _before_a_checkpoint(self) -> None:
         self._end_trial(min(self._steps.values()) - 1)  # in its first step an optimizer has no state yet
 
     def _has_seen_enough(self, fewest: int, most: int) -> bool:

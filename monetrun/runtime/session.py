@@ -205,7 +205,7 @@ class Session:
         cpu_allocator.install()  # counting begins before the script allocates anything
         if self.settings.mode == PROBE:
             probe.prepare(self.settings, self._undo)
-            self._has_stepped = trial_checkpoints.end_before_the_first(self._end_before_a_checkpoint, self._undo)
+            self._has_stepped = trial_checkpoints.end_before(self._before_a_checkpoint, self._undo, self.settings)
         atexit.register(self.report)
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ class Session:
         elif self.settings.mode == PROBE and all_stepped:
             unplannable_use.end_trial(self.settings)
 
-    def _end_before_a_checkpoint(self) -> None:
+    def _before_a_checkpoint(self) -> None:
         from monetrun.runtime import second_step
 
         second_step.end_before_a_checkpoint(None if self.engine is None else self.engine.recorder, self.settings)

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
+from monetrun.core import native
 from monetrun.core.patched import patched
+from monetrun.runtime.settings import Settings
 from monetrun.runtime.trial_files import by_a_tracker
 
 _EVENTS, _NAMES = ("open", "os.mkdir", "os.rename"), (str, bytes, os.PathLike)
@@ -27,9 +29,7 @@ _COMPILED, _COMPILED_IN = "torchinductor_", ("TORCHINDUCTOR_CACHE_DIR", "TRITON_
 _ENDINGS = (".bin", ".ckpt", ".distcp", ".metadata", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 
 
-def end_before_the_first(
-    end: Callable[[], None], undo: contextlib.ExitStack, own: Path | None = None
-) -> Callable[[], None]:
+def end_before(end: Callable[[], None], undo: contextlib.ExitStack, settings: Settings) -> Callable[[], None]:
     """Have ``end`` called, which ends the process, before the script writes a checkpoint, once training has begun.
 
     That is ``torch.save`` to a file, a file with a checkpoint's ending that is opened for writing or renamed, and a new
@@ -39,12 +39,12 @@ def end_before_the_first(
     Args:
         end: ends the process.
         undo: gets what takes it back, but for an audit hook, which does nothing then.
-        own: a folder of monetrun's, in which everything may be written.
+        settings: of the process: name monetrun's own folders, in which everything may be written.
 
     Returns:
         To be called when training has begun: before, what is saved are weights as the script made them.
     """
-    begun, process = False, os.getpid()
+    begun, process, own = False, os.getpid(), _own_folders(settings)
     save = torch.save
     # an audit hook stays: it must not keep what ``end`` is a method of
     known = weakref.WeakMethod(end) if inspect.ismethod(end) else lambda: end
@@ -56,7 +56,7 @@ def end_before_the_first(
     def written(path: str) -> None:
         if not begun or os.getpid() != process:  # a process that was forked reads data
             return
-        if own is not None and Path(path).is_relative_to(own):
+        if any(Path(path).is_relative_to(folder) for folder in own):
             return
         if not _is_a_cache(path) and not by_a_tracker() and (ends := known()) is not None:
             begin(False)  # ``end`` itself writes
@@ -83,6 +83,13 @@ def end_before_the_first(
     sys.addaudithook(noticed)
     undo.callback(begin, False)
     return begin
+
+
+def _own_folders(settings: Settings) -> list[Path]:
+    """Of the launch, in which the record lies, and of the caches."""
+    named = [str(native.cache_folder()), settings.cache_folder]
+    named.append(os.path.dirname(settings.record_file))
+    return [Path(folder) for folder in named if folder]
 
 
 def _path(name: Any) -> str:

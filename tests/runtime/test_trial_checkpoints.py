@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from monetrun.runtime import trial_checkpoints
+from monetrun.runtime.settings import Settings
 
 
 @pytest.fixture
@@ -22,9 +23,9 @@ def trial(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
     for name in ("known", "compiled", "own"):
         (tmp_path / name).mkdir()
-    ends = []
+    ends, settings = [], Settings(cache_folder=str(tmp_path / "own"))
     with contextlib.ExitStack() as undo:
-        begin = trial_checkpoints.end_before_the_first(lambda: ends.append(1), undo, tmp_path / "own")
+        begin = trial_checkpoints.end_before(lambda: ends.append(1), undo, settings)
         yield begin, ends
     begin(False)
 
@@ -111,7 +112,7 @@ def test_after_the_trial_nothing_is_watched(tmp_path):
     save = torch.save
     ends = []
     with contextlib.ExitStack() as undo:
-        trial_checkpoints.end_before_the_first(lambda: ends.append(1), undo)()
+        trial_checkpoints.end_before(lambda: ends.append(1), undo, Settings())()
         assert torch.save is not save
     torch.save(1, tmp_path / "last.pt")
     (tmp_path / "new").mkdir()
