@@ -65,7 +65,7 @@ def end_before(end: Callable[[], None], undo: contextlib.ExitStack, settings: Se
     @functools.wraps(save)
     def observed_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not _in_memory(f):
-            written(_path(getattr(f, "name", f)))
+            written(_path(f if isinstance(f, _NAMES) else getattr(f, "name", "")))
         save(obj, f, *args, **kwargs)
 
     def noticed(event: str, args: tuple[Any, ...]) -> None:

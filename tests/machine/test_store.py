@@ -132,7 +132,7 @@ def test_a_key_that_is_not_a_plain_file_name_is_rejected(tmp_path: Path, bad: st
 
 
 def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="kind is 'model', it must be one of plan, probe, plain, costs"):
+    with pytest.raises(ValueError, match="kind is 'model', it must be one of plan, probe, sources, plain, costs"):
         Store(tmp_path).get("model", "k", Plan)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def compiles():
 
 def saves_in_monetruns_folder():
     torch.save(1, "own/0.pt")
+    torch.save(1, pathlib.Path("own") / "1.pt")
 
 
 def makes_a_folder_in_a_child():
