@@ -19,12 +19,18 @@ from monetrun.core.budget import Budget, format_bytes, resolve
 from monetrun.core.errors import UsageError
 from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
+from monetrun.launcher.kept import kept_schedules
+from monetrun.launcher.keys import smallest_budget_key
 from monetrun.launcher.parser import LaunchParser, command_parser
 from monetrun.launcher.plan_file import check_file, write_file
 from monetrun.launcher.progress import SolverProgress
 from monetrun.planning import planner
+from monetrun.planning.baseline import more_frugal
 from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier, frontier, next_budget, spread
 from monetrun.planning.summary import ROUNDING
+
+# The search for the smallest budget, beside the points' own time.
+_SMALLEST_SECONDS = 10.0
 
 
 def prepare_parser() -> LaunchParser:
@@ -73,7 +79,9 @@ def run(words: Sequence[str]) -> int:
 def _solved(job: Job, budgets: Sequence[Budget], points: int) -> Frontier:
     """Plan for each of ``budgets``; if there are none, for ``points`` from the plain peak to the smallest budget."""
     record = job.trial()
-    base = planner.baseline(record)
+    known = kept_schedules(job.store, smallest_budget_key(job.options, job.record_key, record), record.graphs)
+    longer = replace(job.options.solver_options(), seconds=min(_SMALLEST_SECONDS, job.options.solver_seconds))
+    base = more_frugal(record, planner.baseline(record, known), longer)  # as a launch does before it refuses
     plain, least = planner.plain_bytes(record, base), planner.smallest_bytes(record, base)
     wanted = [resolve(budget, None, plain) for budget in budgets] or spread(plain, least, points)
     with SolverProgress(job.console, base.plain.seconds, shown=not job.options.quiet) as progress:
