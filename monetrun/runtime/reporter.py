@@ -92,9 +92,10 @@ class Reporter:
         path = Path(self.settings.report_folder) / f"rank{self.settings.rank}.json"
         part = path.with_suffix(f".{os.getpid()}")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # the system clears temporary folders after some days
             part.write_text(json.dumps(report))
             part.replace(path)
-        except OSError as error:  # no space is left, or the folder is gone: training goes on
+        except OSError as error:  # no space is left: training goes on
             self.warn(f"the report cannot be written: {error}")
             with contextlib.suppress(OSError):
                 part.unlink()

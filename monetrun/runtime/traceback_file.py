@@ -108,6 +108,7 @@ def write(value: BaseException, trace: TracebackType | None) -> None:
     # atomically: a worker may be killed while it writes, and the agent fails on half a file
     part = f"{path}.{os.getpid()}"
     try:
+        os.makedirs(os.path.dirname(part) or ".", exist_ok=True)  # the system clears temporary folders after some days
         with open(part, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
         os.replace(part, path)

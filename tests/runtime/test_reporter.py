@@ -20,9 +20,15 @@ def test_a_process_that_is_killed_leaves_what_it_had_found_minutes_before(monkey
     assert found == [None, None, 41, 41, 80]
 
 
+def test_the_folder_of_a_job_may_be_cleaned_away_on_its_second_day(tmp_path, capsys):
+    Reporter(Settings(mode=RUN, report_folder=str(tmp_path / "gone" / "reports"))).write({"steps": 3})
+    assert json.loads((tmp_path / "gone" / "reports" / "rank0.json").read_text())["steps"] == 3
+    assert capsys.readouterr().err == ""
+
+
 def test_a_report_that_cannot_be_written_ends_nothing(tmp_path, capsys):
-    """The folder of a job may be cleaned away on its second day, or the disk be full."""
-    reporter = Reporter(Settings(mode=RUN, report_folder=str(tmp_path / "gone")))
+    (tmp_path / "file").touch()
+    reporter = Reporter(Settings(mode=RUN, report_folder=str(tmp_path / "file")))
     for steps in (1, 2):
         reporter.write({"steps": steps})
     assert capsys.readouterr().err.count("the report cannot be written") == 1
