@@ -268,6 +268,7 @@ class LaunchedJob(Job):
         self.options = launch_parser().parse_launch(words)[0]
         self.folder = folder
         folder.mkdir()
+        self.base_key, self.record_key = "launch", "what its trial has read"
 
     def follow(self, decision, shown):
         super().follow(decision, shown)
