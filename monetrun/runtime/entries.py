@@ -49,12 +49,11 @@ def forget_former(compiled: dict[tuple[Any, ...], tuple[Any, ...]], key: tuple[A
         generation: what was compiled in other ones will not be called again.
     """
     former = [k for k in compiled if k[:-1] == key[:-1] and k != key]
-    running = _running()
-    for k in former[: 1 - _MOST_TRAINED]:
-        compiled.pop(k)  # other parts may still call it
-    for k in [k for k, made in compiled.items() if made[0] != generation or k == key]:
-        _, code = let_go = compiled.pop(k)[-1]
-        if code.co_name not in running:
+    for k in [k for k, made in compiled.items() if made[0] != generation] + former[: 1 - _MOST_TRAINED]:
+        compiled.pop(k, None)
+    if key in compiled:  # too much of it is kept. Of a former generation it is left: steps can take longer afterwards
+        _, code = let_go = compiled.pop(key)[-1]
+        if code.co_name not in _running():
             _let_go(*let_go)
 
 
