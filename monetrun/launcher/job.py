@@ -140,16 +140,8 @@ class Job:
             if (instead := _planned_or_as_it_is(self, look)) is not None:
                 return instead
         budget_bytes = self.plan.budget_bytes if self.plan else memory.given_bytes(self.budget)
-        found = self.plan, self.record, self.plain
-        return Decision(
-            RUN,
-            self.budget,
-            budget_bytes,
-            *found,
-            bool(self.options.plan_file),
-            self.settings.as_is,
-            sources=self.sources,
-        )
+        found = self.plan, self.record, self.plain, bool(self.options.plan_file), self.settings.as_is
+        return Decision(RUN, self.budget, budget_bytes, *found, sources=self.sources)
 
     def follow(self, decision: Decision, *, shown: bool = True) -> dict[str, str]:
         """Print what was decided, here or by another node; gives the variables of this node's workers."""

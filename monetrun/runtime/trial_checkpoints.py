@@ -21,9 +21,9 @@ import torch
 from monetrun.core import native
 from monetrun.core.patched import patched
 from monetrun.runtime.settings import Settings
-from monetrun.runtime.trial_files import by_a_tracker
+from monetrun.runtime.trial_files import NAMES, by_a_tracker
 
-_EVENTS, _NAMES = ("open", "os.mkdir", "os.rename"), (str, bytes, os.PathLike)
+_EVENTS = ("open", "os.mkdir", "os.rename")
 # Where torch.compile keeps what it has compiled.
 _COMPILED, _COMPILED_IN = "torchinductor_", ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _ENDINGS = (".bin", ".ckpt", ".distcp", ".metadata", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
@@ -65,11 +65,11 @@ def end_before(end: Callable[[], None], undo: contextlib.ExitStack, settings: Se
     @functools.wraps(save)
     def observed_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not _in_memory(f):
-            written(_path(f if isinstance(f, _NAMES) else getattr(f, "name", "")))
+            written(_path(f if isinstance(f, NAMES) else getattr(f, "name", "")))
         save(obj, f, *args, **kwargs)
 
     def noticed(event: str, args: tuple[Any, ...]) -> None:
-        if not begun or event not in _EVENTS or not isinstance(args[0], _NAMES):
+        if not begun or event not in _EVENTS or not isinstance(args[0], NAMES):
             return
         path = _path(args[1] if event == "os.rename" else args[0])
         if event == "os.mkdir":
@@ -93,7 +93,7 @@ def _own_folders(settings: Settings) -> list[Path]:
 
 
 def _path(name: Any) -> str:
-    return os.path.abspath(os.fsdecode(name)) if isinstance(name, _NAMES) else ""
+    return os.path.abspath(os.fsdecode(name)) if isinstance(name, NAMES) else ""
 
 
 def _writes(flags: Any) -> bool:
@@ -102,7 +102,7 @@ def _writes(flags: Any) -> bool:
 
 def _in_memory(f: Any) -> bool:
     try:
-        return not isinstance(f, _NAMES) and f.fileno() < 0
+        return not isinstance(f, NAMES) and f.fileno() < 0
     except (OSError, ValueError, AttributeError):  # as of io.BytesIO
         return True
 

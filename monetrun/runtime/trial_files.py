@@ -18,7 +18,8 @@ from typing import Any
 # What is added to the path of a trial's record, for the file that lists these.
 LIST = ".files"
 
-_NAMES = (str, bytes, os.PathLike)
+NAMES = (str, bytes, os.PathLike)
+"""Types of a file's name."""
 
 # Checkpoints that Lightning's tuners write before the first step, and remove at their end.
 _OF_TUNERS = (".lr_find_", ".scale_batch_size_")
@@ -61,11 +62,11 @@ class TrialFiles:
         elif event == "os.mkdir":
             path, flags = args[0], 0
         elif event == "os.rename":
-            self._renamed(args[0], args[1])
+            self._renamed(args[1])
             return
         else:
             return
-        if not isinstance(path, _NAMES):
+        if not isinstance(path, NAMES):
             return  # a file that is open already
         with contextlib.suppress(OSError, ValueError):  # an exception here would be the script's
             full = os.path.abspath(os.fsdecode(path))
@@ -77,9 +78,9 @@ class TrialFiles:
             if left or (event == "os.mkdir" and _is_to_be_new()):
                 self._add(full)
 
-    def _renamed(self, source: Any, target: Any) -> None:
+    def _renamed(self, target: Any) -> None:
         """A temporary file gets its name: those of a tuner's checkpoints."""
-        if isinstance(source, _NAMES) and isinstance(target, _NAMES):
+        if isinstance(target, NAMES):
             with contextlib.suppress(OSError, ValueError):
                 new = os.path.abspath(os.fsdecode(target))
                 if os.path.basename(new).startswith(_OF_TUNERS) and not os.path.lexists(new):
