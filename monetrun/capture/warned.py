@@ -6,6 +6,7 @@ place by default; a traced forward gives it once for each trace.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 
@@ -23,6 +24,8 @@ def let_models_warn() -> None:
         file, line = ("<forward>", 0) if place is None else (place.filename, place.lineno or 0)
         warnings.warn_explicit(message, category or UserWarning, file, line)
 
-    @substitute_in_graph(warnings.warn, skip_signature_check=True)
     def warn(message: str, category: type[Warning] | None = None, stacklevel: int = 1, source: object = None) -> None:
         warn_now(message, category, stacklevel)
+
+    with contextlib.suppress(ValueError):  # the script has a substitute of its own
+        substitute_in_graph(warnings.warn, skip_signature_check=True)(warn)

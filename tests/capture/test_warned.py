@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from monetrun.capture.warned import let_models_warn
 from support.sessions import opened_session
 
 
@@ -53,3 +54,9 @@ def test_a_model_that_warns_is_captured_whole_and_its_warnings_are_shown():
         assert opened.engine.breaks == {}
     own = [w for w in shown if w.filename == __file__]
     assert {(w.category, str(w.message)) for w in own} == {(Warning_, "3 is deprecated"), (UserWarning, "so is this")}
+
+
+def test_a_substitute_of_the_scripts_own_ends_nothing():
+    let_models_warn()
+    let_models_warn.cache_clear()
+    let_models_warn()  # one is registered already
