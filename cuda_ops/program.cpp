@@ -4,6 +4,7 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
 #include <torch/custom_class.h>
 
 #include <cstdint>
@@ -11,6 +12,9 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "device_peaks.hpp"
+#include "launches.hpp"
 
 namespace {
 
@@ -34,6 +38,7 @@ struct Call {
   std::vector<int64_t> results;  // the values that it writes; kNone: nobody reads it
   std::vector<int64_t> freed;    // after it
   bool gives_list;
+  std::optional<Launches> launches;  // what it does, where that is known
 };
 
 c10::TypePtr element_type(c10::TypePtr type) {
@@ -76,7 +81,7 @@ IValue as_argument(const IValue& value, const c10::TypePtr& type) {
 
 // The values of one run: first its arguments, which belong to nobody else, since the caller drops its references.
 struct Values : torch::CustomClassHolder {
-  Values(Tensors given, int64_t count) : values(count) {
+  Values(Tensors given, int64_t count, int64_t stream) : stream(reinterpret_cast<void*>(stream)), values(count) {
     for (size_t i = 0; i < given.size(); ++i) values[i] = given.extract(i);
   }
 
@@ -99,6 +104,7 @@ struct Values : torch::CustomClassHolder {
     for (auto v : unread) values[v] = IValue();
   }
 
+  void* const stream;  // the current one, where the program has launches
   std::vector<IValue> values;
 };
 
@@ -119,7 +125,20 @@ struct Program : torch::CustomClassHolder {
     const auto& returns = schema.returns();
     const bool gives_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
     TORCH_CHECK(gives_list || results.size() == returns.size(), name, ": expected ", returns.size(), " results");
-    calls_.push_back({op, std::move(sources), std::move(results), std::move(freed), gives_list});
+    calls_.push_back({op, std::move(sources), std::move(results), std::move(freed), gives_list, std::nullopt});
+  }
+
+  // What the call that was added last does on ``device``. ``launches`` are tuples of a Launch's members in their order.
+  void launches(const std::string& device, int64_t launch, std::vector<at::Tensor> like, std::vector<int64_t> given,
+                const IValue& launches, std::vector<int64_t> results) {
+    Launches found{at::Device(device), reinterpret_cast<LaunchKernel>(launch), std::move(like), std::move(given), {},
+                   std::move(results)};
+    for (const auto& value : launches.toTupleRef().elements()) {
+      const auto& one = value.toTupleRef().elements();
+      found.launches.push_back({reinterpret_cast<void*>(one[0].toInt()), static_cast<unsigned>(one[1].toInt()),
+                                static_cast<unsigned>(one[2].toInt()), one[3].toStringRef(), one[4].toIntVector()});
+    }
+    calls_.back().launches = std::move(found);
   }
 
   // Make the calls from ``begin`` to before ``end``.
@@ -129,8 +148,10 @@ struct Program : torch::CustomClassHolder {
     torch::jit::Stack stack;
     try {
       for (auto call = calls_.begin() + begin; call != calls_.begin() + end; ++call) {
-        push(*call, values, stack);
-        call->op.callBoxed(stack);
+        if (!launched(*call, *of_run, stack)) {
+          push(*call, values, stack);
+          call->op.callBoxed(stack);
+        }
         take(*call, values, stack);
         stack.clear();
         of_run->free(call->freed);
@@ -142,6 +163,15 @@ struct Program : torch::CustomClassHolder {
   }
 
  private:
+  static bool launched(const Call& call, const Values& of_run, torch::jit::Stack& stack) {
+    if (!call.launches || !call.launches->hold_for(of_run.values)) return false;
+    RECORD_FUNCTION(call.op.schema().name(), c10::ArrayRef<const IValue>{});
+    auto results = call.launches->run(of_run.values, of_run.stream);
+    if (!results) return false;
+    for (auto& result : *results) stack.emplace_back(std::move(result));
+    return true;
+  }
+
   static void push(const Call& call, const std::vector<IValue>& values, torch::jit::Stack& stack) {
     for (size_t i = 0; i < call.sources.size(); ++i) {
       const auto& source = call.sources[i];
@@ -175,9 +205,18 @@ struct Program : torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(monetrun, m) {
   m.class_<Values>("Values")
-      .def(torch::init<Tensors, int64_t>())
+      .def(torch::init<Tensors, int64_t, int64_t>())
       .def("read", &Values::read)
       .def("write", &Values::write)
       .def("free", &Values::free);
-  m.class_<Program>("Program").def(torch::init<>()).def("add", &Program::add).def("run", &Program::run);
+  m.class_<DevicePeaks>("DevicePeaks")
+      .def(torch::init<>())
+      .def("read", &DevicePeaks::read)
+      .def("reset", &DevicePeaks::reset)
+      .def("take", &DevicePeaks::take);
+  m.class_<Program>("Program")
+      .def(torch::init<>())
+      .def("add", &Program::add)
+      .def("launches", &Program::launches)
+      .def("run", &Program::run);
 }

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
+
+from monetrun.capture import program
 
 OURS, SCRIPT = "ours", "script"
 _OTHER = {OURS: SCRIPT, SCRIPT: OURS}
@@ -26,8 +28,31 @@ _TORCHS: dict[str, Callable[[int], Any]] = {
     name: getattr(torch._C, name) for names in _NAMES for name in names if hasattr(torch._C, name)
 }
 
+# the counters and pools whose peaks DevicePeaks in cuda_ops/device_peaks.hpp keeps, in its order
+_OF_EACH = ("allocation", "segment", "active", "inactive_split")
+_OF_BYTES = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes")
+_PLACES = [(counter, pool) for counter in (*_OF_EACH, *_OF_BYTES) for pool in ("all", "small_pool", "large_pool")]
+
 # by reader and device: the most before the other's resets, by counter and pool
 _before: defaultdict[tuple[str, int], dict[tuple[str, str], int]] = defaultdict(dict)
+
+
+class Bytes(NamedTuple):
+    """Counters of a device; peaks since our last reset.
+
+    Attributes:
+        allocated: bytes in tensors.
+        peak: the most of them.
+        reserved: bytes that torch has from the device.
+        reserved_peak: the most of them.
+        retries: how often the cache was emptied because an allocation had failed.
+    """
+
+    allocated: int
+    peak: int
+    reserved: int
+    reserved_peak: int
+    retries: int
 
 
 def index_of(device: torch.device) -> int:
@@ -44,6 +69,7 @@ def read(index: int, reader: str = OURS, name: str = _READ) -> dict[str, Any]:
         name: of torch's function.
     """
     stats: dict[str, Any] = _TORCHS[name](index)
+    _take_from_native(index)
     for (counter, pool), most in _before[reader, index].items():
         found = stats.get(counter, {}).get(pool)
         if found is not None and found[_PEAK] < most:
@@ -53,12 +79,29 @@ def read(index: int, reader: str = OURS, name: str = _READ) -> dict[str, Any]:
 
 def reset(index: int, reader: str = OURS, name: str = _RESET) -> None:
     """The reader's peaks start anew from what is held now; the other's stay."""
-    other = _before[_OTHER[reader], index]
-    for place, most in _peaks(_TORCHS[_READ](index)).items():
-        if most > other.get(place, 0):
-            other[place] = most
+    native = _native()
+    if reader == OURS and native is not None:
+        native.reset(index)
+    else:
+        _take_from_native(index)
+        _keep(_OTHER[reader], index, _peaks(_TORCHS[_READ](index)))
+        _TORCHS[name](index)
     _before[reader, index].clear()
-    _TORCHS[name](index)
+
+
+def bytes_now(index: int) -> Bytes:
+    """The counters that a step is measured by; several a step, which ``read`` would make a tenth slower."""
+    native = _native()
+    if native is None:
+        stats = read(index)
+        allocated, reserved = (stats[name]["all"] for name in ("allocated_bytes", "reserved_bytes"))
+        numbers = (allocated["current"], allocated[_PEAK], reserved["current"], reserved[_PEAK])
+        return Bytes(*numbers, stats["num_alloc_retries"])
+    found, before = Bytes(*native.read(index)), _before.get((OURS, index))
+    if not before:
+        return found
+    allocated, reserved = (before.get((name, "all"), 0) for name in ("allocated_bytes", "reserved_bytes"))
+    return found._replace(peak=max(found.peak, allocated), reserved_peak=max(found.reserved_peak, reserved))
 
 
 @contextlib.contextmanager
@@ -72,6 +115,30 @@ def uncounted(index: int) -> Iterator[None]:
             place: after[place] if place[0] in _RESERVED else kept.get(place, 0) for place in after
         }
     _TORCHS[_RESET](index)
+
+
+def _native() -> Any:
+    """``DevicePeaks``; None where nothing has loaded its library."""
+    return _made_native() if program.is_loaded() else None
+
+
+@functools.cache
+def _made_native() -> Any:
+    return torch.classes.monetrun.DevicePeaks()
+
+
+def _take_from_native(index: int) -> None:
+    """What our resets have kept for the script lies where it is looked for."""
+    native = _native()
+    if native is not None:
+        _keep(SCRIPT, index, dict(zip(_PLACES, native.take(index), strict=False)))
+
+
+def _keep(reader: str, index: int, peaks: Mapping[tuple[str, str], int]) -> None:
+    before = _before[reader, index]
+    for place, most in peaks.items():
+        if most > before.get(place, 0):
+            before[place] = most
 
 
 def _peaks(stats: dict[str, Any]) -> dict[tuple[str, str], int]:

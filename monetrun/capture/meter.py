@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -87,7 +87,7 @@ class CudaMeter(NotWatching):
 
     def current_bytes(self) -> int:
         """Allocated now."""
-        return int(self._counters()["allocated_bytes"]["all"]["current"])
+        return self._bytes().allocated
 
     def peak_bytes(self) -> int:
         """The most since ``reset_peak``."""
@@ -100,13 +100,11 @@ class CudaMeter(NotWatching):
 
     def peaks(self) -> Peaks:
         """What the allocator's counters say."""
-        found = self._counters()
-        allocated, reserved = (found[name]["all"] for name in ("allocated_bytes", "reserved_bytes"))
-        return Peaks(allocated["peak"], reserved["peak"], reserved["current"], found["num_alloc_retries"])
+        found = self._bytes()
+        return Peaks(found.peak, found.reserved_peak, found.reserved, found.retries)
 
-    def _counters(self) -> dict[str, Any]:
-        """By name. ``torch.cuda.memory_stats`` and what calls it take six times as long."""
-        return device_peaks.read(self._index())
+    def _bytes(self) -> device_peaks.Bytes:
+        return device_peaks.bytes_now(self._index())
 
     def _index(self) -> int:
         return device_peaks.index_of(self.device)

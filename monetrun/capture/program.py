@@ -21,6 +21,9 @@ import torch
 from torch import fx
 
 from monetrun.core import native
+from monetrun.ops import kernels
+from monetrun.ops.cuda import launch
+from monetrun.ops.cuda.recorded import Recorded
 
 Run = Callable[[list[Any]], Any]
 
@@ -62,14 +65,24 @@ def prebuild() -> str | None:
     return None
 
 
+_loaded: list[Path] = []
+
+
 @functools.cache
 def unavailable_reason() -> str:
     """Why there are no programs (no compiler, a failed build, ...); empty where there are. Builds if need be."""
     try:
-        torch.classes.load_library(str(_build()))
+        path = _build()
+        torch.classes.load_library(str(path))
     except (OSError, native.NativeBuildFailed) as error:
         return str(error)
+    _loaded.append(path)
     return ""
+
+
+def is_loaded() -> bool:
+    """Whether this process has the library."""
+    return bool(_loaded)
 
 
 def runs_on_cuda(module: fx.GraphModule) -> bool:
@@ -94,6 +107,15 @@ def program(module: fx.GraphModule) -> Run | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What an operator of ours does, and with which values."""
+
+    does: Recorded
+    device: torch.device
+    given: list[int]
+
+
 @dataclass
 class _Call:
     """A call in the form that ``Program.add`` takes."""
@@ -104,6 +126,7 @@ class _Call:
     rows: list[list[int]] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
+    known: _Known | None = None
 
     def reads(self) -> set[int]:
         """The values among its arguments."""
@@ -278,7 +301,22 @@ def _described(node: fx.Node, numbers: Mapping[fx.Node, int], tensors: Mapping[f
             constant = _constant(argument.type, value)
         call.constants.append(constant)
         call.rows.append(row)
+    call.known = _known(node, numbers)
     return call
+
+
+def _known(node: fx.Node, numbers: Mapping[fx.Node, int]) -> _Known | None:
+    """What an operator of ours with a kernel for CUDA does beneath the dispatcher; None where it has to be asked."""
+    inputs = [a for a in node.args if isinstance(a, fx.Node)]
+    if node.kwargs or len(inputs) < len(set(node.all_input_nodes)) or not numbers.keys() >= set(inputs):
+        return None
+    given = [a.meta.get("val") if isinstance(a, fx.Node) else a for a in node.args]
+    devices = {v.device for v in given if isinstance(v, torch.Tensor)}
+    if len(devices) != 1 or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    (device,) = devices
+    does = kernels.recorded(node.target, given, device)
+    return None if does is None else _Known(does, device, [numbers[n] for n in inputs])
 
 
 def _number(node: Any, numbers: Mapping[fx.Node, int]) -> int:
@@ -305,17 +343,29 @@ def _constant(type_: Any, value: Any) -> Any:
     return _NUMBERS[kind](value) if kind in _NUMBERS else value
 
 
+def _stream(index: int) -> int:
+    """The current stream of a CUDA device, as the driver knows it."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
 def _made(found: _Calls) -> Run:
     classes = torch.classes.monetrun
     made = classes.Program()
+    devices = [call.known.device for call in found.calls if isinstance(call, _Call) and call.known is not None]
+    device = devices[0] if devices else torch.device("cpu")
+    driver = launch.driver() if devices else 0
+    stream_of, index = _stream if device.type == "cuda" else lambda _: 0, device.index
     for call in found.calls:
         if isinstance(call, _Call):
             made.add(call.name, call.overload, tuple(call.constants), call.rows, call.results, call.freed)
+            if call.known is not None and call.known.device == device:  # a run has the stream of one device
+                does, given = call.known.does, call.known.given
+                made.launches(str(device), driver, does.like, given, tuple(does.launches), does.results)
     values_of, count, run_calls = classes.Values, found.values, made.run
     parts, outputs, constants = found.parts(), found.outputs, found.constants
 
     def run(arguments: list[Any]) -> Any:
-        values = values_of(arguments, count)
+        values = values_of(arguments, count, stream_of(index))
         arguments.clear()  # from here on ``values`` alone holds them, and frees them
         for part in parts:
             if isinstance(part, _PythonCall):

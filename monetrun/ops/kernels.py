@@ -10,12 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from monetrun.core import native
 from monetrun.ops import cuda, definition, registry
 from monetrun.ops.cuda import launch
+from monetrun.ops.cuda.recorded import Recorded
+from monetrun.ops.cuda.recorded import recorded as record
 
 
 def _compile(source: str, flags: Sequence[str], libraries: Sequence[str]) -> Path:
@@ -94,6 +97,20 @@ def load(device_type: str = "cpu") -> bool:
     """
     registry.load()
     return not _loaded(device_type)
+
+
+def recorded(target: torch._ops.OpOverload, arguments: Sequence[Any], device: torch.device) -> Recorded | None:
+    """What a loaded kernel for CUDA does with arguments like these; None where the operator has to be called for that.
+
+    Args:
+        target: an operator of the dispatcher.
+        arguments: all of its arguments, with any tensors for its own ones: only sizes, strides and dtypes are read.
+        device: of its tensors.
+    """
+    function = cuda.FUNCTIONS.get(target._schema.name.removeprefix("monet::"))
+    if device.type != "cuda" or function is None or not _loaded.cache_info().currsize or _loaded("cuda"):
+        return None
+    return record(function, arguments, device.index)
 
 
 def unavailable_reason(device_type: str = "cpu") -> str | None:

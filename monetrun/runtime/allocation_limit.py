@@ -27,7 +27,8 @@ def set_limit(device: torch.device, nbytes: int | None) -> None:
         total = torch.cuda.get_device_properties(index).total_memory
         if index not in _scripted:
             _scripted[index] = torch.cuda.memory.get_per_process_memory_fraction(index)
-        _allowed[index] = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        # torch multiplies again and drops what is behind the comma
+        _allowed[index] = 1.0 if nbytes is None else min(1.0, (nbytes + 0.5) / total)
         torch.cuda.memory.set_per_process_memory_fraction(min(_allowed[index], _scripted[index]), index)
     elif cpu_allocator.install():
         cpu_allocator.set_limit(nbytes)

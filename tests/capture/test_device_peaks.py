@@ -1,5 +1,8 @@
 """The script's peaks and ours of the same allocator: neither sees what the other resets."""
 
+import pytest
+
+from monetrun.capture import program
 from support.on_stand_in import needs_stand_in, printed_by
 
 pytestmark = needs_stand_in
@@ -48,8 +51,14 @@ print(json.dumps(said))
 """
 
 
-def test_each_sees_the_most_since_its_own_reset():
-    assert printed_by(SCRIPT) == [
+LOADED = "from monetrun.capture import program\nassert not program.unavailable_reason()\n"
+
+
+@pytest.mark.parametrize("before", ["", LOADED], ids=["in Python", "natively"])
+def test_each_sees_the_most_since_its_own_reset(before):
+    if before and (reason := program.unavailable_reason()):
+        pytest.skip(reason)
+    assert printed_by(before + SCRIPT) == [
         [40, 40, 40],
         [40, 40, 20],
         [0, 40, 20],
@@ -59,3 +68,32 @@ def test_each_sees_the_most_since_its_own_reset():
         [10, 110, 10],
         [15, 110, 15],
     ]
+
+
+ALL = """
+import json
+import torch
+from monetrun.capture import program
+from monetrun.capture.meter import CudaMeter
+
+meter, found = CudaMeter(torch.device("cuda")), []
+for load in (False, True):
+    assert not load or not program.unavailable_reason()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for k in range(3):
+        held = [torch.empty(n, device="cuda") for n in (100 << k, 3 << 20 - k, 9 << 20)]
+        del held
+        torch.cuda.empty_cache()
+        meter.reset_peak()
+    found.append({k: v for k, v in torch.cuda.memory_stats().items() if k.endswith(".peak")})
+print(json.dumps(found))
+"""
+
+
+def test_every_peak_of_the_script_is_kept_natively_too():
+    if reason := program.unavailable_reason():
+        pytest.skip(reason)
+    in_python, natively = printed_by(ALL)
+    assert natively == in_python
+    assert natively["segment.all.peak"] > 2

@@ -78,9 +78,9 @@ def launcher(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made.current)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "code", lambda dtype, architecture: f"{dtype} {architecture}")
-    launch._loaded.cache_clear()
+    launch.loaded.cache_clear()
     yield made
-    launch._loaded.cache_clear()
+    launch.loaded.cache_clear()
 
 
 def test_a_kernel_is_loaded_once_for_a_device_and_launched_on_its_current_stream(launcher):
@@ -118,7 +118,7 @@ def test_loading_is_tried_on_a_device_in_use_and_makes_no_other_context(launcher
     launch.check_loading()
     assert launcher.loaded == [("torch.float32 sm_90", "range_mask", 1, 1)]
     launcher.used.clear()
-    launch._loaded.cache_clear()
+    launch.loaded.cache_clear()
     launch.check_loading()
     assert len(launcher.loaded) == 1
 
@@ -184,4 +184,4 @@ def test_on_a_stand_in_gpu_each_operator_launches_its_own_kernels():
     assert done.returncode == 0, done.stderr
     *given, refused = json.loads(done.stdout.splitlines()[-1])
     assert given == [True, [1, 1, 1, 4, 0], [192], True, [4, 6, 8, 8], 3]
-    assert "invalid" in refused
+    assert "expected tensors of a CUDA device, got one of cpu" in refused

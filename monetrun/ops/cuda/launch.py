@@ -6,9 +6,14 @@ No second CUDA runtime comes into the process, and a launch costs a few microsec
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +61,13 @@ def _letter(parameter: str) -> str:
 
 
 @functools.cache
-def _loaded(name: str, dtype: torch.dtype, device: int) -> tuple[int, str]:
-    """A kernel's handle and its parameters, in the launcher's letters."""
+def loaded(name: str, dtype: torch.dtype, device: int) -> tuple[int, str]:
+    """A kernel's handle and its parameters, in the launcher's letters.
+
+    Raises:
+        NativeBuildFailed: it cannot be compiled.
+        RuntimeError: there is no kernel for the dtype, or the driver cannot load it.
+    """
     if dtype not in DTYPES:
         raise RuntimeError(f"expected float32, float64, bfloat16 or float16, got {dtype}")
     major, minor = torch.cuda.get_device_capability(device)
@@ -79,9 +89,44 @@ def check_loading() -> None:
     used = (i for i in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(i))  # type: ignore[attr-defined, unused-ignore]
     try:
         for device in itertools.islice(used, 1):
-            _loaded("range_mask", torch.float32, device)
+            loaded("range_mask", torch.float32, device)
     except RuntimeError as error:
         raise native.NativeBuildFailed(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A launch that was asked for with tensors that have no memory; see ``launch``."""
+
+    name: str
+    dtype: torch.dtype
+    blocks: int
+    arguments: tuple[Any, ...]
+
+
+_noted: ContextVar[list[Noted]] = ContextVar("noted launches")
+
+
+@contextmanager
+def noting() -> Iterator[list[Noted]]:
+    """A context in which launches with meta tensors, which have no memory, are noted in the list that it gives."""
+    noted: list[Noted] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def driver() -> int:
+    """The address of ``cuLaunchKernel``.
+
+    Raises:
+        OSError: there is no driver.
+    """
+    address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def launch(name: str, like: Tensor, threads: int, *arguments: Any, dtype: torch.dtype | None = None) -> None:
@@ -92,21 +137,31 @@ def launch(name: str, like: Tensor, threads: int, *arguments: Any, dtype: torch.
         like: a tensor on the device, of the dtype of the kernel's elements.
         dtype: that of the kernel's elements, where it is not ``like``'s.
         threads: how many indices there are; without any, nothing is launched.
-        arguments: for a pointer a tensor of the device, or None; numbers.
+        arguments: for a pointer a tensor of the device, or None; numbers, or what ``operands.aligned`` gives.
 
     Raises:
-        RuntimeError: there is no kernel for the dtype, or the driver refuses, which it does for a tensor of the CPU.
+        RuntimeError: there is no kernel for the dtype, the driver refuses, or a tensor is of another device.
     """
     if threads:
         blocks = min((threads + THREADS - 1) // THREADS, _MOST_BLOCKS)
-        _start(name, dtype or like.dtype, like.get_device(), blocks, arguments)
+        if like.is_meta:
+            _noted.get().append(Noted(name, dtype or like.dtype, blocks, arguments))
+        else:
+            _start(name, dtype or like.dtype, like.get_device(), blocks, arguments)
+
+
+def _address(tensor: Tensor) -> int:
+    if not tensor.is_cuda:
+        raise RuntimeError(f"expected tensors of a CUDA device, got one of {tensor.device}")
+    return tensor.data_ptr()
 
 
 def _start(name: str, dtype: torch.dtype, device: int, blocks: int, arguments: tuple[Any, ...]) -> None:
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return _start(name, dtype, device, blocks, arguments)
-    handle, letters = _loaded(name, dtype, device)
+    handle, letters = loaded(name, dtype, device)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    torch._C._StaticCudaLauncher._launch_kernel(handle, blocks, 1, 1, _WARPS, 0, letters, arguments, stream)
+    given = tuple(_address(a) if isinstance(a, Tensor) else a for a in arguments)  # torch would ask the driver
+    torch._C._StaticCudaLauncher._launch_kernel(handle, blocks, 1, 1, _WARPS, 0, letters, given, stream)
     return None

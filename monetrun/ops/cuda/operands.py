@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,21 @@ def packs(elements: int) -> int:
     return (elements + PACK - 1) // PACK
 
 
-def aligned(*tensors: Tensor | None) -> bool:
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """Stands for what ``aligned`` gives for tensors that have no memory yet."""
+
+    tensors: tuple[Tensor, ...]
+
+
+def aligned(first: Tensor, *others: Tensor | None) -> bool | Aligned:
     """Whether kernels may read and write the tensors 16 bytes at a time."""
+    tensors = (first, *(t for t in others if t is not None))
+    if first.is_meta:
+        return Aligned(tensors)
     bits = 0
     for tensor in tensors:
-        if tensor is not None:
-            bits |= tensor.data_ptr()
+        bits |= tensor.data_ptr()
     return bits % 16 == 0
 
 
