@@ -36,6 +36,7 @@ aten = torch.ops.aten
 monet = torch.ops.monet
 
 # in a call's meta: see ``_Builder._extra_share``
+_ON_CTX = "saved_tensor_with_no_vc_check"  # AOTAutograd's mark
 _EXTRA = "monetrun_extra_share"
 
 
@@ -102,6 +103,8 @@ class _Builder:
         gradients = [self._output(self.backward, n, self._load_backward) for n in joint.gradients]
         self.backward.graph.output(tuple(gradients))
 
+        # AOTAutograd takes the last ones for what a script's autograd.Function keeps on its ctx: inputs, unchecked
+        self.saved.sort(key=lambda n: bool(n.meta.get(_ON_CTX, False)) and n.op == "placeholder")
         saved = [self._output(into, n, self._load_forward) for n in self.saved]
         into.graph.output((*outputs, *saved))
         for state in into.graph.find_nodes(op="call_function", target=monet.generator_state.default):

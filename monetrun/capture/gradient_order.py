@@ -54,6 +54,7 @@ class GradientOrder:
         self._input_of: dict[int, int] = {}  # position among the graph's inputs, by that among the results
         self._arrived: list[Arrival] = []
         self._absent: list[bool] = []
+        self._storages: dict[int, int] = {}  # of the inputs that results are the gradients of
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
@@ -94,10 +95,11 @@ class GradientOrder:
         taken = [k for k, final in arrived if final == (k not in waiting)]
         self.results = tuple(waiting[k].pop(0) if k in waiting else k for k in taken)
 
-    def in_turn(self, module: fx.GraphModule) -> tuple[fx.GraphModule, InTurn | None]:
+    def in_turn(self, module: fx.GraphModule, inputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, InTurn | None]:
         """The backward ``module`` by turns, for a graph that is called behind gates; None where that is of no use.
 
-        Also the module that gives the same results: ``module``, or one with terms in place of sums.
+        Also the module that gives the same results: ``module``, or one with terms in place of sums. ``inputs`` are
+        those of the joint graph.
         """
         if not self.results or not (self._terms or self._by_turns or communicates()):
             return module, None
@@ -105,9 +107,16 @@ class GradientOrder:
         if len({value.device for value in given if isinstance(value, torch.Tensor)}) > 1:
             return module, None  # autograd has a thread for each device, of which one runs the backward
         module = in_terms(module, self._terms) if self._terms else module
-        backward = in_turn(module, self.results)
+        values = {k: inputs[i].meta.get("val") for k, i in self._input_of.items() if k < self._count}
+        strided = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.layout == torch.strided}
+        self._storages = {k: v.untyped_storage()._cdata for k, v in strided.items()}
+        backward = self.of_turns(module)
         self.turns = tuple(tuple(self._input_of[k] for k in turn) for turn in backward.turns)
         return module, backward
+
+    def of_turns(self, module: fx.GraphModule) -> InTurn:
+        """``module``, the backward that ``in_turn`` has given or that one with more calls, by turns."""
+        return in_turn(module, self.results, self._storages)
 
     def by_turns(self, backward: InTurn, run: Turns) -> Callable[[list[Any]], Any]:
         """What AOTAutograd calls as the backward: it begins ``run``, and the gates of the call continue it.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import functools
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from monetrun.core.plan import Step
 # Runs a backward: yields a list with the gradients of each turn, to be emptied by who takes them, then returns all
 # results, in which they are None.
 Turns = Callable[[list[Any]], Generator[list[Any], None, Any]]
+
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +43,17 @@ class InTurn:
     count: int
 
 
-def in_turn(module: fx.GraphModule, order: Sequence[int]) -> InTurn:
+def in_turn(module: fx.GraphModule, order: Sequence[int], storages: Mapping[int, int] = _NONE) -> InTurn:
     """A backward module of ``execute.build`` as one that gives its results in turn.
 
     A gradient is given after the last call that reads it: autograd keeps what it alone holds, and copies it otherwise.
-    That of a convolution's weight is given after the input's, which reads the weight: eager has both from one call, and
-    a hook may change the weight once it has its gradient (an optimizer's step within the backward).
+    And after the last one that reads what it is the gradient of: a hook may change a weight once it has its gradient
+    (an optimizer's step within the backward). What eager has from one call is given after the whole of it.
 
     Args:
         module: is left as it is.
         order: of the results' positions; results that are not in it are returned.
+        storages: by position, the storage (``_cdata``) that the module's values have for what the gradient is of.
     """
     graph = fx.Graph()
     results = list(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
@@ -58,11 +62,12 @@ def in_turn(module: fx.GraphModule, order: Sequence[int]) -> InTurn:
     place = {node: i for i, node in enumerate(nodes)}
     at = max((i for i, node in enumerate(nodes) if node.op == "placeholder"), default=-1)
     turns: list[tuple[int, list[int]]] = []
-    others = _other_halves(nodes)
+    others, read = _other_halves(nodes), _last_reads(nodes)
     for position in order:
         final = max(place[node] for node in (results[position], *results[position].users))
         given = results[position]
         final = max(final, others.get(given.args[0] if given.target is operator.getitem else given, 0))
+        final = max(final, read.get(storages.get(position, 0), 0))
         while final + 1 < len(nodes) and nodes[final + 1].target is operator.getitem:
             final += 1
         at = max(at, final)
@@ -91,6 +96,19 @@ def _other_halves(nodes: Sequence[fx.Node]) -> dict[Any, int]:
             found[waiting] = place
         if ONE_CALL_WITH_NEXT in node.meta:
             first[step.operator + 1] = node
+    return found
+
+
+def _last_reads(nodes: Sequence[fx.Node]) -> dict[int, int]:
+    """The place of the last call that reads each storage, also through views."""
+    found: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        if node.op != "call_function":
+            continue
+        for source in node.all_input_nodes:
+            value = source.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                found[value.untyped_storage()._cdata] = place
     return found
 
 

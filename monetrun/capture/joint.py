@@ -15,7 +15,7 @@ from torch import fx
 
 from monetrun.capture.guards import Guard, Guards
 from monetrun.capture.open_strides import with_the_same_strides
-from monetrun.capture.operators import Described, Inputs, describe
+from monetrun.capture.operators import Described, Inputs, describe, mark_joint_calls
 from monetrun.capture.optional_operators import mark_optional
 from monetrun.capture.output_gradients import is_tangent, join_output_gradients
 from monetrun.capture.regions import Regions, refuse_updates
@@ -117,7 +117,14 @@ def capture(
 
     nodes = tuple(d.node for d in described)
     tensors = tuple(storages.tensors)
-    operators = mark_optional([d.operator for d in described], tensors, nodes)
+    of_inputs = [n for n in placeholders if not is_tangent(n)]
+    gradients = {
+        storages.by_node[gradient]: storages.by_node[given]
+        for given, gradient in zip(of_inputs, results[forward_outputs:], strict=False)
+        if gradient in storages.by_node and given in storages.by_node
+    }
+    operators = mark_joint_calls([d.operator for d in described], nodes, gradients)
+    operators = mark_optional(operators, tensors, nodes)
     graph = Graph(name, tensors, operators, tuple(regions.found))
     alternatives = [(d, k, a) for d in described for k, a in enumerate(d.alternatives, 1)]
     return JointGraph(

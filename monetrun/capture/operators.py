@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from monetrun.capture.output_gradients import OVERWRITES
 from monetrun.capture.regions import Regions
 from monetrun.capture.result_forms import ResultForms
 from monetrun.capture.storages import Storages, mutates, tensors_in
-from monetrun.core.graph import FORWARD, Implementation, Operator
+from monetrun.core.graph import BACKWARD, FORWARD, Implementation, Operator
 from monetrun.ops import dtypes, random, replay
 from monetrun.ops.collective_operators import is_collective
 from monetrun.ops.registry import Alternative, Call
@@ -191,3 +193,25 @@ def signature(call: Call) -> str:
 
     described = [str(call.target), form(call.args), {k: form(v) for k, v in sorted(call.kwargs.items())}]
     return hashlib.sha256(repr(described).encode()).hexdigest()[:24]
+
+
+def mark_joint_calls(
+    operators: Sequence[Operator], nodes: Sequence[fx.Node], gradients: Mapping[int, int]
+) -> tuple[Operator, ...]:
+    """``operators``, with ``one_call_with_next`` set for those that give an input's gradient, and then read the input.
+
+    Of a linear layer without bias, autograd's one node multiplies twice: for the weight's gradient, then, by the
+    weight, for its input's.
+
+    Args:
+        operators: of the whole graph, in order.
+        nodes: for each operator its fx node.
+        gradients: for each gradient (an id of a tensor) what it is the gradient of.
+    """
+    marked = list(operators)
+    for op, following in pairwise(operators):
+        same = nodes[op.id].meta.get("seq_nr", -1) == nodes[following.id].meta.get("seq_nr")
+        reads = any(gradients.get(t) in following.inputs for t in op.outputs)
+        if op.phase == BACKWARD and same and reads:
+            marked[op.id] = dataclasses.replace(op, one_call_with_next=True)
+    return tuple(marked)

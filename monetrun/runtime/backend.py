@@ -25,7 +25,7 @@ from monetrun.capture.buffer_versions import uncounted
 from monetrun.capture.double_backward import repeatable
 from monetrun.capture.gradient_order import GradientOrder
 from monetrun.capture.guards import FailedGuards, Guards, first_failed
-from monetrun.capture.in_turn import InTurn, Turns, in_turn
+from monetrun.capture.in_turn import InTurn, Turns
 from monetrun.capture.joint import JointGraph, capture
 from monetrun.capture.lowering import share_output_versions
 from monetrun.capture.open_sizes import FixedSizes, OpenSizes, has_open_sizes
@@ -243,7 +243,7 @@ class Backend:
         forward, backward = modules
         forward.meta["monetrun"] = (number, guards, of.forward_outputs)
         # it may be compiled much later, after other graphs
-        with_terms, by_turns = of.order.in_turn(backward)
+        with_terms, by_turns = of.order.in_turn(backward, joint.primals)
         watched: list[list[Any]] = []
         if by_turns is not None and self.observer is not None:
             nodes = dict(enumerate(joint.gradients))  # of a sum's terms the last one stands for it
@@ -317,7 +317,7 @@ class Backend:
         """``_timed`` of a backward that gives its gradients by turns."""
         assert self.meters is not None
         timed = self.meters.timing.instrumented(module, BACKWARD, number)
-        early = None if timed is None else sparing(timed, in_turn(timed, order.results).run)
+        early = None if timed is None else sparing(timed, order.of_turns(timed).run)
         return self.meters.timing.early_calls_by_turns(run, early)
 
 

@@ -84,7 +84,28 @@ def stepping(module, run, x):
     return list(module.parameters())
 
 
-@pytest.mark.parametrize("make", [lambda: Residual(4, F.relu), lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))])
+class Products(nn.Module):
+    """Weights whose gradients autograd computes before the input's, which reads the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, 6, 6))
+        self.scale, self.table = nn.Parameter(torch.rand(2, 24, 6)), nn.Parameter(torch.randn(6, 6))
+        self.head = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        x = torch.bmm(x.flatten(1, 2).flatten(1).view(2, -1, 6), self.experts) * self.scale
+        return self.head((x @ self.table).tanh())
+
+
+BARE = lambda: Layers(*[nn.Linear(6, 6, bias=False) for _ in range(3)])  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Residual(4, F.relu), lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), lambda: BARE(), Products],
+    ids=["convolutions", "linear", "linear without bias", "products"],
+)
 def test_optimizers_may_step_within_the_backward(monkeypatch, make):
     monkeypatch.setattr(gradient_order, "communicates", lambda: True)
     torch._dynamo.reset()
@@ -299,7 +320,8 @@ def test_gradients_that_are_taken_in_turn_are_freed_as_the_plan_says():
     joint = captured(nn.Sequential(*layers), torch.randn(2, 4, 6, 6, requires_grad=True))
     schedule = plain_schedule(joint.graph)
     forward, backward = execute.build(joint, schedule)
-    given = in_turn(backward, [i for i, node in reversed([*enumerate(joint.gradients)]) if node is not None])
+    values = dict(enumerate(node.meta["val"].untyped_storage()._cdata for node in joint.primals))
+    given = in_turn(backward, [i for i, node in reversed([*enumerate(joint.gradients)]) if node is not None], values)
     order = [i for turn in given.turns for i in turn]
     tensor = {i: joint.storage[joint.gradients[i]] for i in order}
     step = freed_after(joint.graph, schedule, [tensor[i] for i in order])

@@ -111,7 +111,7 @@ def _launch(noted: launch.Noted, places: Mapping[int, int], device: int) -> Laun
 
 
 def _place(tensor: Tensor, places: Mapping[int, int]) -> int:
-    offset = tensor.storage_offset() * tensor.element_size()
+    offset = int(tensor.storage_offset()) * tensor.element_size()
     return offset << _PLACE_BITS | places[_storage(tensor)]
 
 
