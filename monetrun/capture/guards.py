@@ -84,8 +84,34 @@ class FailedGuards:
         return {(guard.operator, guard.implementation) for guard in self.guards}
 
 
+@dataclass
+class _Weights:
+    """The inputs that the guards read in a call, and what is known of them.
+
+    Attributes:
+        refs: by position.
+        pending: results that are being copied from a CUDA device, and their event.
+        stepped: versions of the inputs after the last optimizer step.
+        condition: see ``Guards.condition``.
+    """
+
+    refs: dict[int, weakref.ref[torch.Tensor]]
+    pending: tuple[torch.Tensor, Any] | None = None
+    stepped: tuple[int, ...] = ()
+    condition: str = ""
+
+    def alive(self) -> dict[int, torch.Tensor]:
+        """Those that are there, by position."""
+        return {position: tensor for position, ref in self.refs.items() if (tensor := ref()) is not None}
+
+    def readable(self) -> dict[int, torch.Tensor] | None:
+        """All of them; None where one is not there, or has no data."""
+        found = self.alive()
+        return None if len(found) < len(self.refs) or any(map(_without_data, found.values())) else found
+
+
 class Guards:
-    """Guards of one graph, and the inputs of its last call.
+    """Guards of one graph, and the inputs of its calls: those of blocks that are alike have other weights each.
 
     Args:
         graph: the graph.
@@ -98,10 +124,8 @@ class Guards:
         self.guards = tuple(guards)
         self.used = self.guards if used is None else tuple(used)
         self._positions = sorted({p for guard in self.guards for p in guard.positions})
-        self._last_inputs: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._pending: tuple[torch.Tensor, Any] | None = None  # results being copied from a CUDA device, their event
-        self._stepped: tuple[int, ...] = ()  # versions of the inputs after the last optimizer step
-        self._condition = ""
+        self._known: dict[tuple[int, ...], _Weights] = {}  # by the ids of the inputs
+        self._last = _Weights({})  # of the last call
 
     def of(self, schedule: Schedule) -> Guards:
         """The same guards, of which those are ``used`` whose implementations ``schedule`` uses."""
@@ -113,14 +137,25 @@ class Guards:
         return self._before(run, self._remember) if self.used else run
 
     def checking(self, run: Run) -> Run:
-        """``run``, which raises ``GuardFailed`` when a call has other weights than the last and a guard fails."""
+        """``run``, which raises ``GuardFailed`` when a call has weights that no call had before and a guard fails.
+
+        Of several calls with weights of their own each looks after those, as ``failed_lately`` does.
+        """
 
         def check(arguments: Sequence[Any]) -> None:
-            if not self._remember(arguments) and (failed := self.failed()):
+            known = self._remember(arguments)
+            if known and not self.shared:
+                return  # looked after before the model's call
+            if failed := self.failed_lately() if known else self.failed():
                 names = ", ".join(guard.name for guard in failed.guards)
                 raise GuardFailed(f"guard failed: {names}", "monetrun plans again without", failed=failed)
 
         return self._before(run, check) if self.used else run
+
+    @property
+    def shared(self) -> bool:
+        """Whether calls of the graph have had different weights."""
+        return len(self._known) > 1
 
     def failed(self) -> FailedGuards | None:
         """The guards that do not hold for the last call's inputs as they are now; None if all used ones hold.
@@ -128,60 +163,60 @@ class Guards:
         Without inputs (no call yet, freed or sharded weights, fake tensors) guards count as holding: the next call
         checks them.
         """
-        inputs = self._inputs()
-        if inputs is None:
+        inputs = self._last.readable()
+        if not inputs:
             return None
         return None if all(_evaluate(self.used, inputs)) else self._all_failed(inputs)
 
     @property
     def condition(self) -> str:
         """The same for guards of other graphs that are of the same tensors; empty: there is nothing to evaluate."""
-        if (inputs := self._inputs()) is None:
+        if not (inputs := self._last.readable()):
             return ""
-        if not self._condition:
+        if not self._last.condition:
             ids = {position: id(tensor) for position, tensor in inputs.items()}
             read = tree_map_only(_Input, lambda i: ids[i.position], [guard.arguments for guard in self.used])
-            self._condition = repr([(str(guard.target), of) for guard, of in zip(self.used, read, strict=True)])
-        return self._condition
+            self._last.condition = repr([(str(g.target), of) for g, of in zip(self.used, read, strict=True)])
+        return self._last.condition
 
     def failed_lately(self) -> FailedGuards | None:
         """As ``failed``; on a CUDA device, the result of the previous call of this method, to avoid a device sync.
 
         It waits for the device only where something other than an optimizer has written to the weights since.
         """
-        inputs = self._inputs()
-        if inputs is None or not all(map(_on_cuda, inputs.values())):
+        weights, inputs = self._last, self._last.readable()
+        if not inputs or not all(map(_on_cuda, inputs.values())):
             return self.failed()
-        before, self._pending = self._pending, _copied(torch.stack(_evaluate(self.used, inputs)))
+        before, weights.pending = weights.pending, _copied(torch.stack(_evaluate(self.used, inputs)))
         _pending.add(self)
-        trained_only = before is not None and self._stepped == _versions(inputs)
-        on_host, event = before if before is not None and trained_only else self._pending
+        trained_only = before is not None and weights.stepped == _versions(inputs)
+        on_host, event = before if before is not None and trained_only else weights.pending
         event.synchronize()  # of one recorded a step ago: no wait
         return None if on_host.all() else self._all_failed(inputs)
 
     def stepped(self) -> None:
         """An optimizer's step has ended."""
-        if self._pending is not None and (inputs := self._inputs()) is not None:
-            self._stepped = _versions(inputs)
+        for weights in self._known.values():
+            if weights.pending is not None:
+                weights.stepped = _versions(weights.alive())
 
     def _all_failed(self, inputs: Mapping[int, torch.Tensor]) -> FailedGuards | None:
         failed = tuple(g for g, holds in zip(self.guards, _evaluate(self.guards, inputs), strict=True) if not holds)
         return FailedGuards(self.graph, failed) if failed else None
 
-    def _inputs(self) -> dict[int, torch.Tensor] | None:
-        found = {position: tensor for position, ref in self._last_inputs.items() if (tensor := ref()) is not None}
-        if not found or len(found) < len(self._positions) or any(map(_without_data, found.values())):
-            return None
-        return found
-
     def _remember(self, arguments: Sequence[Any]) -> bool:
-        """Remember the inputs; gives whether they are those of the last call."""
+        """Remember the inputs; gives whether those of an earlier call were the same."""
         owners = {p: _owner(arguments[p]) for p in self._positions}
-        same = bool(self._last_inputs) and all(self._last_inputs[p]() is owner for p, owner in owners.items())
-        if not same:
-            self._last_inputs = {p: weakref.ref(owner) for p, owner in owners.items()}
-            self._pending, self._condition = None, ""
-        return same
+        key = tuple(map(id, owners.values()))
+        weights = self._known.get(key)
+        if known := weights is not None and len(weights.alive()) == len(owners):
+            assert weights is not None
+            self._last = weights
+        else:
+            there = {k: w for k, w in self._known.items() if len(w.alive()) == len(w.refs)}
+            self._last = _Weights({p: weakref.ref(owner) for p, owner in owners.items()})
+            self._known = {**there, key: self._last}
+        return known
 
     def _before(self, run: Run, first: Callable[[Sequence[Any]], object]) -> Run:
         def call(arguments: list[Any]) -> Any:
@@ -203,11 +238,14 @@ def optimizer_ended() -> None:
 
 
 def first_failed(several: Iterable[Guards]) -> FailedGuards | None:
-    """What ``failed_lately`` gives for the first of them that do not hold; each condition is evaluated once."""
+    """What ``failed_lately`` gives for the first of them that do not hold; each condition is evaluated once.
+
+    Not of those whose calls have weights of their own: the calls look after them.
+    """
     seen: set[str] = set()
     for guards in several:
-        if guards._condition and guards._condition in seen:
-            continue  # the same weights, with inputs of another size
+        if guards.shared or (guards._last.condition and guards._last.condition in seen):
+            continue  # its calls look after them, or the same weights, with inputs of another size
         condition = guards.condition
         if condition and condition not in seen and (failed := guards.failed_lately()):
             return failed
@@ -221,7 +259,7 @@ def _on_cuda(tensor: torch.Tensor) -> bool:
 
 def _copied(on_device: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """A copy on the host, and the event after which it is there."""
-    on_host = torch.empty(on_device.shape, dtype=torch.bool, pin_memory=True)
+    on_host = torch.empty(on_device.shape, dtype=torch.bool, device="cpu", pin_memory=True)
     on_host.copy_(on_device, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(on_device.device))

@@ -341,12 +341,12 @@ def _agrees(operation: str, dimensions: int, dtype: torch.dtype, channels_last: 
     generator = torch.Generator().manual_seed(0)
     form = memory_format(dimensions, channels_last)
     x, weight = (
-        torch.randn((n, 16, *sizes), generator=generator).to(device, dtype).contiguous(memory_format=form)
+        torch.randn((n, 16, *sizes), generator=generator, device="cpu").to(device, dtype).contiguous(memory_format=form)
         for n, sizes in ((4, [9] * len(spatial)), (32, [3] * len(spatial)))
     )
     arguments = (stride, padding, dilation, False, [0] * len(spatial), 1)
     y = aten.convolution.default(x, weight, None, *arguments)
-    grad = torch.randn(y.shape, generator=generator).to(y).contiguous(memory_format=form)
+    grad = torch.randn(y.shape, generator=generator, device="cpu").to(y).contiguous(memory_format=form)
     of_input, of_weight, _ = aten.convolution_backward.default(grad, x, weight, None, *arguments, [True, True, False])
     sizes = x.shape, weight.shape, y.shape
     problem = Problem.of(operation, sizes, (stride, padding, dilation), dtype, channels_last)

@@ -18,6 +18,7 @@ from monetrun.runtime.settings import RUN, Settings
 from monetrun.solve import greedy
 from support import zoo
 from support.captured import captured
+from support.on_stand_in import needs_stand_in, printed_by
 
 USED = "output:layer-norm"
 
@@ -282,3 +283,49 @@ def test_a_guard_that_fails_is_noticed_before_any_graph_of_the_call_has_run(monk
     plain = halves()
     assert_trains_as_eager(losses, model, train(plain, 8, drift(plain)), plain)
     assert model.first.num_batches_tracked == 8
+
+
+ALIKE = """
+import json
+import torch
+from monetrun.capture import guards as module
+from monetrun.capture.guards import Guard, Guards, _Input
+
+target = lambda weight: weight.new_zeros((), dtype=torch.bool)  # what is false on a stand-in, holds here
+waits, whole = [], Guards.failed
+Guards.failed = lambda self: waits.append("device")
+synchronize = torch.cuda.Event.synchronize
+torch.cuda.Event.synchronize = lambda event: waits.append("event " + str(event.number))
+numbers = iter(range(1000))
+copied = module._copied
+
+def numbered(on_device):
+    on_host, event = copied(on_device)
+    event.number = next(numbers)
+    return on_host.fill_(True), event
+
+module._copied = numbered
+guard = Guard(0, 1, "a norm's", target, ((_Input(0),), {}))
+of_blocks = Guards(None, [guard])
+run = of_blocks.checking(lambda arguments: None)
+blocks = [torch.ones(4, device="cuda") for _ in range(3)]
+said = []
+for step in range(4):
+    for weight in blocks:
+        run([weight])
+    assert module.first_failed([of_blocks]) is None
+    for weight in blocks:
+        weight.add_(1)
+    module.optimizer_ended()
+    said.append(list(waits))
+    waits.clear()
+print(json.dumps(said))
+"""
+
+
+@needs_stand_in
+def test_blocks_that_share_a_graph_wait_for_no_result_of_the_same_step():
+    first, second, *later = printed_by(ALIKE)
+    assert first == ["device"] * 3
+    assert second == ["event 0", "event 1", "event 2"]  # the first that are copied
+    assert later == [["event 0", "event 1", "event 2"], ["event 3", "event 4", "event 5"]]

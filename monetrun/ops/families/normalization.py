@@ -117,7 +117,7 @@ def _agrees_with_torch(
     generator = torch.Generator().manual_seed(0)
 
     def draw(dtype: torch.dtype, *shape: int, mean: float = 0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * 3 + mean).to(device, dtype)
+        return (torch.randn(shape, generator=generator, device="cpu") * 3 + mean).to(device, dtype)
 
     form = memory_format(dimensions, channels_last)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
