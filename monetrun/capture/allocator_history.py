@@ -49,8 +49,13 @@ def _stream_number() -> int:
     return 0 if _stream is None else int(_stream.cuda_stream)
 
 
-def settings_from_environment() -> AllocatorSettings:
-    """The allocator's settings, as torch reads them from the environment."""
+def present_settings() -> AllocatorSettings:
+    """The allocator's settings, as torch reads them from the environment; once CUDA is in use, as they are.
+
+    Asked earlier, torch would read them then, and pass over what the script sets before its first CUDA tensor.
+    """
+    if torch.cuda.is_initialized() and hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        return parse_settings(torch._C._accelerator_getAllocatorSettings())
     return parse_settings(settings_text())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetrun.capture.allocator_history import settings_from_environment
+from monetrun.capture.allocator_history import present_settings
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.graph import Tensor
 from monetrun.ops.registry import Call
@@ -122,7 +122,7 @@ def block_bytes(storage: torch.UntypedStorage) -> int:
     nbytes = int(storage.nbytes())
     if storage.device.type != "cuda" or nbytes == 0:
         return nbytes
-    return settings_from_environment().rounded(nbytes)
+    return present_settings().rounded(nbytes)
 
 
 def results_of(graph: fx.Graph) -> list[Any]:

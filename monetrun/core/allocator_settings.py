@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -85,10 +86,12 @@ def _up_to_division(nbytes: int, steps: int) -> int:
 
 
 def settings_text() -> str:
-    """How CUDA's allocator is configured in the environment, by the present name of the variable or the old one."""
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    """How CUDA's allocator is configured in the environment; where both variables are set, torch reads the old one."""
+    found = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    return os.environ.get("PYTORCH_ALLOC_CONF", "") if found is None else found
 
 
+@functools.lru_cache(16)
 def parse_settings(text: str) -> AllocatorSettings:
     """Read ``PYTORCH_ALLOC_CONF``: ``"expandable_segments:True,max_split_size_mb:128"``.
 

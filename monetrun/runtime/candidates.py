@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from monetrun.capture.allocator_history import other_allocator
 from monetrun.runtime import sharding
+from monetrun.runtime.hooks import all_objects
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.trigger import Trigger
 from monetrun.runtime.unplannable_use import Compilations
@@ -31,7 +30,7 @@ def owners(trained: set[int]) -> list[nn.Module]:
             known = owns[id(module)] = direct or any(within)
         return known
 
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = [thing for thing in all_objects() if issubclass(type(thing), nn.Module)]
     return [m for m in modules if "_parameters" in m.__dict__ and "_modules" in m.__dict__ and check(m)]
 
 
@@ -39,21 +38,36 @@ class Owners:
     """Finds the ``owners`` of parameters, by one look at all objects for all of a model: each may have an optimizer."""
 
     def __init__(self) -> None:
-        self._found = WeakIdKeyDictionary()  # of each parameter, its owners (weak references)
+        # by the id of a parameter: no reference to it, which would forbid ``Module.to`` to swap it with another tensor
+        self._found: dict[int, list[weakref.ref[nn.Module]]] = {}
+
+    def trained_by(self, optimizer: Optimizer) -> list[nn.Module]:
+        """The owners of an optimizer's parameters."""
+        return self.of([p for group in optimizer.param_groups for p in group["params"]])
 
     def of(self, parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
         """The owners of these."""
-        if not all(p in self._found for p in parameters):
-            own = owners(set(map(id, parameters)))
-            known = {id(p): p for module in own for p in module.parameters()} | {id(p): p for p in parameters}
-            for p in known.values():
-                self._found[p] = []
-            for module in owners(set(known)):
-                for p in module.parameters():
-                    if id(p) in known:
-                        self._found[p].append(weakref.ref(module))
-        refs = [ref for p in parameters for ref in self._found[p]]
+        parameters = [p for p in parameters if isinstance(p, nn.Parameter)]  # no module has other tensors as its own
+        if not all(map(self._is_known, parameters)):
+            self._look(parameters)
+        refs = [ref for p in parameters for ref in self._found[id(p)]]
         return list({id(module): module for ref in refs if (module := ref()) is not None}.values())
+
+    def _is_known(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter was looked for, and not another one that had its id."""
+        modules = [m for ref in self._found.get(id(parameter), ()) if (m := ref()) is not None]
+        return any(own is parameter for m in modules for own in m._parameters.values())
+
+    def _look(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._found = {k: refs for k, refs in self._found.items() if any(ref() is not None for ref in refs)}
+        self._found |= {id(p): [] for p in parameters}
+        own = owners(set(map(id, parameters)))
+        known = {id(p) for module in own for p in module.parameters()}
+        self._found |= {k: [] for k in known}
+        for module in owners(known) if own else ():
+            for p in module.parameters():
+                if id(p) in known:
+                    self._found[id(p)].append(weakref.ref(module))
 
 
 def outermost_name(modules: Iterable[nn.Module]) -> str:

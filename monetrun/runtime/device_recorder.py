@@ -85,7 +85,7 @@ class DeviceRecorder:
             stretch: its number.
             dropped: outputs, and inputs of the first call, that the script has dropped in it.
         """
-        settings = allocator_history.settings_from_environment()
+        settings = allocator_history.present_settings()
         requests = self._requests[stretch]
         frees = [(settings.rounded(nbytes), place) for nbytes, place in self._other_frees[stretch]]
         places = []
@@ -106,7 +106,7 @@ class DeviceRecorder:
 
     def stays(self, nbytes: int) -> None:
         """So much more stays allocated from a call of a graph on, as the state of an optimizer that a hook calls."""
-        block_bytes = allocator_history.settings_from_environment().rounded(nbytes)
+        block_bytes = allocator_history.present_settings().rounded(nbytes)
         self._stays[nbytes <= MOST_SMALL].append(block_bytes)
 
     def resume(self) -> None:
@@ -123,7 +123,7 @@ class DeviceRecorder:
         """
         self._begun_under = tuple(begun_under)
         before, requests = self._history.count, self._history.piece()
-        settings = allocator_history.settings_from_environment()
+        settings = allocator_history.present_settings()
         if _highest_bytes(requests, before) > max(_MOST_OF_BATCH * sum(self._batch), settings.large_segment_bytes):
             return
         inputs = len(self._batch)
@@ -150,7 +150,7 @@ class DeviceRecorder:
 
     def memory(self) -> DeviceMemory:
         """What was recorded."""
-        settings = allocator_history.settings_from_environment()
+        settings = allocator_history.present_settings()
         return DeviceMemory(
             settings=settings,
             plain_settings=settings if self._plain_settings is None else self._plain_settings,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from monetrun.capture import cpu_allocator
-from monetrun.capture.allocator_history import settings_from_environment
+from monetrun.capture.allocator_history import present_settings
 from monetrun.capture.meter import Meter
 from monetrun.core.budget import format_bytes
 from monetrun.core.plan import Pool
@@ -52,6 +52,7 @@ class Enforcement:
         self.share_was_estimated = self.share_is_estimate = False
         self._step_ended = False
         self._noted_bytes = 0
+        self._left_bytes = 0  # reserved when the last step ended: more than the budget if that was not held to it
 
     def plan_is(self, budget_bytes: int, pool: Pool | None, libraries: bool) -> None:
         """Another plan runs from now on; on CUDA its pool is reserved."""
@@ -117,7 +118,8 @@ class Enforcement:
         """Tell what was allocated outside of training steps, if that was much, and hold the pool again."""
         peaks = self.meter.peaks()
         peak = max(peaks.allocated_bytes, peaks.reserved_bytes) if self.meter.exact else 0
-        if peak > max(self._budget_bytes + self._budget_bytes // 100, self._noted_bytes):
+        allowed = max(self._budget_bytes, self._left_bytes)
+        if peak > max(allowed + self._budget_bytes // 100, self._noted_bytes):
             self._noted_bytes = peak + peak // 100
             taken = "reserved" if peaks.reserved_bytes else "allocated"
             self.note(
@@ -126,7 +128,7 @@ class Enforcement:
             )
         if peaks.retries > self._retries:  # the allocator has: held again, the pool would not serve that request either
             self._held_bytes, self._retries = min(self._held_bytes, peaks.reserved_now_bytes), peaks.retries
-        if peaks.reserved_bytes > self._budget_bytes or peaks.reserved_now_bytes < self._held_bytes:
+        if peaks.reserved_bytes > allowed or peaks.reserved_now_bytes < self._held_bytes:
             self._hold()  # what was cached meanwhile goes back to the device; or the script has given the pool back
 
     def enforce(self, *, suspended: bool = False) -> None:
@@ -169,6 +171,7 @@ class Enforcement:
     def lift(self) -> None:
         """A training step has ended: nothing is bounded until the next one."""
         if not self._lifted:
+            self._left_bytes = self.meter.peaks().reserved_now_bytes if self._suspended else 0
             self._lifted = self._step_ended = True
             self._suspended = self._paused = False
             set_limit(self.device, None)
@@ -184,7 +187,7 @@ class Enforcement:
             return self._budget_bytes + (self._budget_bytes >> _SLACK_SHIFT)
         if self._pool is None or self.device.type != "cuda" or not torch.backends.cudnn.benchmark:
             return self._budget_bytes
-        settings = settings_from_environment()
+        settings = present_settings()
         if not settings.expandable:
             return self._budget_bytes
         return min(self._budget_bytes, max(self._pool.planned_bytes, self._budget_bytes - settings.large_segment_bytes))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from monetrun.capture import device_peaks
-from monetrun.capture.allocator_history import settings_from_environment, stream_of_graphs, warm_up_libraries
-from monetrun.core.allocator_settings import ROUND_LARGE
+from monetrun.capture.allocator_history import present_settings, stream_of_graphs, warm_up_libraries
+from monetrun.core.allocator_settings import ROUND_LARGE, UNLIMITED
 from monetrun.core.plan import Pool
 
 _MIB = 1 << 20
@@ -33,11 +33,13 @@ def hold(device: torch.device, pool: Pool, libraries: bool, budget_bytes: int) -
 
 
 def _reserve(device: torch.device, pool: Pool, budget_bytes: int) -> None:
-    settings = settings_from_environment()
+    settings = present_settings()
     page = settings.large_segment_bytes if settings.expandable else ROUND_LARGE
     held = []
     try:
-        large_bytes = pool.large_bytes - pool.other_streams_bytes
+        # with a limit on what is split, a large block would serve no smaller request
+        splits = settings.expandable or settings.max_split_bytes == UNLIMITED
+        large_bytes = pool.large_bytes - pool.other_streams_bytes if splits else 0
         while (missing := large_bytes - _reserved(device, "large_pool")) > 0:
             free = budget_bytes - _reserved(device, "all")
             missing = min(missing, free // page * page)

@@ -233,7 +233,7 @@ class Session:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Put triggers on the modules that own the optimizer's parameters, where there are none yet."""
         self.optimizers.add(optimizer)
-        self.put_triggers(self._owners.of([p for group in optimizer.param_groups for p in group["params"]]))
+        self.put_triggers([] if self._as_is else self._owners.trained_by(optimizer))
 
     def parameters_added(self, optimizer: Optimizer) -> None:
         """As ``optimizer_made``, once the optimizer is constructed."""

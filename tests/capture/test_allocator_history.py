@@ -42,7 +42,7 @@ def take(mib):
 kept = [take(mib) for mib in (31, 75, 33, 90, 20)]
 kept[1] = kept[3] = None
 torch.cuda.empty_cache()  # two gaps, with parts of pages on both sides
-model = CachingAllocator(allocator_history.settings_from_environment(), 4 << 30)
+model = CachingAllocator(allocator_history.present_settings(), 4 << 30)
 segments = allocator_history.segments(device)
 for segment in segments:
     model.load(segment.small, segment.blocks, gap_bytes=segment.gap_bytes)

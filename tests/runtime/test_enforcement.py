@@ -141,3 +141,31 @@ def test_where_a_cpus_bytes_cannot_be_counted_one_line_says_that_nothing_is_enfo
     for budget_bytes in (100, 90):
         of.plan_is(budget_bytes, None, libraries=False)
     assert notes == ["the budget is planned for, but not enforced: there is no compiler"]
+
+
+def test_what_a_step_that_is_not_bounded_leaves_reserved_is_left_to_it(monkeypatch):
+    reserved, held, said = [1300], [], []
+
+    class Meter(NoMeter):
+        def peaks(self):
+            return Peaks(0, reserved[0] * MIB, reserved[0] * MIB, 0)
+
+        def reset_peak(self):
+            pass
+
+    monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: None)
+    monkeypatch.setattr(enforcement.reserved, "hold", lambda *arguments: held.append(arguments))
+    of = enforcement.Enforcement(torch.device("cuda", 0), Meter(), said.append, of_plain=True)
+    of.plan_is(1000 * MIB, POOL, libraries=False)
+    del held[:]
+    for _ in range(3):
+        of.enforce(suspended=True)
+        of.lift()
+        of.call_begins()
+    assert held == []
+    assert len(said) == 1  # that the share is not enforced
+    of.enforce()
+    of.lift()
+    reserved[0] = 1400  # an evaluation
+    of.call_begins()
+    assert len(held) == 1

@@ -1,5 +1,8 @@
 """An optimizer for each parameter: the objects of the process are looked through once, not once for each."""
 
+import gc
+
+import torch
 from torch import nn
 
 from monetrun.runtime import candidates
@@ -37,3 +40,37 @@ def test_a_new_parameter_at_the_place_of_an_old_one_is_a_new_one():
         model = nn.Linear(4, 4)
         assert id(model) in {id(module) for module in found.of(list(model.parameters()))}
         del model
+
+
+def test_a_parameter_may_be_swapped_with_another_tensor_where_its_owner_is_known():
+    """As ``Module.to`` does with FSDP2's parameters: torch refuses it for those that have weak references."""
+    found, model = candidates.Owners(), nn.Linear(4, 4)
+    assert model in found.of(list(model.parameters()))
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    assert model.weight.dtype == torch.float64
+    assert model in found.of(list(model.parameters()))
+
+
+def test_tensors_that_are_no_parameters_are_not_looked_for_and_unowned_ones_once_each(monkeypatch):
+    looks, owners = [], candidates.owners
+    monkeypatch.setattr(candidates, "owners", lambda ids: looks.append(1) or owners(ids))
+    found = candidates.Owners()
+    assert found.of([torch.zeros(3, requires_grad=True)]) == []
+    assert looks == []
+    assert found.of([nn.Parameter(torch.zeros(3))]) == []
+    assert looks == [1]
+
+
+def test_owners_are_found_where_the_script_has_frozen_its_objects():
+    model = nn.Linear(4, 4)
+    gc.freeze()
+    try:
+        assert model in candidates.Owners().of(list(model.parameters()))
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
