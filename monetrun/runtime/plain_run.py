@@ -59,6 +59,7 @@ class PlainRun:
         self._backwards = 0
         self._lifted = False  # the limit is, for evaluation
         self._evaluated: Callable[[], nn.Module | None] = lambda: None  # of what
+        self._trains = False  # an optimizer has stepped since ``eval``, after which some train all the same
         self._most = (0, 0)  # allocated and reserved in training steps before the last evaluation
         self._undo = contextlib.ExitStack()
         self._reporter = Reporter(settings)
@@ -109,13 +110,13 @@ class PlainRun:
         count = 2 * sum(p in trained for p in own)
         if count >= len(trained) or (module._modules and count >= len(own) > 0):
             self._most = self._most_in_training() if self._backwards else (0, 0)
-            self._lifted, self._evaluated = True, weakref.ref(module)
+            self._lifted, self._evaluated, self._trains = True, weakref.ref(module), False
             self._set_limit(None)
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """A trial ends with the second time if there is no optimizer, whose steps would end it."""
         self._backwards += 1
-        if self._lifted and self.device is not None:
+        if self._lifted and self.device is not None and (self._trains or not _still(self._evaluated())):
             self._evaluation_ended()
         if self.settings.mode == MEASURE:
             probe.begin(self.settings.record_file)
@@ -140,6 +141,7 @@ class PlainRun:
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count it. A trial ends once every optimizer has made its steps."""
+        self._trains = True
         self._steps[self._numbers.setdefault(optimizer, len(self._numbers))] += 1
         fewest, most = min(self._steps.values()), max(self._steps.values())
         if self.device is not None:
@@ -196,7 +198,7 @@ class PlainRun:
             retries=peaks.retries,
             steps=max(self._steps.values(), default=0),
             device=self.device.index or 0,
-            outside_bytes=self._outside_bytes(peaks.reserved_now_bytes),
+            outside_bytes=_outside_bytes(self.device, self._free_before, peaks.reserved_now_bytes),
         )
 
     def _most_in_training(self) -> tuple[int, int]:
@@ -215,13 +217,6 @@ class PlainRun:
             "allocation_retries": peaks.retries,
         }
 
-    def _outside_bytes(self, held_bytes: int) -> int:
-        """What this process has taken of the device beside ``held_bytes``; 0 where that is not known."""
-        index = self.device.index or 0 if self.device is not None else 0
-        if index >= len(self._free_before):
-            return 0
-        return max(0, self._free_before[index] - torch.cuda.mem_get_info(self.device)[0] - held_bytes)
-
     def _at_exit(self) -> None:
         if self.device is None or not self._steps:
             return
@@ -232,10 +227,26 @@ class PlainRun:
         self._reporter.write(
             {
                 "exact": True,
-                "evaluating": self._lifted and (module := self._evaluated()) is not None and not module.training,
+                "evaluating": self._lifted and _still(self._evaluated()),
                 "steps": peaks.steps,
                 "measured_peak_bytes": peaks.allocated_bytes,
                 "measured_reserved_bytes": peaks.reserved_bytes,
                 "allocation_retries": peaks.retries,
             }
         )
+
+
+def _still(evaluated: nn.Module | None) -> bool:
+    """Whether a module is evaluated still: that may differentiate, too, for forces or attacks."""
+    return evaluated is not None and not evaluated.training
+
+
+def _outside_bytes(device: torch.device, free_before: Sequence[int], held_bytes: int) -> int:
+    """What this process has taken of the device beside ``held_bytes``; 0 where that is not known.
+
+    ``free_before``: of each device, before this process used any.
+    """
+    index = device.index or 0
+    if index >= len(free_before):
+        return 0
+    return max(0, free_before[index] - torch.cuda.mem_get_info(device)[0] - held_bytes)

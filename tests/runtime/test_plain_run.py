@@ -38,6 +38,19 @@ def test_evaluation_of_each_network_that_is_trained_is_not_bounded(bounded, whic
     assert is_bounded()
 
 
+def test_evaluation_that_differentiates_is_not_bounded_and_training_in_evaluation_mode_is(bounded):
+    net, _, is_bounded, (optimizer, _) = bounded
+    net.eval()
+    for _ in range(2):
+        x = torch.ones(2, 4, requires_grad=True)
+        torch.autograd.grad(net(x).sum(), x)  # forces
+        assert not is_bounded()
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    net(torch.ones(2, 4)).sum().backward()
+    assert is_bounded()
+
+
 def test_a_batch_norm_or_block_that_stays_as_it_is_and_a_teacher_are_none(bounded):
     small, _, is_bounded, _ = bounded
     small[1].eval()
