@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
 from monetrun.capture.gradient_terms import within_backward
 from monetrun.core.errors import PlanningFault
@@ -90,7 +91,9 @@ class WithRoom(Recording):
             self.running.steps.forward_begins()
         try:
             yield
-        except Exception as error:
+        except _StopRecomputationError:
+            raise  # the second run of a checkpoint around the model has what it is for
+        except (Exception, KeyboardInterrupt) as error:  # a notebook goes on after both
             self._failed = True
             self.call_failed(error)
             if self.running is not None:

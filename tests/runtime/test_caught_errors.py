@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from monetrun.runtime import enforcement, with_room
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 
@@ -69,3 +71,50 @@ def test_a_batch_that_the_model_cannot_take_leaves_the_plan_as_it_is(refuses, pa
     said = capsys.readouterr().err
     assert "parts" not in said
     assert "more are held" not in said
+
+
+def test_an_interrupted_forward_leaves_no_limit_behind(monkeypatch):
+    """Of a notebook's cell."""
+    limits = []
+    monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: limits.append(nbytes))
+    session = Session(Settings(mode=RUN, budget="0.7x", solver_seconds=1.0))
+    session.watch_process()
+    try:
+        torch.manual_seed(0)
+        model = Net(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(64, 4, 64)).square().mean().backward()
+            optimizer.step()
+        assert limits[-2] is not None
+        hook = model.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(64, 4, 64))
+        hook.remove()
+        assert limits[-1] is None
+    finally:
+        session.close()
+        torch._dynamo.reset()
+
+
+def test_a_checkpoint_around_a_planned_model_is_no_failed_call(monkeypatch):
+    collections = []
+    monkeypatch.setattr(with_room.gc, "collect", lambda *_: collections.append(1))
+    session = Session(Settings(mode=RUN, budget="0.95x", solver_seconds=1.0))
+    session.watch_process()
+    try:
+        torch.manual_seed(0)
+        model = Net(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        found = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(64, 4, 64, requires_grad=True)
+            checkpoint(model, x, use_reentrant=False).square().mean().backward()
+            optimizer.step()
+            found.append(len(collections))
+        assert found[-1] == found[-3]
+    finally:
+        session.close()
+        torch._dynamo.reset()
