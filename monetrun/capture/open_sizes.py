@@ -14,10 +14,12 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
@@ -26,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from monetrun.capture.generated import graph_module
 from monetrun.capture.kernel_strides import as_kernels_give_them
+from monetrun.capture.open_numbers import NumberOutputs, deciding_symbols, is_open, number_of, only_in_forms
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.program import Run
 from monetrun.capture.refusal import is_refusal
@@ -38,16 +41,25 @@ _log = logging.getLogger("monetrun")
 
 _START: dict[Any, int] = {aten.slice.Tensor: 2, aten.slice_backward.default: 3}  # which argument is the slice's begin
 _SAVED = "_monetrun_saved"  # attribute of the tensor that a forward saves: ``SavedValues``
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Of all graphs of fixed sizes that are kept for one open graph: about 1.5 GB; what was not used for longest goes first.
 _MOST_NODES = 400_000
+_BYTES_OF_A_NODE = 4_000
+_SHARE_OF_HOST = 16  # that they may take where the model is on a GPU
 # Results of operators on fake tensors that torch keeps: some kilobytes each.
 _MOST_FAKE_CALLS = 1 << 14
 
 
+def most_nodes() -> int:
+    """Of how many nodes graphs of fixed sizes are kept for one open graph: a dropped one is captured again."""
+    if not torch.cuda.is_initialized():
+        return _MOST_NODES
+    own = psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return max(_MOST_NODES, own // _SHARE_OF_HOST // _BYTES_OF_A_NODE)
+
+
 def has_open_sizes(module: fx.GraphModule) -> bool:
     """Whether a joint module takes numbers that are left open."""
-    return any(_is_open(node.meta.get("val")) for node in module.graph.find_nodes(op="placeholder"))
+    return any(is_open(node.meta.get("val")) for node in module.graph.find_nodes(op="placeholder"))
 
 
 @dataclass
@@ -68,19 +80,6 @@ class FixedSizes:
         return self.make_backward()
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A number that does not follow from those among the inputs: of the form of a tensor there.
-
-    Attributes:
-        place: of the tensor.
-        read: gives the number of a tensor.
-    """
-
-    place: int
-    read: Callable[[torch.Tensor], Any]
-
-
 class OpenSizes:
     """Runs a joint graph whose sizes are left open.
 
@@ -98,9 +97,13 @@ class OpenSizes:
         self.fix = fix
         primals = [n for n in module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         values: list[Any] = [node.meta.get("val") for node in primals]
-        self.numbers = [k for k, value in enumerate(values) if _is_open(value)]
+        self.numbers = [k for k, value in enumerate(values) if is_open(value)]
+        deciding, own = deciding_symbols(module), {k: values[k].node.expr.free_symbols for k in self.numbers}
+        self._deciding = [k for k in self.numbers if own[k] & deciding]
+        self._spare = frozenset[Any]().union(*(symbols - deciding for symbols in own.values()))
         self._tensors = [k for k in range(len(primals)) if k not in self.numbers]
-        self._forms = _only_in_forms(values)
+        self._forms = only_in_forms(values)
+        self._given_on = NumberOutputs(values, results_of(module.graph)[:forward_outputs])
         self._traced = self._read(values)
         self._fixed: dict[tuple[Any, ...], FixedSizes] = {}  # in the order of their last calls
 
@@ -108,12 +111,12 @@ class OpenSizes:
         return self  # AOTAutograd copies modules with their meta
 
     def fixed(self, numbers: tuple[Any, ...]) -> FixedSizes:
-        """What runs it with these numbers: those in the places of ``self.numbers``, then those of tensors' forms."""
+        """What runs it with these numbers: those given that decide something, then those of tensors' forms."""
         found = self._fixed.pop(numbers, None)
         if found is None:
             with unset_fake_temporarily():
                 expressions = (number.node.expr for number in self._traced)
-                module = with_numbers(self.module, dict(zip(expressions, numbers, strict=True)))
+                module = with_numbers(self.module, dict(zip(expressions, numbers, strict=True)), self._spare)
                 found = self.fix(module)
             if len(FakeTensorMode.cache) > _MOST_FAKE_CALLS:  # of every size so far, and torch drops none
                 FakeTensorMode.cache_clear()
@@ -125,7 +128,7 @@ class OpenSizes:
     @property
     def most(self) -> int:
         """How many sizes are kept."""
-        return max(_MOST_NODES // len(self.module.graph.nodes), 1)
+        return max(most_nodes() // len(self.module.graph.nodes), 1)
 
     def hints(self) -> tuple[Any, ...]:
         """The numbers that it was traced with."""
@@ -133,7 +136,7 @@ class OpenSizes:
 
     def _read(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The numbers of these inputs."""
-        return (*(inputs[k] for k in self.numbers), *(form.read(inputs[form.place]) for form in self._forms))
+        return (*(inputs[k] for k in self._deciding), *(form.read(inputs[form.place]) for form in self._forms))
 
     def shells(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Modules that have the inputs and outputs of the forward and of the backward, for AOTAutograd to look at."""
@@ -170,8 +173,11 @@ class OpenSizes:
             _log.debug("sizes %s are not left open", numbers, exc_info=error)
             raise BackendCompilerFailed(self.forward, error, None) from error
         tensors = [arguments[k] for k in self._tensors]
+        given_on = self._given_on.of(arguments)
         arguments.clear()
         results = list(fixed.forward(tensors))
+        for k, number in given_on:
+            results[k] = number
         outputs, saved = results[: self.forward_outputs], results[self.forward_outputs :]
         given = {id(o) for o in outputs}
         # an output becomes one of the autograd node that keeps the values: no circle
@@ -199,49 +205,34 @@ class OpenSizes:
     backward._boxed_call = True  # type: ignore[attr-defined]
 
 
-def with_numbers(module: fx.GraphModule, known: Mapping[Any, Any]) -> fx.GraphModule:
+def with_numbers(
+    module: fx.GraphModule, known: Mapping[Any, Any], spare: Collection[Any] = frozenset()
+) -> fx.GraphModule:
     """The joint module of fixed sizes that an open one is with these numbers.
 
     Args:
         module: AOTAutograd's joint module.
         known: numbers by their expression in it; those that are inputs it does not take any more.
+        spare: symbols that no tensor depends on; numbers that they are in are None.
 
     Raises:
         CaptureFailed: the module has something whose size does not follow from the numbers.
     """
     mode = _mode_of(module)
     with mode, as_kernels_give_them(), torch.no_grad(), torch._C._DisableAutocast():
-        return _Fixing(module, mode, known).module()
-
-
-def _only_in_forms(values: Sequence[Any]) -> list[_Form]:
-    """The numbers of tensors' forms that do not follow from the inputs that are numbers.
-
-    A stride may be one, and so may the bytes of a storage of which the tensor is a part.
-    """
-    known = {value.node.expr for value in values if _is_open(value)}
-    found = []
-    for place, value in enumerate(values):
-        for read in _form_readers(value.dim()) if isinstance(value, torch.Tensor) else ():
-            number = read(value)
-            if _is_open(number) and not number.node.expr.free_symbols <= known:
-                known.add(number.node.expr)
-                found.append(_Form(place, read))
-    return found
-
-
-def _form_readers(dimensions: int) -> list[Callable[[torch.Tensor], Any]]:
-    of_dimensions = (operator.methodcaller(kind, d) for kind in ("size", "stride") for d in range(dimensions))
-    return [*of_dimensions, torch.Tensor.storage_offset, lambda tensor: tensor.untyped_storage().nbytes()]
+        return _Fixing(module, mode, known, frozenset(spare)).module()
 
 
 class _Fixing:
     """Makes a graph of fixed sizes, operator by operator, each on fake tensors of these sizes."""
 
-    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, known: Mapping[Any, Any]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, mode: FakeTensorMode, known: Mapping[Any, Any], spare: frozenset[Any]
+    ) -> None:
         self.open = module
         self.mode = mode
         self.known = dict(known)
+        self.spare = spare
         self.graph = fx.Graph()
         self.nodes: dict[fx.Node, Any] = {}  # of the open graph: the other graph's node, or a number
         self.values: dict[fx.Node, Any] = {}  # of the other graph's nodes
@@ -251,8 +242,9 @@ class _Fixing:
     def module(self) -> fx.GraphModule:
         for node in self.open.graph.nodes:
             val = node.meta.get("val")
-            if _is_open(val):
-                self.nodes[node] = self._number(val)
+            if is_open(val):
+                given_on = bool(val.node.expr.free_symbols & self.spare)  # then ``NumberOutputs`` has it
+                self.nodes[node] = None if given_on else self._number(val)
             elif node.op == "output":
                 self.graph.node_copy(node, self.nodes.__getitem__)
             elif not self._checks_numbers(node):
@@ -299,7 +291,7 @@ class _Fixing:
         self.nodes[node] = operand
 
     def _input(self, val: Any) -> Any:
-        if not isinstance(val, FakeTensor) or not any(map(_is_open, (*val.shape, *val.stride(), val.storage_offset()))):
+        if not isinstance(val, FakeTensor) or not any(map(is_open, (*val.shape, *val.stride(), val.storage_offset()))):
             return val
         elements = self._number(val.untyped_storage().nbytes()) // val.element_size()
         storage = torch.empty(elements, dtype=val.dtype, device=val.device)
@@ -317,11 +309,10 @@ class _Fixing:
                 raise CaptureFailed(f"{node.name} gives {forms[1]}, not {forms[0]}", "its sizes are not left open")
 
     def _number(self, value: Any) -> Any:
-        if not _is_open(value):
+        if not is_open(value):
             return value
-        kind = int if isinstance(value, torch.SymInt) else bool if isinstance(value, torch.SymBool) else float
         try:
-            return kind(value.node.expr.xreplace(self.known))
+            return number_of(value, self.known)
         except TypeError:
             message = f"{value} does not follow from the sizes of the inputs"
             raise CaptureFailed(message, "its sizes are not left open") from None
@@ -342,7 +333,7 @@ def _full_slices(module: fx.GraphModule) -> dict[fx.Node, bool]:
         full = node.target in _START and _begins_at_zero(node) and _alike(node, node.args[0])
         if full:
             found[node] = False
-        if node.meta.get("partitioner_tag") == "is_forward" and not _is_open(node.meta.get("val")):
+        if node.meta.get("partitioner_tag") == "is_forward" and not is_open(node.meta.get("val")):
             if full:
                 last[stack[-1][0]] = node
             else:
@@ -358,7 +349,7 @@ def _begins_at_zero(node: fx.Node) -> bool:
 
 def _alike(node: fx.Node, other: Any) -> bool:
     """Whether two tensors have the same shape, whatever the numbers."""
-    shapes = ([s.node.expr if _is_open(s) else s for s in n.meta["val"].shape] for n in (node, other))
+    shapes = ([s.node.expr if is_open(s) else s for s in n.meta["val"].shape] for n in (node, other))
     return operator.eq(*shapes)
 
 
@@ -381,7 +372,3 @@ def _mode_of(module: fx.GraphModule) -> FakeTensorMode:
     if mode is None:
         raise CaptureFailed("a graph with open sizes takes no tensors", "its sizes are not left open")
     return mode
-
-
-def _is_open(value: Any) -> bool:
-    return isinstance(value, _NUMBERS)

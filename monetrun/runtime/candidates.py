@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Container, Iterable, Sequence
 
@@ -11,7 +12,6 @@ from torch.optim import Optimizer
 
 from monetrun.capture.allocator_history import other_allocator
 from monetrun.runtime import sharding
-from monetrun.runtime.hooks import all_objects
 from monetrun.runtime.planned_calls import PlannedCall
 from monetrun.runtime.trigger import Trigger
 from monetrun.runtime.unplannable_use import Compilations
@@ -30,8 +30,14 @@ def owners(trained: set[int]) -> list[nn.Module]:
             known = owns[id(module)] = direct or any(within)
         return known
 
-    modules = [thing for thing in all_objects() if issubclass(type(thing), nn.Module)]
-    return [m for m in modules if "_parameters" in m.__dict__ and "_modules" in m.__dict__ and check(m)]
+    def found() -> list[nn.Module]:
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+        return [m for m in modules if "_parameters" in m.__dict__ and "_modules" in m.__dict__ and check(m)]
+
+    if (those := found()) or not gc.get_freeze_count():
+        return those
+    gc.unfreeze()  # they are not listed otherwise; frozen again, what has come since would never be collected
+    return found()
 
 
 class Owners:

@@ -76,21 +76,10 @@ class _Known:
 _known = _Known()
 
 
-def all_objects() -> list[Any]:
-    """All objects that Python's garbage collector knows, those frozen (``gc.freeze``), too. It takes 0.2 seconds."""
-    if not gc.get_freeze_count():
-        return gc.get_objects()
-    gc.collect()  # what is frozen again is never collected
-    gc.unfreeze()
-    found = gc.get_objects()
-    gc.freeze()
-    return found
-
-
 def optimizers() -> list[Optimizer]:
     """All optimizers that exist in the process. The first look at all objects takes 0.2 seconds."""
     if not _known.all:
-        _known.made.update(thing for thing in all_objects() if issubclass(type(thing), Optimizer))
+        _known.made.update(thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
         _known.all = _known.observed
     return list(_known.made)
 

@@ -12,6 +12,7 @@ from monetrun.capture import guards, kernel_search
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.guards import FailedGuards
 from monetrun.capture.joint import JointGraph
+from monetrun.capture.open_sizes import most_nodes
 from monetrun.core.budget import format_bytes
 from monetrun.core.errors import (
     InfeasibleBudget,
@@ -47,9 +48,6 @@ _log = logging.getLogger("monetrun")
 # stream has of its own. Where a page of a large segment more was taken, another one may be, beyond the budget.
 _TOLERATED = 8 << 20
 
-# Steps of the schedules of graphs that the plan does not have, in all: about 100 MB. More than those of the graphs that
-# ``OpenSizes`` keeps.
-_MOST_STEPS = 1_000_000
 
 _CORRECTED = "the first planned steps reserved more than was planned: planned again with what was seen"
 
@@ -322,7 +320,7 @@ def _forget_oldest(running: RunningPlan) -> None:
     sizes = {f: len(s.forward) + len(s.backward) for f, s in running.schedules.items() if f not in planned}
     left = sum(sizes.values())
     for fingerprint, size in list(sizes.items())[:-1]:
-        if left <= _MOST_STEPS:
+        if left <= _most_steps():
             return
         left -= size
         del running.schedules[fingerprint]
@@ -368,3 +366,11 @@ def _is_sound(graph: Graph, schedule: Schedule, settings: Settings) -> bool:
         _log.warning("%s; another one is made now", what)
         return False
     return True
+
+
+def _most_steps() -> int:
+    """Steps of the schedules of graphs that the plan does not have, in all: a million of them are about 100 MB.
+
+    More than those of the graphs that ``OpenSizes`` keeps.
+    """
+    return most_nodes() * 5 // 2

@@ -459,7 +459,7 @@ def test_a_new_batch_size_takes_no_rounding_implementation_that_saves_little(mon
 @pytest.mark.parametrize("most_steps", [1_000_000, 100])
 def test_a_schedule_made_for_one_number_runs_for_the_next_ones(most_steps, monkeypatch):
     """A model that is given the number of the epoch, say: nothing is solved anew for each, and few are kept."""
-    monkeypatch.setattr(running_plan, "_MOST_STEPS", most_steps)
+    monkeypatch.setattr(running_plan, "_most_steps", lambda: most_steps)
     solved, adapted = [], adaptation.adapted_schedule
     monkeypatch.setattr(adaptation, "adapted_schedule", lambda *given: (solved.append(given), adapted(*given))[1])
 

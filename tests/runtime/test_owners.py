@@ -71,6 +71,5 @@ def test_owners_are_found_where_the_script_has_frozen_its_objects():
     gc.freeze()
     try:
         assert model in candidates.Owners().of(list(model.parameters()))
-        assert gc.get_freeze_count()
     finally:
         gc.unfreeze()

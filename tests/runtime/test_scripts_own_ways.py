@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from monetrun.capture import open_sizes
 from support.models_in_parts import WIDTH, Block, minimized
 from support.sessions import opened_session
 
@@ -78,6 +79,33 @@ def test_a_counter_of_steps_is_no_new_model_in_each_step():
 
     assert not warnings_of(script)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
+
+
+class Counting(Net):
+    """It counts, and nothing that it computes depends on the number."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen += x.shape[0] * 2
+        return super().forward(x)
+
+
+def test_a_counter_of_which_nothing_depends_is_captured_once(monkeypatch):
+    fixed, original = [], open_sizes.with_numbers
+    monkeypatch.setattr(open_sizes, "with_numbers", lambda *given: fixed.append(1) or original(*given))
+
+    def script():
+        del fixed[:]
+        model = Counting()
+        losses = minimized(model, 0.05, lambda x: model(x).square().mean(), batches(12))
+        return losses, model.calls, model.seen
+
+    assert not warnings_of(script)
+    assert len(fixed) <= 2
 
 
 class Noisy(Net):
