@@ -45,7 +45,13 @@ def repeatable(
     autocast = tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types))
 
     def call(*arguments: Any) -> Any:
-        given = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments  # boxed
+        is_boxed = len(arguments) == 1 and isinstance(arguments[0], list)
+        given = arguments[0] if is_boxed else arguments
+        if any(isinstance(v, torch.Tensor) and v.is_inference() for v in given) and torch.is_grad_enabled():
+            if is_boxed:
+                given[:] = map(_for_autograd, given)  # the caller's list, which is emptied
+            else:
+                arguments = given = tuple(map(_for_autograd, given))
         inputs = tuple(weakref.ref(v) if isinstance(v, torch.Tensor) else v for v in given)
         versions = tuple(map(version_of, given))
         generators = tuple((device, uncounted_state(device)) for device in traced.draws_on)
@@ -62,6 +68,14 @@ def repeatable(
     if hasattr(compiled, "_boxed_call"):
         call._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
     return call
+
+
+def _for_autograd(value: Any) -> Any:
+    """A tensor made in inference mode, such as a table from an evaluation, as one that may be saved for a backward."""
+    if not isinstance(value, torch.Tensor) or not value.is_inference():
+        return value
+    alias = torch.empty(0, dtype=value.dtype, device=value.device)
+    return alias.set_(value.untyped_storage(), value.storage_offset(), value.size(), value.stride())
 
 
 def _unhooked(node: Any) -> Again | None:

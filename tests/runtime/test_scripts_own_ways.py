@@ -27,12 +27,12 @@ def batches(count=4):
     return [torch.randn(256, WIDTH, generator=generator) for _ in range(count)]
 
 
-def warnings_of(script):
+def warnings_of(script, budget="0.95x"):
     """Those of a session in which ``script`` gives what it gives as it is."""
     torch.manual_seed(0)
     plain = script()
     torch.manual_seed(0)
-    with opened_session(budget="0.95x", solver_seconds=0.5, implementations="exact") as opened:
+    with opened_session(budget=budget, solver_seconds=0.5, implementations="exact") as opened:
         assert script() == plain
         assert opened.engine is not None
         return opened.reporter.warned
@@ -106,6 +106,30 @@ def test_a_counter_of_which_nothing_depends_is_captured_once(monkeypatch):
 
     assert not warnings_of(script)
     assert len(fixed) <= 2
+
+
+class Positions(Net):
+    """It makes a table in its first call, an evaluation, say, and only adds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.linspace(-1, 1, WIDTH).expand(x.shape[0], WIDTH) * 0.1
+        return super().forward((x + self.table).tanh() + self.table)
+
+
+@pytest.mark.parametrize("budget", ["0.95x", "0.6x"])
+def test_a_table_made_in_inference_mode_is_read_again(budget):
+    def script():
+        model = Positions()
+        with torch.inference_mode():
+            model(batches(1)[0])
+        return minimized(model, 0.05, lambda x: model(x).square().mean(), batches(6))
+
+    assert not warnings_of(script, budget)
 
 
 class Noisy(Net):
