@@ -45,10 +45,10 @@ def repeatable(
     autocast = tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types))
 
     def call(*arguments: Any) -> Any:
-        is_boxed = len(arguments) == 1 and isinstance(arguments[0], list)
-        given = arguments[0] if is_boxed else arguments
+        boxed = len(arguments) == 1 and isinstance(arguments[0], list)
+        given: Any = arguments[0] if boxed else arguments
         if any(isinstance(v, torch.Tensor) and v.is_inference() for v in given) and torch.is_grad_enabled():
-            if is_boxed:
+            if boxed:
                 given[:] = map(_for_autograd, given)  # the caller's list, which is emptied
             else:
                 arguments = given = tuple(map(_for_autograd, given))

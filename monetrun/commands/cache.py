@@ -44,8 +44,9 @@ def _list(as_json: bool) -> None:
 
 
 @click.command("clear", help="Remove everything that is kept.")
-def _clear() -> None:
-    clear(_store())
+@click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Only this kind; may be repeated.")
+def _clear(kinds: Sequence[str]) -> None:
+    clear(_store(), kinds)
 
 
 @click.command("verify", help="Check every entry; exit code 1 if one is unusable.")
@@ -120,14 +121,14 @@ def verify(store: Store) -> bool:
     return not unusable
 
 
-def clear(store: Store) -> None:
-    """Remove all entries.
+def clear(store: Store, kinds: Sequence[str] = ()) -> None:
+    """Remove all entries, or those of these kinds.
 
     Raises:
         UsageError: one cannot be removed.
     """
     try:
-        count = store.clear()
+        count = store.clear(*kinds)
     except OSError as error:
         raise UsageError(f"{store.root} cannot be cleared: {error}", "ls -la shows who owns it") from error
     print(f"monetrun: removed {count} entries from {store.root}", file=sys.stderr)

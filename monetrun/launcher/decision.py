@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,5 +82,15 @@ def _written(path: Path, value: Plan | StepRecord | None) -> str:
     """Write ``value`` to ``path`` for the workers; gives the path, empty for None."""
     if value is None:
         return ""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a system removes what was not used for days
     path.write_text(codec.dumps(value))
     return str(path)
+
+
+def one_for_all(decisions: Sequence[Decision]) -> Decision | None:
+    """Of the decisions for unlike devices that which all nodes follow; None where each follows its own.
+
+    FSDP2's collectives are the same on all ranks only if all keep the same parameters from forward to backward.
+    """
+    sharded = any(d.record is not None and d.record.sharding is not None for d in decisions)
+    return decisions[0] if sharded else None

@@ -147,6 +147,8 @@ class Job:
         """Print what was decided, here or by another node; gives the variables of this node's workers."""
         self.plan, self.record, self.plain, self.mode = decision.plan, decision.record, decision.plain, decision.mode
         self.plain_cap_bytes = decision.budget_bytes
+        # another node has measured, where this one has not
+        self.plain_key = self.plain_key or sources.key_now(self.store, keys.plain_key(self.base_key))
         if shown:
             _print_decision(self, decision)
         return decision.environment(self.settings, self.folder, self.ranks.kind)

@@ -45,6 +45,8 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
         importlib.metadata.version("torch"),
         sys.version,
         options.script if options.is_module else str(Path(options.script).resolve()),
+        os.getcwd(),  # what relative names among the arguments, and modules, are looked for in
+        os.environ.get("PYTHONPATH", ""),
         source,
         {name: os.environ[name] for name in sorted(os.environ.keys() & set(_NAME.findall(source)))},
         list(options.script_args),

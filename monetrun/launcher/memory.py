@@ -7,6 +7,7 @@ from dataclasses import replace
 from monetrun.core.budget import (
     AUTO,
     BYTES,
+    CPU_RESERVE_BYTES,
     CUDA_RESERVE_BYTES,
     SHARE_OF_FREE,
     SHARE_OF_PLAIN,
@@ -88,7 +89,7 @@ def _free_bytes(ranks: Ranks, plain: PlainPeaks | None) -> int:
 def _reserve_bytes(ranks: Ranks, plain: PlainPeaks | None) -> int:
     """What a rank takes of its device beside the allocator: as measured, with room for what comes later."""
     if ranks.kind == "cpu":
-        return 0
+        return CPU_RESERVE_BYTES
     if plain is None or not plain.outside_bytes:
         return CUDA_RESERVE_BYTES
     return plain.outside_bytes + (_LATER_BYTES if ranks.world_size == 1 else _COMMUNICATION_BYTES)

@@ -23,14 +23,14 @@ from monetrun.core import codec
 from monetrun.core.budget import BYTES, SHARE_OF_PLAIN, Budget, is_auto, resolve, smallest
 from monetrun.core.errors import DeviceQueryFailed, InfeasibleBudget, MonetrunError, NoPlanInTime
 from monetrun.launcher import keys, memory, report, sources
-from monetrun.launcher.decision import Decision
+from monetrun.launcher.decision import Decision, one_for_all
 from monetrun.launcher.job import Job, as_it_is
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.restart import (
     Shortage,
     forget_reports,
-    plan_that_lasted,
+    has_lasted,
     ran_short_early,
     relieved,
     shortage_of,
@@ -138,7 +138,7 @@ class Nodes:
     def keep(self, exit_code: int) -> None:
         """After the launch: keep a tighter plan for the next one, if training went on with it."""
         decision = self._followed
-        if decision is not None and decision.tightened and plan_that_lasted(self._environment, exit_code) is not None:
+        if decision is not None and decision.tightened and has_lasted(self._environment, exit_code):
             _keep(self._job, decision)
 
     def _agreed(self, store: Any, rank: int, size: int) -> Decision:
@@ -159,9 +159,11 @@ class Nodes:
             if verdict is not None:
                 exchange.leave_together(store, "monetrun/left", size)
                 raise codec.from_plain(Refusal, verdict).error()
-        if decision is None:
-            decision = codec.loads(Decision, exchange.read(store, f"monetrun/decision/{deciders[mine.devices]}"))
-        return decision
+        if decision is not None and len(deciders) == 1:
+            return decision
+        said = {k: exchange.read(store, f"monetrun/decision/{k}") for k in sorted({*deciders.values()})}
+        decisions = {k: codec.loads(Decision, text) for k, text in said.items()}
+        return one_for_all([*decisions.values()]) or decision or decisions[deciders[mine.devices]]
 
     def _offer(self, rank: int) -> Offer:
         """What this node tells the others. Its budget stays as it was first: what is free changes with restarts."""

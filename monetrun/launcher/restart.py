@@ -232,10 +232,14 @@ def ran_short_early(environment: Mapping[str, str], exit_code: int) -> bool:
 
 def plan_that_lasted(environment: Mapping[str, str], exit_code: int) -> Plan | None:
     """The plan of a launch that has gone on beyond the first steps. Arguments as for ``tighter_plan``."""
-    steps = report.read_outcome(Path(environment["MONETRUN_REPORT_FOLDER"])).steps
-    if exit_code and steps <= SETTLING_STEPS:
+    if not has_lasted(environment, exit_code):
         return None
     return codec.loads(Plan, Path(environment["MONETRUN_PLAN_FILE"]).read_text())
+
+
+def has_lasted(environment: Mapping[str, str], exit_code: int) -> bool:
+    """Whether a launch has gone on beyond the first steps. Arguments as for ``tighter_plan``."""
+    return not exit_code or report.read_outcome(Path(environment["MONETRUN_REPORT_FOLDER"])).steps > SETTLING_STEPS
 
 
 def forget_reports(environment: Mapping[str, str]) -> None:

@@ -218,8 +218,8 @@ class Store:
             return False
         return True
 
-    def clear(self, kind: str | None = None) -> int:
-        """Remove every entry (of one kind), and temporary files that killed writers left; returns how many entries.
+    def clear(self, *kinds: str) -> int:
+        """Remove every entry (of these kinds), and temporary files that killed writers left; returns how many entries.
 
         Only files that match the store's own names are removed, so other files in its root are safe.
 
@@ -227,7 +227,7 @@ class Store:
             OSError: an entry cannot be removed.
         """
         count = 0
-        for one in KINDS if kind is None else (kind,):
+        for one in kinds or KINDS:
             for path in [*(self.root / one).glob("*.json"), *(self.root / one).glob(".*.json.tmp")]:
                 path.unlink(missing_ok=True)
                 count += path.suffix == ".json"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import TYPE_CHECKING
 
+from monetrun.core.errors import MonetrunError
 from monetrun.core.graph import Costs, Graph
 from monetrun.core.options import Options
 from monetrun.core.plan import Schedule
@@ -18,6 +20,8 @@ if TYPE_CHECKING:  # cvxpy takes a second to import, and many searches end witho
     import cvxpy as cp
 
     from monetrun.solve.mip.minimize import Result
+
+_log = logging.getLogger("monetrun")
 
 _TOLERANCE = 2e-6  # of a bound (``Relaxation.bound_seconds``)
 
@@ -145,12 +149,20 @@ class Incumbent:
 
     def minimize(self, problem: cp.Problem, work_seconds: float, gap: float, start: dict[str, Vector] | None) -> Result:
         """Solve a program with at most ``work_seconds`` of work, and book the work."""
-        from monetrun.solve.mip.minimize import minimize
+        from monetrun.solve.mip.minimize import Result, minimize
 
         work_seconds = max(0.01, min(work_seconds, self.left()))
         allowance = min(timing.current().patience * work_seconds, self.options.seconds - self.elapsed())
         stop = StopRule(max(0.01, allowance), gap, work_seconds, seed=self.options.seed)
-        result = minimize(problem, self.options.mip_solver, stop, start)
+        try:
+            result = minimize(problem, self.options.mip_solver, stop, start)
+        except Exception as error:  # of the solver's package: what was found so far is a plan all the same
+            if isinstance(error, MonetrunError):
+                raise
+            _log.warning(
+                "the solver has failed (%s: %s): the plan is the best found without it", type(error).__name__, error
+            )
+            result = Result("unknown", None, math.inf, -math.inf, work_seconds=work_seconds)
         self.interrupted |= result.interrupted
         self.work_seconds += result.work_seconds
         return result

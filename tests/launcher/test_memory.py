@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from monetrun.core.budget import CUDA_RESERVE_BYTES, parse
+from monetrun.core.budget import CPU_RESERVE_BYTES, CUDA_RESERVE_BYTES, parse
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import memory
@@ -34,7 +34,7 @@ def test_auto_is_what_each_rank_has_of_the_cpu_where_the_script_trains_there(mon
         job.ranks = Ranks("cuda", 2, 1)
         assert job.budget_bytes() == 8 * GIB - CUDA_RESERVE_BYTES
         job.record = chain_record(10)
-        assert job.budget_bytes() == 3 * GIB
+        assert job.budget_bytes() == 3 * GIB - CPU_RESERVE_BYTES
         job.record = replace(job.record, device="a GPU")
         assert job.budget_bytes() == 8 * GIB - CUDA_RESERVE_BYTES
 

@@ -32,6 +32,7 @@ from monetrun.runtime.settings import PLAIN as PLAIN_MODE
 from monetrun.runtime.settings import RUN, Settings
 from support import launcher
 from support.paths import SCRIPTS
+from support.sharded_steps import sharded_record
 from support.step_records import chain_record
 
 RECORD = chain_record(10)
@@ -164,6 +165,16 @@ def test_nodes_with_other_devices_have_a_decision_of_their_own(monkeypatch):
     meet(*map(Nodes, jobs))
     assert [len(job.decided_with) for job in jobs] == [1, 1, 0]
     assert {job.followed[0][0].plan.budget_bytes for job in jobs} == {int(0.85 * PLAIN)}
+
+
+def test_nodes_with_other_devices_follow_one_decision_where_fsdp2_splits_the_model(monkeypatch):
+    monkeypatch.setattr(nodes, "_signature", lambda ranks: ranks.kind)
+    decide, jobs = Job.decide, [Job("0.95x", kind="a"), Job("0.85x", kind="b")]
+    monkeypatch.setattr(
+        Job, "decide", lambda job: dataclasses.replace(decide(job), record=sharded_record(), as_is=job.ranks.kind)
+    )
+    meet(*map(Nodes, jobs))
+    assert [job.followed[0][0].as_is for job in jobs] == ["a", "a"]
 
 
 def test_where_a_node_is_lost_the_others_meet_anew_a_few_times(monkeypatch):

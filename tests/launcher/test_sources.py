@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from monetrun.core.sources import Sources, content
-from monetrun.launcher import sources
+from monetrun.launcher import keys, sources
+from monetrun.launcher.parser import launch_parser
+from monetrun.launcher.ranks import Ranks
 from monetrun.machine.store import Store
 
 MODEL = "import torch\ndef made():\n    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())\n"
@@ -112,3 +114,14 @@ def test_a_launch_records_anew_once_a_module_of_the_script_has_changed(tmp_path)
     assert "(plan from the cache)" not in changed
     assert "warning" not in changed
     assert "(plan from the cache)" in launched()
+
+
+def test_a_launch_from_another_folder_has_a_key_of_its_own(tmp_path, monkeypatch):
+    """There a relative name among the arguments, or a module, may be another file."""
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        options, _ = launch_parser().parse_launch(["../script.py", "--config", "config.yaml"])
+        found.append(keys.record_key(options, Ranks("cpu", 1, 1)))
+    assert found[0] != found[1]

@@ -6,7 +6,9 @@ solver is interrupted. So its canonical matrices (``get_problem_data``) go to th
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -17,6 +19,8 @@ import scipy.sparse as sp
 from monetrun.core.errors import UsageError
 from monetrun.solve.mip import PACKAGES
 from monetrun.solve.mip.canonical import Matrices, Progress, StopRule, Vector
+
+_log = logging.getLogger("monetrun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +55,18 @@ def minimize(
 
     Args:
         problem: built with cvxpy; its objective must have no constant term.
-        solver: ``"scip"`` or ``"highs"``; only this one is imported.
+        solver: ``"scip"`` or ``"highs"``; only this one is imported, unless its package is missing.
         stop: when to stop.
         start: a value for every variable, by name, to start from; the solver ignores it where it is not feasible.
         progress: called with (objective, bound) at each new incumbent.
 
     Raises:
-        UsageError: there is no such solver, or it is not installed.
+        UsageError: there is no such solver, or none is installed.
     """
     backend = _backend(solver)
     if not problem.variables():
         return Result("optimal", {}, 0.0, 0.0)
-    data, _, _ = problem.get_problem_data(cp.SCIP if solver == "scip" else cp.HIGHS)
+    data, _, _ = problem.get_problem_data(cp.SCIP if backend.__name__.endswith("scip") else cp.HIGHS)
     size = len(data["c"])
     integral = np.zeros(size, dtype=bool)
     integral[sorted(data["bool_vars_idx"]) + sorted(data["int_vars_idx"])] = True
@@ -86,16 +90,19 @@ def minimize(
     return Result(found.status, value, found.objective, found.bound, found.interrupted, work_seconds)
 
 
+@functools.cache
 def _backend(solver: str) -> ModuleType:
-    """The module of ``solver``; importing it imports the solver's package."""
+    """The module of ``solver``, or of the other one where its package cannot be imported."""
     if solver not in PACKAGES:
         raise UsageError(f"there is no solver {solver!r}", f"use {' or '.join(map(repr, PACKAGES))}")
-    try:
-        return importlib.import_module(f"monetrun.solve.mip.{solver}")
-    except ImportError as error:
-        package = PACKAGES[solver]
-        other = next(name for name in PACKAGES if name != solver)
-        raise UsageError(
-            f"--solver {solver} needs the package {package}, which cannot be imported: {error}",
-            f"use --solver {other}, or: pip install {package}",
-        ) from error
+    errors = []
+    for one in sorted(PACKAGES, key=lambda name: name != solver):
+        try:
+            module = importlib.import_module(f"monetrun.solve.mip.{one}")
+        except ImportError as error:
+            errors.append(f"the package {PACKAGES[one]} cannot be imported: {error}")
+        else:
+            if errors:
+                _log.warning("%s; --solver %s is used (to mend it: pip install %s)", errors[0], one, PACKAGES[solver])
+            return module
+    raise UsageError("; ".join(errors), f"pip install {PACKAGES[solver]}")
