@@ -67,7 +67,11 @@ class Guard:
 
     def evaluate(self, inputs: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """A tensor of one bool: whether the guard holds for these inputs, given by position."""
-        args, kwargs = tree_map_only(_Input, lambda i: inputs[i.position], self.arguments)
+        args, kwargs = self.arguments
+        if kwargs or any(isinstance(a, (list, tuple)) for a in args):
+            args, kwargs = tree_map_only(_Input, lambda i: inputs[i.position], self.arguments)
+        else:  # each call of a model evaluates its guards
+            args = [inputs[a.position] if isinstance(a, _Input) else a for a in args]
         return self.target(*args, **kwargs)  # type: ignore[no-any-return]
 
 

@@ -22,8 +22,18 @@ from monetrun.capture.storages import Storages, mutates, tensors_in
 from monetrun.core.graph import BACKWARD, FORWARD, Implementation, Operator
 from monetrun.ops import dtypes, random, replay
 from monetrun.ops.collective_operators import is_collective
-from monetrun.ops.registry import Alternative, Call
+from monetrun.ops.registry import Alternative, Call, argument
 
+aten = torch.ops.aten
+_ATOMIC = {
+    aten.index_add.default,
+    aten.index_reduce.default,
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+}
+_ACCUMULATING = {aten.index_put.default, aten.put.default}  # if they are told to
 _KEEPS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -163,8 +173,18 @@ def _replayable(node: fx.Node, storages: Storages, mutated: frozenset[int]) -> b
         return False
     if (random.state_of(node) is None and random.is_random(node)) or dtypes.depends_on_default(node):
         return False
+    if _adds_in_any_order(node) and not torch.are_deterministic_algorithms_enabled():
+        return False
     reads_mutated = any(t in mutated for a in node.all_input_nodes for t in storages.of(a))
     return not reads_mutated or replay.reads_no_mutated_input(node)
+
+
+def _adds_in_any_order(node: fx.Node) -> bool:
+    """Whether a CUDA kernel adds with atomics: each run rounds otherwise, and so may what is chosen by its result."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_cuda or not value.is_floating_point():
+        return False
+    return node.target in _ATOMIC or (node.target in _ACCUMULATING and bool(argument(node, "accumulate")))
 
 
 def _name(node: fx.Node) -> str:

@@ -142,6 +142,10 @@ class _PythonCall:
     results: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # no value is within a list or behind a keyword
+        self.is_flat = len({a for a in self.node.args if isinstance(a, fx.Node)}) == len(self.inputs)
+
     def reads(self) -> set[int]:
         """The values among its arguments."""
         return set(self.inputs)
@@ -160,7 +164,11 @@ class _PythonCall:
     def run(self, values: Any) -> None:
         """Make it."""
         given = dict(zip(self.node.all_input_nodes, values.read(self.inputs), strict=True))
-        args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
+        if self.is_flat:
+            args: Any = [given[a] if isinstance(a, fx.Node) else a for a in self.node.args]
+            kwargs: Any = self.node.kwargs
+        else:
+            args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
         result = self.node.target(*args, **kwargs)  # type: ignore[operator]
         results = result if isinstance(result, (list, tuple)) else [result]
         read = [(v, r) for v, r in zip(self.results, results, strict=False) if v != _NONE]

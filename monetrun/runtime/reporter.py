@@ -17,7 +17,7 @@ from monetrun.core.plan import Plan
 from monetrun.runtime.settings import PROBE, Settings
 
 _SLOW_SECONDS = 2.0  # what takes longer is told
-_EVERY_SECONDS = 120.0  # a report is left so often while training goes on
+_EVERY_SECONDS, _SELDOM_SECONDS = 120.0, 3600.0  # a report is left so often while training goes on, in the end
 
 
 def _print(line: str) -> None:
@@ -35,7 +35,7 @@ class Reporter:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.warned: set[str] = set()
-        self._written = time.monotonic()
+        self._began = self._written = time.monotonic()
 
     def warn(self, message: str) -> None:
         """Print a line on stderr, once, in rank 0. A trial run prints nothing: the run itself warns again."""
@@ -79,8 +79,12 @@ class Reporter:
         self.warn(message)
 
     def write_now_and_then(self, findings: Callable[[], Mapping[str, Any]]) -> None:
-        """``write``, if that was long ago: a process that is killed leaves what it had found."""
-        if time.monotonic() - self._written > _EVERY_SECONDS:
+        """``write``, if that was long ago: a process that is killed leaves what it had found.
+
+        The longer it has run, the less often, since the other ranks wait meanwhile.
+        """
+        ran = min(self._written - self._began, _SELDOM_SECONDS)
+        if self.settings.report_folder and time.monotonic() - self._written > max(_EVERY_SECONDS, ran):
             self.write(findings())
 
     def write(self, findings: Mapping[str, Any]) -> None:
