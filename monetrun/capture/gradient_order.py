@@ -107,7 +107,9 @@ class GradientOrder:
         if len({value.device for value in given if isinstance(value, torch.Tensor)}) > 1:
             return module, None  # autograd has a thread for each device, of which one runs the backward
         module = in_terms(module, self._terms) if self._terms else module
-        values = {k: inputs[i].meta.get("val") for k, i in self._input_of.items() if k < self._count}
+        nodes = {getattr(node.meta.get("desc"), "idx", None): node for node in inputs}  # numbers are not among them
+        own = {k: nodes[i] for k, i in self._input_of.items() if k < self._count and i in nodes}
+        values = {k: node.meta.get("val") for k, node in own.items()}
         strided = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.layout == torch.strided}
         self._storages = {k: v.untyped_storage()._cdata for k, v in strided.items()}
         backward = self.of_turns(module)

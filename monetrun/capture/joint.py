@@ -117,12 +117,7 @@ def capture(
 
     nodes = tuple(d.node for d in described)
     tensors = tuple(storages.tensors)
-    of_inputs = [n for n in placeholders if not is_tangent(n)]
-    gradients = {
-        storages.by_node[gradient]: storages.by_node[given]
-        for given, gradient in zip(of_inputs, results[forward_outputs:], strict=False)
-        if gradient in storages.by_node and given in storages.by_node
-    }
+    gradients = _gradients(placeholders, results[forward_outputs:], storages)
     operators = mark_joint_calls([d.operator for d in described], nodes, gradients)
     operators = mark_optional(operators, tensors, nodes)
     graph = Graph(name, tensors, operators, tuple(regions.found))
@@ -191,3 +186,14 @@ def _transient(storages: Storages, inputs: Inputs) -> frozenset[int]:
     given = [n for n in inputs.positions if n in storages.by_node]
     static = {storages.by_node[n] for n in given if inputs.is_static(n)}
     return frozenset(storages.by_node[n] for n in given) - static
+
+
+def _gradients(placeholders: Sequence[fx.Node], results: Sequence[Any], storages: Storages) -> dict[int, int]:
+    """For each gradient (an id of a tensor) the input that it is the gradient of."""
+    found = {}
+    for given in placeholders:  # without the numbers, which have a place among the results
+        place = getattr(given.meta.get("desc"), "idx", -1)
+        gradient = None if is_tangent(given) or not 0 <= place < len(results) else results[place]
+        if gradient in storages.by_node and given in storages.by_node:
+            found[storages.by_node[gradient]] = storages.by_node[given]
+    return found

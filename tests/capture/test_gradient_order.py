@@ -77,10 +77,11 @@ def stepping(module, run, x):
         parameter.data.sub_(parameter.grad)
         parameter.grad = None
 
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
+    hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in module.parameters()]
     for _ in range(2):
         run(x).square().mean().backward()
+    for hook in hooks:
+        hook.remove()
     return list(module.parameters())
 
 
@@ -115,6 +116,20 @@ def test_optimizers_may_step_within_the_backward(monkeypatch, make):
     expected = stepping(plain, plain, x)
     found = stepping(planned, torch.compile(planned, backend=Backend(Chooser(), "net")), x)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_optimizers_may_step_within_the_backward_at_any_size(monkeypatch):
+    monkeypatch.setattr(gradient_order, "communicates", lambda: True)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, planned = BARE(), BARE()
+    planned.load_state_dict(plain.state_dict())
+    run = torch.compile(planned, backend=Backend(Chooser(), "net"))
+    for rows in (8, 12, 10):
+        x = torch.randn(rows, 6)
+        stepping(plain, plain, x)
+        stepping(planned, run, x)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), planned.parameters(), strict=True))
 
 
 class Layers(nn.Module):
