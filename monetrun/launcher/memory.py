@@ -15,7 +15,7 @@ from monetrun.core.budget import (
     format_bytes,
     resolve,
 )
-from monetrun.core.errors import DeviceQueryFailed, UsageError
+from monetrun.core.errors import DeviceQueryFailed, InfeasibleBudget, UsageError
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.launcher.ranks import Ranks
@@ -33,6 +33,8 @@ _COMMUNICATION_BYTES = 768 << 20
 
 class NothingLeft(UsageError):
     """Of a device's free memory nothing is left for tensors: ``auto`` and percentages are no budget there."""
+
+    exit_code = InfeasibleBudget.exit_code  # and not that of a wrong option: it may change
 
 
 def modelled_bytes(cost_model: str) -> int:

@@ -223,9 +223,9 @@ def test_a_node_on_which_nothing_is_left_for_auto_has_all_run_as_under_torchrun(
     none = [Nodes(cannot_tell(Job("auto"), NOTHING_LEFT)) for _ in range(2)]
     assert meet(*none) == meet(*none)  # they meet again, and none of them has a budget
     jobs = [Job("0.95x"), cannot_tell(Job("auto"), NOTHING_LEFT)]
-    assert [error.exit_code for error in meet(*map(Nodes, jobs))] == [2, 2]
+    assert [error.exit_code for error in meet(*map(Nodes, jobs))] == [80, 80]
     jobs = [Job("auto"), cannot_tell(Job("80%"), NOTHING_LEFT)]
-    assert [error.exit_code for error in meet(*map(Nodes, jobs))] == [2, 2]
+    assert [error.exit_code for error in meet(*map(Nodes, jobs))] == [80, 80]
 
 
 def test_a_node_that_joins_later_and_cannot_state_its_budget_follows_the_others():
