@@ -37,6 +37,8 @@ class OptimizerTurns:
             while self._order[self._place % self._count] != optimizer:
                 self._place += 1
             self._place += 1
+        elif len({*self._order}) < min(2, self._count):  # it was left out of the first step, and ends one
+            self._order, self._place = [*self._order[1:], optimizer], self._count
         else:
             self._order, self._place = [optimizer], 1
         whole, self._place = divmod(self._place, self._count)

@@ -18,6 +18,8 @@ D, G, OTHER = 1, 2, 3
         (3, [D, D, G, D, G, D, D, G], "00101001"),
         (2, [D, G, D, G, G, D, G], "0101101"),  # one more of the generator
         (2, [D, G, OTHER, G, OTHER, G], "010101"),  # another training
+        (2, [D, D, G, D, G, D, G], "0110101"),  # the generator's first step was left out
+        (3, [D, D, D, D, G, D, D, G], "00101001"),  # of a critic's two steps there is one
     ],
 )
 def test_the_end_of_a_training_step_is_found(count, steps, ends):
