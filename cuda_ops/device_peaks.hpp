@@ -10,6 +10,8 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -28,6 +30,7 @@ struct DevicePeaks : torch::CustomClassHolder {
     const std::array arrays = {&stats.allocation,     &stats.segment,        &stats.active,
                                &stats.inactive_split, &stats.allocated_bytes, &stats.reserved_bytes,
                                &stats.active_bytes,   &stats.inactive_split_bytes, &stats.requested_bytes};
+    const std::lock_guard lock(mutex_);  // a call from Python lets other threads run
     auto& most = kept_[device];
     most.resize(arrays.size() * arrays[0]->size());
     auto to = most.begin();
@@ -42,6 +45,7 @@ struct DevicePeaks : torch::CustomClassHolder {
 
   // What was kept since this was called last, by counter and pool; empty if nothing was.
   std::vector<int64_t> take(int64_t device) {
+    const std::lock_guard lock(mutex_);
     auto most = std::move(kept_[device]);
     kept_.erase(device);
     return most;
@@ -50,6 +54,7 @@ struct DevicePeaks : torch::CustomClassHolder {
  private:
   static c10::DeviceAllocator* allocator() { return c10::getDeviceAllocator(c10::DeviceType::CUDA); }
 
+  std::mutex mutex_;
   std::map<int64_t, std::vector<int64_t>> kept_;
 };
 

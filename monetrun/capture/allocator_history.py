@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -55,7 +56,10 @@ def present_settings() -> AllocatorSettings:
     Asked earlier, torch would read them then, and pass over what the script sets before its first CUDA tensor.
     """
     if torch.cuda.is_initialized() and hasattr(torch._C, "_accelerator_getAllocatorSettings"):
-        return parse_settings(torch._C._accelerator_getAllocatorSettings())
+        text = torch._C._accelerator_getAllocatorSettings()
+        if "expandable_segments" not in text:  # of settings that are changed this one stays as it was
+            return replace(parse_settings(text), expandable=parse_settings(settings_text()).expandable)
+        return parse_settings(text)
     return parse_settings(settings_text())
 
 

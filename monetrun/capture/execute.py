@@ -35,9 +35,8 @@ from monetrun.ops.registry import Call
 aten = torch.ops.aten
 monet = torch.ops.monet
 
-# in a call's meta: see ``_Builder._extra_share``
-_ON_CTX = "saved_tensor_with_no_vc_check"  # AOTAutograd's mark
-_EXTRA = "monetrun_extra_share"
+_ON_CTX = "saved_tensor_with_no_vc_check"  # AOTAutograd's mark in a placeholder's meta
+_EXTRA = "monetrun_extra_share"  # in a call's: see ``_Builder._extra_share``
 
 
 @dataclass

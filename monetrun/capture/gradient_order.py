@@ -54,7 +54,7 @@ class GradientOrder:
         self._input_of: dict[int, int] = {}  # position among the graph's inputs, by that among the results
         self._arrived: list[Arrival] = []
         self._absent: list[bool] = []
-        self._storages: dict[int, int] = {}  # of the inputs that results are the gradients of
+        self._of: dict[int, torch.Tensor] = {}  # what results are the gradients of
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
@@ -110,15 +110,14 @@ class GradientOrder:
         nodes = {getattr(node.meta.get("desc"), "idx", None): node for node in inputs}  # numbers are not among them
         own = {k: nodes[i] for k, i in self._input_of.items() if k < self._count and i in nodes}
         values = {k: node.meta.get("val") for k, node in own.items()}
-        strided = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.layout == torch.strided}
-        self._storages = {k: v.untyped_storage()._cdata for k, v in strided.items()}
+        self._of = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.layout == torch.strided}
         backward = self.of_turns(module)
         self.turns = tuple(tuple(self._input_of[k] for k in turn) for turn in backward.turns)
         return module, backward
 
     def of_turns(self, module: fx.GraphModule) -> InTurn:
         """``module``, the backward that ``in_turn`` has given or that one with more calls, by turns."""
-        return in_turn(module, self.results, self._storages)
+        return in_turn(module, self.results, self._of)
 
     def by_turns(self, backward: InTurn, run: Turns) -> Callable[[list[Any]], Any]:
         """What AOTAutograd calls as the backward: it begins ``run``, and the gates of the call continue it.

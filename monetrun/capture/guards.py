@@ -1,8 +1,8 @@
 """Conditions on the weights under which an implementation may replace its operator, and whether they hold now.
 
 A graph is captured without its weights, which change during training. So a guard is evaluated on the parameters of the
-graph's last call: when a recorded step is planned, before each call of a model whose schedules need the guard, and in a
-call with other parameters, before any of the graph's operators run.
+graph's last call: when a recorded step is planned, and before each call of a model whose schedules need the guard. Of a
+graph that several modules share each call looks after its own, before any of the graph's operators run.
 """
 
 from __future__ import annotations

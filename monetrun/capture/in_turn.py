@@ -25,7 +25,7 @@ from monetrun.core.plan import Step
 # results, in which they are None.
 Turns = Callable[[list[Any]], Generator[list[Any], None, Any]]
 
-_NONE: Mapping[int, int] = MappingProxyType({})
+_NONE: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class InTurn:
     count: int
 
 
-def in_turn(module: fx.GraphModule, order: Sequence[int], storages: Mapping[int, int] = _NONE) -> InTurn:
+def in_turn(module: fx.GraphModule, order: Sequence[int], inputs: Mapping[int, torch.Tensor] = _NONE) -> InTurn:
     """A backward module of ``execute.build`` as one that gives its results in turn.
 
     A gradient is given after the last call that reads it: autograd keeps what it alone holds, and copies it otherwise.
@@ -53,7 +53,7 @@ def in_turn(module: fx.GraphModule, order: Sequence[int], storages: Mapping[int,
     Args:
         module: is left as it is.
         order: of the results' positions; results that are not in it are returned.
-        storages: by position, the storage (``_cdata``) that the module's values have for what the gradient is of.
+        inputs: by position, what the gradient is of, as the module's values have it: a part of the same storage.
     """
     graph = fx.Graph()
     results = list(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
@@ -67,7 +67,10 @@ def in_turn(module: fx.GraphModule, order: Sequence[int], storages: Mapping[int,
         final = max(place[node] for node in (results[position], *results[position].users))
         given = results[position]
         final = max(final, others.get(given.args[0] if given.target is operator.getitem else given, 0))
-        final = max(final, read.get(storages.get(position, 0), 0))
+        if (of := inputs.get(position)) is not None:
+            storage, begin, end = _extent(of)
+            reads = read.get(storage, ())
+            final = max([final, *(p for p, other_begin, other_end in reads if other_begin < end and begin < other_end)])
         while final + 1 < len(nodes) and nodes[final + 1].target is operator.getitem:
             final += 1
         at = max(at, final)
@@ -99,17 +102,23 @@ def _other_halves(nodes: Sequence[fx.Node]) -> dict[Any, int]:
     return found
 
 
-def _last_reads(nodes: Sequence[fx.Node]) -> dict[int, int]:
-    """The place of the last call that reads each storage, also through views."""
-    found: dict[int, int] = {}
+def _last_reads(nodes: Sequence[fx.Node]) -> dict[int, list[tuple[int, int, int]]]:
+    """By storage the places of calls that read it, also through views, and from which element to before which other."""
+    found: dict[int, dict[tuple[int, int], int]] = {}
     for place, node in enumerate(nodes):
-        if node.op != "call_function":
-            continue
-        for source in node.all_input_nodes:
+        for source in node.all_input_nodes if node.op == "call_function" else ():
             value = source.meta.get("val")
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-                found[value.untyped_storage()._cdata] = place
-    return found
+                storage, begin, end = _extent(value)
+                found.setdefault(storage, {})[begin, end] = place
+    return {storage: [(place, *span) for span, place in spans.items()] for storage, spans in found.items()}
+
+
+def _extent(value: torch.Tensor) -> tuple[int, int, int]:
+    """A tensor's storage, and the elements that it spans there: parameters may be parts of one."""
+    begin = int(value.storage_offset())
+    last = int(sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)))
+    return value.untyped_storage()._cdata, begin, begin + last + 1 if value.numel() else begin
 
 
 def _take_views_early(graph: fx.Graph, results: Sequence[Any]) -> None:

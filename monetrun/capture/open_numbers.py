@@ -80,6 +80,9 @@ class NumberOutputs:
     Args:
         inputs: the traced values of the joint graph's inputs.
         outputs: the forward's.
+
+    Attributes:
+        others: the symbols of those that are not, since they depend on a tensor's form.
     """
 
     def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -87,6 +90,8 @@ class NumberOutputs:
         values = [(k, n.meta.get("val")) for k, n in enumerate(outputs) if isinstance(n, fx.Node)]
         numbers: list[tuple[int, Any]] = [(k, value) for k, value in values if is_open(value)]
         self._outputs = [(k, v) for k, v in numbers if v.node.expr.free_symbols <= self._symbols.keys()]
+        known = {k for k, _ in self._outputs}
+        self.others = _symbols(*(value for k, value in numbers if k not in known))
 
     def of(self, arguments: Sequence[Any]) -> list[tuple[int, Any]]:
         """The positions and numbers of a call with these inputs."""

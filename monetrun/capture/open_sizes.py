@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
@@ -35,6 +34,7 @@ from monetrun.capture.refusal import is_refusal
 from monetrun.capture.saved_values import SavedValues
 from monetrun.capture.storages import results_of
 from monetrun.core.errors import CaptureFailed
+from monetrun.machine.device import cpu_memory
 
 aten = torch.ops.aten
 _log = logging.getLogger("monetrun")
@@ -53,8 +53,14 @@ def most_nodes() -> int:
     """Of how many nodes graphs of fixed sizes are kept for one open graph: a dropped one is captured again."""
     if not torch.cuda.is_initialized():
         return _MOST_NODES
-    own = psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    own = _host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return max(_MOST_NODES, own // _SHARE_OF_HOST // _BYTES_OF_A_NODE)
+
+
+@functools.cache
+def _host_bytes() -> int:
+    """Of the host, or of the container."""
+    return cpu_memory().total_bytes
 
 
 def has_open_sizes(module: fx.GraphModule) -> bool:
@@ -98,12 +104,13 @@ class OpenSizes:
         primals = [n for n in module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         values: list[Any] = [node.meta.get("val") for node in primals]
         self.numbers = [k for k, value in enumerate(values) if is_open(value)]
-        deciding, own = deciding_symbols(module), {k: values[k].node.expr.free_symbols for k in self.numbers}
+        self._given_on = NumberOutputs(values, results_of(module.graph)[:forward_outputs])
+        deciding = deciding_symbols(module) | self._given_on.others
+        own = {k: values[k].node.expr.free_symbols for k in self.numbers}
         self._deciding = [k for k in self.numbers if own[k] & deciding]
         self._spare = frozenset[Any]().union(*(symbols - deciding for symbols in own.values()))
         self._tensors = [k for k in range(len(primals)) if k not in self.numbers]
         self._forms = only_in_forms(values)
-        self._given_on = NumberOutputs(values, results_of(module.graph)[:forward_outputs])
         self._traced = self._read(values)
         self._fixed: dict[tuple[Any, ...], FixedSizes] = {}  # in the order of their last calls
 

@@ -22,10 +22,11 @@ from monetrun.capture.storages import Storages, mutates, tensors_in
 from monetrun.core.graph import BACKWARD, FORWARD, Implementation, Operator
 from monetrun.ops import dtypes, random, replay
 from monetrun.ops.collective_operators import is_collective
-from monetrun.ops.registry import Alternative, Call, argument
+from monetrun.ops.registry import Alternative, Call
 
 aten = torch.ops.aten
-_ATOMIC = {
+_ATOMIC = {  # those of torch.use_deterministic_algorithms' list that a forward runs
+    aten.cumsum.default,
     aten.index_add.default,
     aten.index_reduce.default,
     aten.scatter_add.default,
@@ -33,7 +34,6 @@ _ATOMIC = {
     aten.scatter.reduce,
     aten.scatter.value_reduce,
 }
-_ACCUMULATING = {aten.index_put.default, aten.put.default}  # if they are told to
 _KEEPS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -110,7 +110,7 @@ def describe(
                 phase=phase,
                 outputs=written,
                 implementations=_implementations(node, alternatives, storages),
-                replayable=phase == FORWARD and _replayable(node, storages, mutated),
+                replayable=phase == FORWARD and _replayable(node, storages, mutated, regions),
                 optional="monetrun_optional" in node.meta,
                 plain="monetrun_optional" not in node.meta,
                 signature=signatures[0],
@@ -167,13 +167,17 @@ def _implementations(
     return (Implementation("default", reads(Call.of(node)), in_place_of=in_place_of), *others)
 
 
-def _replayable(node: fx.Node, storages: Storages, mutated: frozenset[int]) -> bool:
-    """Whether a forward operator may run again in the backward pass and compute the same."""
+def _replayable(node: fx.Node, storages: Storages, mutated: frozenset[int], regions: Regions) -> bool:
+    """Whether a forward operator may run again in the backward pass and compute the same, or as eager does.
+
+    What a checkpoint of the script's runs again, eager does, too.
+    """
     if mutates(node) or "monetrun_optional" in node.meta or is_collective(node.target):
         return False
     if (random.state_of(node) is None and random.is_random(node)) or dtypes.depends_on_default(node):
         return False
-    if _adds_in_any_order(node) and not torch.are_deterministic_algorithms_enabled():
+    any_order = _adds_in_any_order(node) and not torch.are_deterministic_algorithms_enabled()
+    if any_order and (regions.number(node) is None or node.meta.get("recompute") in _KEEPS):
         return False
     reads_mutated = any(t in mutated for a in node.all_input_nodes for t in storages.of(a))
     return not reads_mutated or replay.reads_no_mutated_input(node)
@@ -184,7 +188,7 @@ def _adds_in_any_order(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_cuda or not value.is_floating_point():
         return False
-    return node.target in _ATOMIC or (node.target in _ACCUMULATING and bool(argument(node, "accumulate")))
+    return node.target in _ATOMIC
 
 
 def _name(node: fx.Node) -> str:

@@ -88,9 +88,9 @@ def _written(path: Path, value: Plan | StepRecord | None) -> str:
 
 
 def one_for_all(decisions: Sequence[Decision]) -> Decision | None:
-    """Of the decisions for unlike devices that which all nodes follow; None where each follows its own.
+    """Of the decisions for unlike devices the one that all nodes follow: the tightest; None: each follows its own.
 
     FSDP2's collectives are the same on all ranks only if all keep the same parameters from forward to backward.
     """
     sharded = any(d.record is not None and d.record.sharding is not None for d in decisions)
-    return decisions[0] if sharded else None
+    return max(decisions, key=lambda d: d.tightened) if sharded else None

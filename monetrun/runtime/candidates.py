@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Container, Iterable, Sequence
@@ -36,8 +37,14 @@ def owners(trained: set[int]) -> list[nn.Module]:
 
     if (those := found()) or not gc.get_freeze_count():
         return those
-    gc.unfreeze()  # they are not listed otherwise; frozen again, what has come since would never be collected
+    _unfreeze()
     return found()
+
+
+@functools.cache
+def _unfreeze() -> None:
+    """List what the script has frozen, too. Frozen again, what has come since would never be collected."""
+    gc.unfreeze()
 
 
 class Owners:
@@ -46,10 +53,15 @@ class Owners:
     def __init__(self) -> None:
         # by the id of a parameter: no reference to it, which would forbid ``Module.to`` to swap it with another tensor
         self._found: dict[int, list[weakref.ref[nn.Module]]] = {}
+        self._unowned: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
 
     def trained_by(self, optimizer: Optimizer) -> list[nn.Module]:
-        """The owners of an optimizer's parameters."""
-        return self.of([p for group in optimizer.param_groups for p in group["params"]])
+        """The owners of an optimizer's parameters; of those that have none when they are looked for first, nothing."""
+        known = self._unowned.setdefault(optimizer, set())
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        found = self.of(parameters)
+        known |= {id(p) for p in parameters if not self._found.get(id(p))}
+        return found
 
     def of(self, parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
         """The owners of these."""

@@ -59,7 +59,7 @@ class PlainRun:
         self._backwards = 0
         self._lifted = False  # the limit is, for evaluation
         self._evaluated: Callable[[], nn.Module | None] = lambda: None  # of what
-        self._trains = False  # an optimizer has stepped since ``eval``, after which some train all the same
+        self._whole = False  # that is all that is trained
         self._most = (0, 0)  # allocated and reserved in training steps before the last evaluation
         self._undo = contextlib.ExitStack()
         self._reporter = Reporter(settings)
@@ -110,13 +110,13 @@ class PlainRun:
         count = 2 * sum(p in trained for p in own)
         if count >= len(trained) or (module._modules and count >= len(own) > 0):
             self._most = self._most_in_training() if self._backwards else (0, 0)
-            self._lifted, self._evaluated, self._trains = True, weakref.ref(module), False
+            self._lifted, self._evaluated, self._whole = True, weakref.ref(module), count >= 2 * len(trained)
             self._set_limit(None)
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """A trial ends with the second time if there is no optimizer, whose steps would end it."""
         self._backwards += 1
-        if self._lifted and self.device is not None and (self._trains or not _still(self._evaluated())):
+        if self._lifted and self.device is not None and not (self._whole and _still(self._evaluated())):
             self._evaluation_ended()
         if self.settings.mode == MEASURE:
             probe.begin(self.settings.record_file)
@@ -141,7 +141,10 @@ class PlainRun:
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count it. A trial ends once every optimizer has made its steps."""
-        self._trains = True
+        if self._lifted and self.device is not None:  # what is in evaluation mode is trained all the same
+            self._lifted = False
+            self._most = self._most_in_training()
+            self._evaluation_ended()
         self._steps[self._numbers.setdefault(optimizer, len(self._numbers))] += 1
         fewest, most = min(self._steps.values()), max(self._steps.values())
         if self.device is not None:

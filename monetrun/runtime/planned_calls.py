@@ -30,6 +30,7 @@ from monetrun.runtime import dynamo_settings, resharding, sharding, unplannable_
 from monetrun.runtime.entries import MOST_TRACED_NODES, entry, forget_former
 from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
+from monetrun.runtime.smaller_sizes import SmallerSizes, is_small
 from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, frozen, is_one_call, is_training
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
@@ -96,7 +97,7 @@ class PlannedCall(NotCopied):
         self.settling: Settling = Settling() if model is None else model.settling
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
         self._compiled: dict[tuple[Any, ...], tuple[int, Backend, Any, Any]] = {}
-        self._said, self._frozen = False, frozen(module)
+        self._said, self._frozen, self.sizes = False, frozen(module), SmallerSizes()
         self._sharded = self._without_hooks = sharding.is_sharded(module)  # then the forward alone is captured
         if path in engine.breaks:
             self._break(engine.breaks[path])
@@ -165,8 +166,8 @@ class PlannedCall(NotCopied):
         while True:
             if self.broken is not None and self.broken.in_python:
                 return run_as_it_is(*args, **kwargs)
-            if engine.running is not None:
-                engine.running.room.call_begins()
+            if is_small(self, args, kwargs):
+                return run_as_it_is(*args, **kwargs)
             _compile_anew_for_others_trained(self, module)
             if self._generation == engine.generation and self.backend and (failed := self.backend.failed_guards()):
                 engine.plan_without(failed)
@@ -382,9 +383,13 @@ def _with_own_errors(call: PlannedCall, module: nn.Module, args: Any, kwargs: An
     from monetrun.runtime import breaks
 
     pieces = contextlib.nullcontext() if call.broken is None else breaks.in_pieces()
+    before, running = call.captured, call.engine.running
     try:
         with eager_answers(not call.as_compiled), dynamo_settings.ManyShapes(), pieces:
-            return call._run(module, args, kwargs)
+            result = call._run(module, args, kwargs)
+        if running is not None and call.captured > before:
+            call.sizes.captured(running.room.began, call.engine.generation, args, kwargs)
+        return result
     except breaks.Refused as refused:
         raise refused.refusal from None
     except torch._dynamo.exc.BackendCompilerFailed as error:

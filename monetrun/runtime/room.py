@@ -65,12 +65,14 @@ class Room:
     Attributes:
         limit_bytes: what a step may have allocated; see ``limit_of``.
         excess_bytes: held at the last forward of the plan's graphs beyond what is planned; None where not looked at.
+        began: the graphs whose forward has begun in the model's present call.
     """
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
         self.limit_bytes = 0
         self.excess_bytes: int | None = None
+        self.began: list[str] = []
         self._needs: dict[str, tuple[ForwardNeed, ...]] = {}
         self._beyond: dict[str, int] = {}  # of graphs at other shapes: what a step may have beyond ``limit_bytes``
         self._in_python = False
@@ -119,7 +121,7 @@ class Room:
 
     def call_begins(self) -> None:
         """A model is called in training."""
-        self._first = True
+        self._first, self.began = True, []
 
     def optimizer_ended(self, optimizer: int) -> None:
         """An optimizer's step (its ``id``) has ended."""
@@ -179,6 +181,16 @@ class Room:
         found = self._found(fingerprint, need)
         return found if found.held_bytes + need.planned_bytes > self.limit_of(fingerprint) else None
 
+    def has_room_for_plain(self, fingerprint: str, share: float) -> bool:
+        """A model's call begins: whether the plain step of this graph fits a share of the limit; then it counts."""
+        need = self._need(fingerprint)
+        limit = int(min(self.limit_bytes, self.limit_of(fingerprint)) * share)
+        if need is not None and self.meter.current_bytes() + need.plain_bytes <= limit:
+            return True
+        self._calls[fingerprint] -= 1
+        self.call_begins()
+        return False
+
     def call_repeats(self, fingerprint: str) -> None:
         """The forward of a graph that began, and for which there is no room, begins again."""
         self._calls[fingerprint] -= 1
@@ -217,6 +229,7 @@ class Room:
     def _need(self, fingerprint: str) -> ForwardNeed | None:
         """What the step of a forward that begins needs; None where it is not looked at."""
         number, self.excess_bytes = self._calls[fingerprint], None
+        self.began.append(fingerprint)
         place = sum(self._calls.values()) if self._by_place else number
         self._calls[fingerprint] += 1
         needs = self._needs.get(fingerprint)

@@ -49,6 +49,9 @@ _log = logging.getLogger("monetrun")
 _TOLERATED = 8 << 20
 
 
+# Of the limit what runs as it is may have allocated by the captured graph: eager may keep more, and reserves more.
+_PLAIN_SHARE = 0.5
+
 _CORRECTED = "the first planned steps reserved more than was planned: planned again with what was seen"
 
 
@@ -258,6 +261,12 @@ def intervals_of(running: RunningPlan) -> tuple[Interval, ...]:
     if not running.schedules.keys() >= set(fingerprints):
         return ()
     return intervals(running.record, [running.schedules[f] for f in fingerprints], running.steps.stretches)
+
+
+def fits_plainly(running: RunningPlan, fingerprint: str) -> bool:
+    """A call begins that takes no more than one of this graph: whether it fits as it is, with what is held now."""
+    known = fingerprint in running.schedules and fingerprint not in running._estimated
+    return known and running.room.has_room_for_plain(fingerprint, _PLAIN_SHARE)
 
 
 def _number(fingerprint: str, record: StepRecord | None) -> int:

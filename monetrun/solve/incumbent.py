@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from typing import TYPE_CHECKING
@@ -24,6 +25,11 @@ if TYPE_CHECKING:  # cvxpy takes a second to import, and many searches end witho
 _log = logging.getLogger("monetrun")
 
 _TOLERANCE = 2e-6  # of a bound (``Relaxation.bound_seconds``)
+
+
+@functools.cache
+def _warn_once(failure: str) -> None:
+    _log.warning("%s: the plan is the best found without it", failure)
 
 
 class Incumbent:
@@ -159,9 +165,7 @@ class Incumbent:
         except Exception as error:  # of the solver's package: what was found so far is a plan all the same
             if isinstance(error, MonetrunError):
                 raise
-            _log.warning(
-                "the solver has failed (%s: %s): the plan is the best found without it", type(error).__name__, error
-            )
+            _warn_once(f"the solver has failed ({type(error).__name__}: {error})")
             result = Result("unknown", None, math.inf, -math.inf, work_seconds=work_seconds)
         self.interrupted |= result.interrupted
         self.work_seconds += result.work_seconds

@@ -335,7 +335,7 @@ def test_gradients_that_are_taken_in_turn_are_freed_as_the_plan_says():
     joint = captured(nn.Sequential(*layers), torch.randn(2, 4, 6, 6, requires_grad=True))
     schedule = plain_schedule(joint.graph)
     forward, backward = execute.build(joint, schedule)
-    values = dict(enumerate(node.meta["val"].untyped_storage()._cdata for node in joint.primals))
+    values = dict(enumerate(node.meta["val"] for node in joint.primals))
     given = in_turn(backward, [i for i, node in reversed([*enumerate(joint.gradients)]) if node is not None], values)
     order = [i for turn in given.turns for i in turn]
     tensor = {i: joint.storage[joint.gradients[i]] for i in order}

@@ -66,8 +66,20 @@ def test_tensors_that_are_no_parameters_are_not_looked_for_and_unowned_ones_once
     assert looks == [1]
 
 
+def test_parameters_of_no_module_are_looked_for_once_for_an_optimizer(monkeypatch):
+    looks, owners = [], candidates.owners
+    monkeypatch.setattr(candidates, "owners", lambda ids: looks.append(1) or owners(ids))
+    found, optimizer = candidates.Owners(), torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1)
+    assert found.trained_by(optimizer) == found.trained_by(optimizer) == []
+    assert looks == [1]
+    model = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(model.parameters())})
+    assert model in found.trained_by(optimizer)
+
+
 def test_owners_are_found_where_the_script_has_frozen_its_objects():
     model = nn.Linear(4, 4)
+    candidates._unfreeze.cache_clear()
     gc.freeze()
     try:
         assert model in candidates.Owners().of(list(model.parameters()))

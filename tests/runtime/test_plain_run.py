@@ -39,14 +39,18 @@ def test_evaluation_of_each_network_that_is_trained_is_not_bounded(bounded, whic
 
 
 def test_evaluation_that_differentiates_is_not_bounded_and_training_in_evaluation_mode_is(bounded):
-    net, _, is_bounded, (optimizer, _) = bounded
-    net.eval()
+    net, large, is_bounded, (optimizer, _) = bounded
+    both = nn.ModuleList([net, large])
+    both.eval()
     for _ in range(2):
         x = torch.ones(2, 4, requires_grad=True)
         torch.autograd.grad(net(x).sum(), x)  # forces
         assert not is_bounded()
     net(torch.ones(2, 4)).sum().backward()
+    assert not is_bounded()
     optimizer.step()
+    assert is_bounded()
+    net.eval()  # as for frozen statistics: a part of what is trained
     net(torch.ones(2, 4)).sum().backward()
     assert is_bounded()
 

@@ -54,6 +54,8 @@ class _Made(TorchDispatchMode):
         self.tensors: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _NEW and any(r.alias_info is None or r.alias_info.is_write for r in func._schema.returns):
+            raise NotImplementedError(f"{func} is no view, and launched by nobody")
         result = func(*args, **(kwargs or {}))
         if func in _NEW:
             self.tensors.append(result)
@@ -69,9 +71,10 @@ def recorded(function: Callable[..., Any], arguments: Sequence[Any], device: int
         device: its number.
     """
     try:
-        with unset_fake_temporarily(), launch.noting() as noted, _Made() as made:
+        with unset_fake_temporarily(), launch.noting() as noted:
             given = [_without_memory(a) if isinstance(a, Tensor) else a for a in arguments]
-            result = function(*given)
+            with _Made() as made:
+                result = function(*given)
         tensors = [*(a for a in given if isinstance(a, Tensor)), *made.tensors]
         places = {_storage(t): i for i, t in enumerate(tensors)}
         results = [_whole(r, tensors, places) for r in (result if isinstance(result, tuple) else (result,))]
