@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -43,6 +44,7 @@ def events_of(
     schedules: Sequence[Schedule],
     gradients_bytes: int = 0,
     outputs_bytes: int = 0,
+    place: int | None = None,
 ) -> tuple[Event, ...]:
     """The events of a step of this graph, with an estimate of what the script allocates before its backward.
 
@@ -50,23 +52,38 @@ def events_of(
     ``schedules`` of its graphs: request by request where it has one call of the graph, and nothing else is called
     before its backward. Gradients are not scaled: of the ``gradients_bytes`` held now, as many are freed as in
     ``record``, where that has one call of the graph; none where fewer are held. Of the last step's outputs so many are
-    there (``outputs_bytes``), and are dropped where it drops them.
+    there (``outputs_bytes``), and are dropped where it drops them. Of several recorded calls of the graph that with the
+    number ``place`` counts (from 0; after the last, the last), or whichever has most.
     """
     graph = joint.graph
     outputs = {joint.storage[n] for n in joint.outputs if isinstance(n, torch.fx.Node) and n in joint.storage}
     now = sum(graph.tensors[t].nbytes for t in outputs if not graph.tensors[t].external)
-    for k, known in enumerate(record.graphs if record is not None else ()):
-        if record is not None and known.structural_fingerprint == graph.structural_fingerprint:
-            recorded = sum(t.nbytes for t in known.tensors if t.id in outputs and not t.external)
-            growth = max(Fraction(1), Fraction(now, recorded)) if recorded else Fraction(1)
-            if (stretch := _only_call(record, k)) is not None:
-                released = (known.tensors[t] for t in stretch[-1].released)
-                inputs = {t.nbytes: graph.tensors[t.id].nbytes for t in released if t.external}
-                return _scaled(stretch, growth, inputs, gradients_bytes, outputs_bytes)
-            held, peak, freed = _recorded_outside(record, schedules, k)
-            freed = freed if freed <= gradients_bytes else 0
-            return _in_between(math.ceil(held * growth), math.ceil(peak * growth), freed)
-    return _in_between(_LOSS_HOLDS * now, _LOSS_TAKES * now)
+    calls = [] if record is None else _calls_like(record, graph)
+    if record is None or not calls:
+        return _in_between(_LOSS_HOLDS * now, _LOSS_TAKES * now)
+    k, number = calls[0 if place is None else min(place, len(calls) - 1)]
+    known = record.graphs[k]
+    recorded = sum(t.nbytes for t in known.tensors if t.id in outputs and not t.external)
+    growth = max(Fraction(1), Fraction(now, recorded)) if recorded else Fraction(1)
+    if (stretch := _only_call(record, k)) is not None:
+        released = (known.tensors[t] for t in stretch[-1].released)
+        inputs = {t.nbytes: graph.tensors[t.id].nbytes for t in released if t.external}
+        return _scaled(stretch, growth, inputs, gradients_bytes, outputs_bytes)
+    held, peak, freed = _recorded_outside(record, schedules, k, None if place is None else number)
+    freed = freed if freed <= gradients_bytes else 0
+    return _in_between(math.ceil(held * growth), math.ceil(peak * growth), freed)
+
+
+def _calls_like(record: StepRecord, graph: Graph) -> list[tuple[int, int]]:
+    """The forwards of graphs of this structure, in order: each graph, and the number of its call."""
+    like = {k for k, g in enumerate(record.graphs) if g.structural_fingerprint == graph.structural_fingerprint}
+    counts: Counter[int] = Counter()
+    found = []
+    for event in record.events:
+        if event.kind == FORWARD and event.graph in like:
+            found.append((event.graph, counts[event.graph]))
+            counts[event.graph] += 1
+    return found
 
 
 def with_less_outside(step: StepRecord, held: float, taken: float) -> StepRecord:
@@ -175,28 +192,35 @@ def _scaled(
     return (*before, *events, Event(OUTSIDE, -1, -held, 0, freed=()))
 
 
-def _recorded_outside(record: StepRecord, schedules: Sequence[Schedule], k: int) -> tuple[int, int, int]:
-    """How much more is allocated under graph ``k``'s backward, and before it, than under its forward, at most.
+def _recorded_outside(
+    record: StepRecord, schedules: Sequence[Schedule], k: int, place: int | None
+) -> tuple[int, int, int]:
+    """How much more is allocated under graph ``k``'s backward, and before it, than under its forward.
 
-    The last step's gradients that are freed meanwhile are counted apart, where the step has one call of the graph:
-    the third number.
+    In its call with the number ``place``, or at most. The last step's gradients that are freed meanwhile are counted
+    apart, where the step has one call of the graph: the third number.
     """
     timeline = replay(record, schedules)
     saved = call_footprint(record.graphs[k], record.costs[k], schedules[k]).saved_bytes
-    held = peak = freed = calls = 0
-    forwards: list[int] = []  # calls without a backward yet: the events after them
+    freed = calls = 0
+    found: dict[int, tuple[int, int]] = {}  # of each call: held, and at most
+    forwards: list[tuple[int, int]] = []  # calls without a backward yet: their numbers, and the events after them
     for i, event in enumerate(record.events):
         if event.graph != k:
             continue
         if event.kind == FORWARD:
-            forwards.append(i + 1)
+            forwards.append((calls, i + 1))
             calls += 1
         elif forwards:
-            first, freed = forwards.pop(), 0
+            (number, first), freed, peak = forwards.pop(), 0, 0
             before = timeline.start_bytes[first - 1] + saved
             for j in range(first, i):
                 peak = max(peak, timeline.high_bytes[j] + freed - before)
                 if record.events[j].name == LAST_GRADIENTS:
                     freed -= record.events[j].delta_bytes
-            held = max(held, timeline.start_bytes[i] + freed - before)
-    return held, max(held, peak), freed if calls == 1 else 0
+            held = max(0, timeline.start_bytes[i] + freed - before)
+            found[number] = held, max(held, peak)
+    if place is not None and found:
+        found = {0: found[min(place, max(found))]} if min(place, max(found)) in found else found
+    held, peak = (max((one[j] for one in found.values()), default=0) for j in (0, 1))
+    return held, peak, freed if calls == 1 else 0

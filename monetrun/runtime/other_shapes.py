@@ -50,6 +50,7 @@ class NewGraph:
         record: of the planned step, where known.
         plan: that runs.
         outputs: of the last step that are there, bytes by address.
+        place: how often graphs of this structure have been called in the present step.
     """
 
     joint: JointGraph
@@ -57,6 +58,7 @@ class NewGraph:
     record: StepRecord | None
     plan: Plan
     outputs: Mapping[int, int] = field(default_factory=dict)
+    place: int | None = None
 
     def allowed(self, graph: Graph) -> Graph:
         """``graph`` (of ``joint``) without what is ruled out.
@@ -126,7 +128,7 @@ class OtherShapes:
 
     def _events(self, new: NewGraph, schedules: Sequence[Schedule]) -> tuple[Event, ...]:
         held = sum(holdings.gradients(self.device).values())
-        return new_step.events_of(new.joint, new.record, schedules, held, sum(new.outputs.values()))
+        return new_step.events_of(new.joint, new.record, schedules, held, sum(new.outputs.values()), new.place)
 
     def _measured(self, joint: JointGraph, rounds: int, only: Collection[str] | None = None) -> dict[str, OperatorCost]:
         """What is measured of a graph now; nothing where more than the budget is held: the refusal names the bytes.

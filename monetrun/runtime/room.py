@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from monetrun.capture.meter import Meter
+from monetrun.core.graph import Graph
 from monetrun.core.plan import Schedule
 from monetrun.core.step import StepRecord
 from monetrun.planning.forward_needs import ForwardNeed, forward_needs, needs_by_place
@@ -79,6 +80,7 @@ class Room:
         self._by_place = False  # needs are known by the place of a pass in the step, not by the calls of its graph
         self._calls: Counter[str] = Counter()  # of each graph, in the present step
         self._dropped: Counter[str] = Counter()  # of these, calls whose gradients the script has dropped
+        self._structures: dict[str, str] = {}  # of graphs, by their fingerprints
         self._turns = OptimizerTurns()
         self._outputs: list[_Output] = []  # of the present step
         self._last_outputs: list[_Output] = []  # of the step before, but for those that were seen to be freed
@@ -99,6 +101,7 @@ class Room:
             of_graphs = [schedules[g.fingerprint] for g in record.graphs]
             by_place = None if self._in_python else needs_by_place(record, of_graphs)
             self._by_place = by_place is not None
+            self._structures |= {g.fingerprint: g.structural_fingerprint for g in record.graphs}
             for k, needs in (forward_needs(record, of_graphs) if by_place is None else by_place).items():
                 self._needs[record.graphs[k].fingerprint] = needs
 
@@ -129,6 +132,11 @@ class Room:
             self._calls.clear()
             self._dropped.clear()
             self._last_outputs, self._outputs, self._freed = self._outputs, [], []
+
+    def calls_like(self, graph: Graph) -> int:
+        """Of graphs with this structure, in the present step so far; from now on the graph counts as one."""
+        structure = self._structures[graph.fingerprint] = graph.structural_fingerprint
+        return sum(n for fingerprint, n in self._calls.items() if self._structures.get(fingerprint) == structure)
 
     def calls(self) -> dict[str, int]:
         """Of each graph, in the present step so far."""

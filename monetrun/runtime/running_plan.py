@@ -180,7 +180,8 @@ class RunningPlan:
         self._of_this_model = True
         self.enforcement.enforce()  # another model's plan may have less than this model's capture takes
         if fingerprint not in self.schedules:
-            new = NewGraph(joint, self._ruled_out, self.record, self.plan, self.room.last_outputs())
+            place = self.room.calls_like(joint.graph)
+            new = NewGraph(joint, self._ruled_out, self.record, self.plan, self.room.last_outputs(), place)
             step, plain = self._other_shapes.step(new)
             self._plain_reserved.step_is(plain)
             estimated = not adaptation.is_known(joint, self.record)

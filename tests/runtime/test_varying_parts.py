@@ -10,6 +10,7 @@ from monetrun.planning.coverage import coverage, planned_share
 from monetrun.runtime import settling
 from monetrun.runtime.planned_calls import PlannedCall
 from support.models_in_parts import WIDTH, Block, ShapesFromData, minimized, session, trained
+from support.sessions import opened_session
 
 
 def test_the_record_keeps_the_choice_and_the_next_process_does_not_try_again(tmp_path, capsys, monkeypatch):
@@ -167,3 +168,41 @@ def test_inputs_of_ever_new_shapes_take_no_more_memory_and_settle_no_less(monkey
         settled.append(not found.captured("head"))
     assert len(found._seen) == 8
     assert settled.index(False) == 8 + settling.UNSETTLED_CALLS
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """Alike parts, each on as many rows as is drawn; all together have the same number in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(6))
+
+    def forward(self, x, rows):
+        return torch.cat([e(part) for e, part in zip(self.experts, x.split(rows.tolist()), strict=True)])
+
+
+def test_the_plain_peak_of_alike_parts_at_other_sizes_is_about_the_recorded_one():
+    torch.manual_seed(0)
+    plain = []
+    with opened_session(budget="0.7x", solver_seconds=1.0) as opened:
+        model = Experts()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(12):
+            rows = torch.multinomial(torch.ones(6), 3000, replacement=True).bincount(minlength=6)
+            loss = model(torch.randn(3000, 64), rows).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            del loss
+            if opened.engine is not None and opened.engine.plan is not None:
+                plain.append(opened.engine.running.plan.plain_peak_bytes)
+    assert plain[-1] < 1.2 * plain[0]
