@@ -12,6 +12,7 @@ from torch import nn
 from monetrun.capture import open_sizes
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.plan import plain_schedule
+from monetrun.runtime import running_plan
 from monetrun.runtime.backend import Backend
 from support.sessions import opened_session
 
@@ -134,6 +135,7 @@ def test_new_sizes_train_with_eagers_bits_and_one_more_trace(monkeypatch, case, 
     traces = []
     call = Backend.__call__
     monkeypatch.setattr(Backend, "__call__", lambda *given: (traces.append(given), call(*given))[1])
+    monkeypatch.setattr(running_plan, "_PLAIN_SHARE", 0.0)  # else smaller sizes run as they are
     make, batch, _ = CASES[case]
 
     def steps():

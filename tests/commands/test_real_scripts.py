@@ -45,7 +45,9 @@ def trained_alike(script, packages, budget):
     ("script", "packages", "budget"),
     [
         ("real_trainer.py", ("transformers", "accelerate"), "0.7x"),
-        ("real_trainer_checkpointing.py", ("transformers", "accelerate"), "0.9x"),  # has its own recomputation
+        pytest.param(  # has its own recomputation
+            "real_trainer_checkpointing.py", ("transformers", "accelerate"), "0.9x", marks=pytest.mark.nightly
+        ),
         ("real_accelerate.py", ("transformers", "accelerate"), "0.7x"),
         ("real_timm.py", ("timm",), "0.75x"),  # AdamW's step takes most of what these small networks have
         ("real_peft.py", ("transformers", "peft"), "0.7x"),

@@ -131,6 +131,7 @@ def test_transformers_ends_the_budget_when_training_raises(capsys):
     assert plain_again()
 
 
+@pytest.mark.nightly
 def test_transformers_trains_on_two_ranks_as_without_the_callback(monkeypatch, tmp_path):
     skip_without(("transformers", "accelerate"))
     set_apart(monkeypatch, tmp_path)
@@ -175,6 +176,7 @@ def classifier_with(lines, fail_at=0):
     return run(lines, module=module, arguments=arguments, **loaders)
 
 
+@pytest.mark.nightly
 def test_lightning_fits_validates_and_accumulates_as_without_the_callback_also_a_second_time():
     skip_without(("lightning",))
     found = {}
@@ -237,6 +239,7 @@ def with_accelerate(lines):
     }
 
 
+@pytest.mark.nightly
 def test_accelerate_accumulates_in_bf16_as_without_the_budget():
     skip_without(("accelerate",))
     lines = LINES["accelerate"]
