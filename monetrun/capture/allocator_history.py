@@ -55,8 +55,9 @@ def present_settings() -> AllocatorSettings:
 
     Asked earlier, torch would read them then, and pass over what the script sets before its first CUDA tensor.
     """
-    if torch.cuda.is_initialized() and hasattr(torch._C, "_accelerator_getAllocatorSettings"):
-        text = torch._C._accelerator_getAllocatorSettings()
+    read: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # in torch 2.11 none
+    if torch.cuda.is_initialized() and read is not None:
+        text = read()
         if "expandable_segments" not in text:  # of settings that are changed this one stays as it was
             return replace(parse_settings(text), expandable=parse_settings(settings_text()).expandable)
         return parse_settings(text)
