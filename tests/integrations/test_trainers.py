@@ -100,6 +100,7 @@ def without_budget(lines):
     return "\n".join(kept).replace(", callbacks=[budget]", "")
 
 
+@pytest.mark.nightly
 def test_transformers_trains_evaluates_accumulates_and_saves_as_without_the_callback_also_a_second_time(tmp_path):
     skip_without(("transformers", "accelerate"))
     from safetensors.torch import load_file
