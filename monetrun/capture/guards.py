@@ -108,6 +108,10 @@ class _Weights:
         """Those that are there, by position."""
         return {position: tensor for position, ref in self.refs.items() if (tensor := ref()) is not None}
 
+    def are_there(self) -> bool:
+        """Whether all of them are."""
+        return len(self.alive()) == len(self.refs)
+
     def readable(self) -> dict[int, torch.Tensor] | None:
         """All of them; None where one is not there, or has no data."""
         found = self.alive()
@@ -213,14 +217,12 @@ class Guards:
         owners = {p: _owner(arguments[p]) for p in self._positions}
         key = tuple(map(id, owners.values()))
         weights = self._known.get(key)
-        if known := weights is not None and len(weights.alive()) == len(owners):
-            assert weights is not None
+        if weights is not None and weights.are_there():
             self._last = weights
-        else:
-            there = {k: w for k, w in self._known.items() if len(w.alive()) == len(w.refs)}
-            self._last = _Weights({p: weakref.ref(owner) for p, owner in owners.items()})
-            self._known = {**there, key: self._last}
-        return known
+            return True
+        self._last = _Weights({p: weakref.ref(owner) for p, owner in owners.items()})
+        self._known = {**{k: w for k, w in self._known.items() if w.are_there()}, key: self._last}
+        return False
 
     def _before(self, run: Run, first: Callable[[Sequence[Any]], object]) -> Run:
         def call(arguments: list[Any]) -> Any:

@@ -11,7 +11,6 @@ import functools
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from monetrun.core.plan import Step
 # Runs a backward: yields a list with the gradients of each turn, to be emptied by who takes them, then returns all
 # results, in which they are None.
 Turns = Callable[[list[Any]], Generator[list[Any], None, Any]]
-
-_NONE: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class InTurn:
     count: int
 
 
-def in_turn(module: fx.GraphModule, order: Sequence[int], inputs: Mapping[int, torch.Tensor] = _NONE) -> InTurn:
+def in_turn(module: fx.GraphModule, order: Sequence[int], inputs: Mapping[int, torch.Tensor]) -> InTurn:
     """A backward module of ``execute.build`` as one that gives its results in turn.
 
     A gradient is given after the last call that reads it: autograd keeps what it alone holds, and copies it otherwise.

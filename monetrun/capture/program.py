@@ -65,24 +65,19 @@ def prebuild() -> str | None:
     return None
 
 
-_loaded: list[Path] = []
-
-
 @functools.cache
 def unavailable_reason() -> str:
     """Why there are no programs (no compiler, a failed build, ...); empty where there are. Builds if need be."""
     try:
-        path = _build()
-        torch.classes.load_library(str(path))
+        torch.classes.load_library(str(_build()))
     except (OSError, native.NativeBuildFailed) as error:
         return str(error)
-    _loaded.append(path)
     return ""
 
 
 def is_loaded() -> bool:
-    """Whether this process has the library."""
-    return bool(_loaded)
+    """Whether this process has the library; loads none."""
+    return bool(unavailable_reason.cache_info().currsize) and not unavailable_reason()
 
 
 def runs_on_cuda(module: fx.GraphModule) -> bool:

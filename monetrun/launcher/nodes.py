@@ -161,8 +161,9 @@ class Nodes:
                 raise codec.from_plain(Refusal, verdict).error()
         if decision is not None and len(deciders) == 1:
             return decision
-        said = {k: exchange.read(store, f"monetrun/decision/{k}") for k in sorted({*deciders.values()})}
-        decisions = {k: codec.loads(Decision, text) for k, text in said.items()}
+        decisions = {
+            k: codec.loads(Decision, exchange.read(store, f"monetrun/decision/{k}")) for k in sorted(deciders.values())
+        }
         return one_for_all([*decisions.values()]) or decision or decisions[deciders[mine.devices]]
 
     def _offer(self, rank: int) -> Offer:

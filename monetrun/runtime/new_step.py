@@ -220,7 +220,7 @@ def _recorded_outside(
                     freed -= record.events[j].delta_bytes
             held = max(0, timeline.start_bytes[i] + freed - before)
             found[number] = held, max(held, peak)
-    if place is not None and found:
-        found = {0: found[min(place, max(found))]} if min(place, max(found)) in found else found
+    if place is not None and (known := min(place, max(found, default=0))) in found:
+        found = {known: found[known]}
     held, peak = (max((one[j] for one in found.values()), default=0) for j in (0, 1))
     return held, peak, freed if calls == 1 else 0

@@ -48,7 +48,6 @@ _log = logging.getLogger("monetrun")
 # stream has of its own. Where a page of a large segment more was taken, another one may be, beyond the budget.
 _TOLERATED = 8 << 20
 
-
 # Of the limit what runs as it is may have allocated by the captured graph: eager may keep more, and reserves more.
 _PLAIN_SHARE = 0.5
 
@@ -328,9 +327,9 @@ def _forget_oldest(running: RunningPlan) -> None:
     """
     planned = {graph.fingerprint for graph in running.plan.graphs}
     sizes = {f: len(s.forward) + len(s.backward) for f, s in running.schedules.items() if f not in planned}
-    left = sum(sizes.values())
+    left, most = sum(sizes.values()), _most_steps()
     for fingerprint, size in list(sizes.items())[:-1]:
-        if left <= _most_steps():
+        if left <= most:
             return
         left -= size
         del running.schedules[fingerprint]

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from monetrun.runtime import enforcement, with_room
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
+from support.sessions import opened_session
 
 
 class Net(nn.Module):
@@ -73,48 +74,37 @@ def test_a_batch_that_the_model_cannot_take_leaves_the_plan_as_it_is(refuses, pa
     assert "more are held" not in said
 
 
+def stepping(model, run, passes):
+    """Training steps, after each of which it stops."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(passes):
+        optimizer.zero_grad()
+        run(torch.randn(64, 4, 64)).square().mean().backward()
+        optimizer.step()
+        yield
+
+
 def test_an_interrupted_forward_leaves_no_limit_behind(monkeypatch):
     """Of a notebook's cell."""
     limits = []
     monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: limits.append(nbytes))
-    session = Session(Settings(mode=RUN, budget="0.7x", solver_seconds=1.0))
-    session.watch_process()
-    try:
+    with opened_session(budget="0.7x", solver_seconds=1.0):
         torch.manual_seed(0)
         model = Net(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(64, 4, 64)).square().mean().backward()
-            optimizer.step()
+        list(stepping(model, model, 3))
         assert limits[-2] is not None
         hook = model.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             model(torch.randn(64, 4, 64))
         hook.remove()
         assert limits[-1] is None
-    finally:
-        session.close()
-        torch._dynamo.reset()
 
 
 def test_a_checkpoint_around_a_planned_model_is_no_failed_call(monkeypatch):
-    collections = []
-    monkeypatch.setattr(with_room.gc, "collect", lambda *_: collections.append(1))
-    session = Session(Settings(mode=RUN, budget="0.95x", solver_seconds=1.0))
-    session.watch_process()
-    try:
+    with opened_session(budget="0.95x", solver_seconds=1.0):
         torch.manual_seed(0)
-        model = Net(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        found = []
-        for _ in range(5):
-            optimizer.zero_grad()
-            x = torch.randn(64, 4, 64, requires_grad=True)
-            checkpoint(model, x, use_reentrant=False).square().mean().backward()
-            optimizer.step()
-            found.append(len(collections))
+        model, collections = Net(False), []
+        monkeypatch.setattr(with_room.gc, "collect", lambda *_: collections.append(1))
+        steps = stepping(model, lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=False), 5)
+        found = [len(collections) for _ in steps]
         assert found[-1] == found[-3]
-    finally:
-        session.close()
-        torch._dynamo.reset()
