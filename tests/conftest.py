@@ -27,6 +27,8 @@ os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH
 # Files with long tests, nightly ones aside, in about the order of their time: a file runs in one process, and none of
 # these should be left over when the others are done.
 LONGEST = (
+    "test_moving_memory",
+    "test_real_scripts",
     "test_gpu_launches",
     "test_end_to_end",
     "test_fsdp",
@@ -82,6 +84,14 @@ def _garbage_is_not_searched_in_torch():
 
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nor_once_a_test_has_had_it_searched():
+    """A search for a model that has none of the parameters looks through all objects, from then on."""
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

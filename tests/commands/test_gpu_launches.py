@@ -381,10 +381,8 @@ print("last step", step)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("even", "goes_on_with"), [(0, 3), pytest.param(1, 4, marks=pytest.mark.nightly)], ids=["first", "second"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("even", "goes_on_with"), [(0, 3), (1, 4)], ids=["first", "second"])
 def test_no_trial_writes_a_checkpoint_from_which_the_run_would_go_on(
     machine, tmp_path, monkeypatch, even, goes_on_with
 ):

@@ -48,9 +48,9 @@ def trained_alike(script, packages, budget):
         pytest.param(  # has its own recomputation
             "real_trainer_checkpointing.py", ("transformers", "accelerate"), "0.9x", marks=pytest.mark.nightly
         ),
-        ("real_accelerate.py", ("transformers", "accelerate"), "0.7x"),
+        pytest.param("real_accelerate.py", ("transformers", "accelerate"), "0.7x", marks=pytest.mark.nightly),
         ("real_timm.py", ("timm",), "0.75x"),  # AdamW's step takes most of what these small networks have
-        ("real_peft.py", ("transformers", "peft"), "0.7x"),
+        pytest.param("real_peft.py", ("transformers", "peft"), "0.7x", marks=pytest.mark.nightly),
     ],
 )
 def test_a_real_script_trains_as_under_torchrun_within_the_budget(script, packages, budget):

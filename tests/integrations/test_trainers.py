@@ -197,6 +197,7 @@ def test_lightning_fits_validates_and_accumulates_as_without_the_callback_also_a
     assert equal(ours["state_dict"], theirs["state_dict"])
 
 
+@pytest.mark.nightly
 def test_lightning_ends_the_budget_when_training_raises():
     skip_without(("lightning",))
     with pytest.raises(Fails):

@@ -94,7 +94,7 @@ def test_of_a_large_file_size_and_time_are_looked_at(tmp_path):
     assert before != content(str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_launch_records_anew_once_a_module_of_the_script_has_changed(tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -52,7 +52,7 @@ CASES = {
 }
 
 RANKS = {"imagenet.py": 2}
-NIGHTLY = ("imagenet.py", "gpt.py", "bert_trainer.py", "lightning_resnet.py")
+NIGHTLY = ("imagenet.py", "gpt.py", "bert_trainer.py", "lightning_resnet.py", "lora.py")
 
 
 def weights(folder):

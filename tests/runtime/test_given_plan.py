@@ -53,6 +53,7 @@ def plan_file(tmp_path):
     return str(path)
 
 
+@pytest.mark.nightly
 def test_weights_that_are_trained_later_are_planned_for_on_the_spot(plan_file):
     expected = train(network(), unfrozen_at=3)
     found, plan = under(lambda: train(network(), unfrozen_at=3), plan_file=plan_file, plan_given=True)

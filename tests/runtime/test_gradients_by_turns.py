@@ -118,7 +118,8 @@ def test_the_plain_peak_is_the_plain_runs_and_the_planned_one_is_kept(script):
     assert engine.peak_bytes <= plan.budget_bytes
 
 
-@pytest.mark.parametrize("script", [pytest.param(accumulated, marks=pytest.mark.nightly), one_without_gradients])
+@pytest.mark.nightly
+@pytest.mark.parametrize("script", [accumulated, one_without_gradients])
 def test_a_plan_that_is_given_says_how_gradients_are_given(script):
     """Without the record of its step; also where not all optimizers ever step."""
     plain, _ = measured(script)

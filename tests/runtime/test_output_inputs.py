@@ -57,8 +57,10 @@ def trained(use, steps=4, keep=True, **options):
 @pytest.mark.parametrize(
     ("use", "options"),
     [
-        *((use, options) for use in (of_features, of_one_and_a_parameter) for options in ({}, {"dropout": 0.3})),
-        *((of_features, {"keep": False, **options}) for options in ({}, {"dropout": 0.3})),
+        *((use, {"dropout": 0.3}) for use in (of_features, of_one_and_a_parameter)),
+        *(pytest.param(use, {}, marks=pytest.mark.nightly) for use in (of_features, of_one_and_a_parameter)),
+        pytest.param(of_features, {"keep": False}, marks=pytest.mark.nightly),
+        (of_features, {"keep": False, "dropout": 0.3}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,6 +30,7 @@ def learnt(tasks=14):
     return losses, [p.tolist() for p in model.parameters()]
 
 
+@pytest.mark.nightly
 def test_copies_that_come_and_go_are_planned_no_more(monkeypatch):
     monkeypatch.setattr(session, "_launched", True)  # what a script applies is planned
     expected = learnt()

@@ -61,7 +61,7 @@ def trained(within, batch=512):
     return losses, [p.tolist() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("within", ["forward", "backward"])
+@pytest.mark.parametrize("within", [pytest.param("forward", marks=pytest.mark.nightly), "backward"])
 def test_a_step_that_ran_out_of_memory_is_not_the_one_that_is_planned(within):
     expected = trained(within)
     with opened_session(budget="1.0x", solver_seconds=1.0, implementations="exact") as opened:

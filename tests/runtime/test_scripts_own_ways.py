@@ -121,7 +121,7 @@ class Positions(Net):
         return super().forward((x + self.table).tanh() + self.table)
 
 
-@pytest.mark.parametrize("budget", ["0.95x", "0.6x"])
+@pytest.mark.parametrize("budget", [pytest.param("0.95x", marks=pytest.mark.nightly), "0.6x"])
 def test_a_table_made_in_inference_mode_is_read_again(budget):
     def script():
         model = Positions()

@@ -57,17 +57,21 @@ def trained(model, steps=4, optimizers=1, first=0, drop=False, retain=False):
     return losses, [p.detach().clone() for p in model.state_dict().values()]
 
 
+def nightly(*values):
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("reads", "options", "by_turns"),
     [
         ("input", {}, False),
-        ("input", {"optimizers": 2}, False),
-        ("detached", {}, False),
+        nightly("input", {"optimizers": 2}, False),
+        nightly("detached", {}, False),
         ("detached", {"first": 2}, False),
-        ("detached", {"retain": True}, False),
+        nightly("detached", {"retain": True}, False),
         ("features", {"retain": True}, False),
         ("input", {}, True),
-        ("features", {"retain": True}, True),
+        nightly("features", {"retain": True}, True),
     ],
     ids=str,
 )
@@ -135,7 +139,7 @@ class Chain(nn.Module):
         return self.one(x), self.other(x.detach())
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("order", [(0, 1), nightly((1, 0))], ids=str)
 def test_where_no_gradient_reaches_a_model_it_is_not_differentiated_twice(order, capsys):
     found = []
     for planned in (False, True):

@@ -158,7 +158,7 @@ for step in range(4):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("saves", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_trial_that_records_a_later_step_writes_no_checkpoint_before_it(tmp_path, saves):
     (tmp_path / "train.py").write_text(LATER.replace("SAVES", str(saves)))
     words = ["-m", "monetrun", "--budget", "0.9x", "--solver-seconds", "1", "train.py"]
