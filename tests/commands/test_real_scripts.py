@@ -27,11 +27,15 @@ def launch(*words):
 
 
 def trained_alike(script, packages, budget):
-    """Launch ``script`` by torchrun and by monetrun, and compare; give what monetrun found, and what it said."""
+    """Launch ``script`` by torchrun and by monetrun, and compare; give what monetrun found, and what it said.
+
+    Words after the script's name are options of monetrun.
+    """
     skip_without(packages)
+    script, *more = script.split()
     path = str(SCRIPTS / script)
     launch("torch.distributed.run", "--standalone", path, "plain")
-    options = ("--budget", budget, "--implementations", "exact", "--solver-seconds", "3", "--json")
+    options = ("--budget", budget, "--implementations", "exact", "--solver-seconds", "3", "--json", *more)
     done = launch("monetrun", "--standalone", *options, path, "planned")
     plain, planned = torch.load("plain.0"), torch.load("planned.0")
     assert planned["losses"] == plain["losses"]
@@ -48,9 +52,9 @@ def trained_alike(script, packages, budget):
         pytest.param(  # has its own recomputation
             "real_trainer_checkpointing.py", ("transformers", "accelerate"), "0.9x", marks=pytest.mark.nightly
         ),
-        pytest.param("real_accelerate.py", ("transformers", "accelerate"), "0.7x", marks=pytest.mark.nightly),
+        ("real_accelerate.py --no-probe", ("transformers", "accelerate"), "0.7x"),
         ("real_timm.py", ("timm",), "0.75x"),  # AdamW's step takes most of what these small networks have
-        pytest.param("real_peft.py", ("transformers", "peft"), "0.7x", marks=pytest.mark.nightly),
+        ("real_peft.py --no-probe", ("transformers", "peft"), "0.7x"),
     ],
 )
 def test_a_real_script_trains_as_under_torchrun_within_the_budget(script, packages, budget):
