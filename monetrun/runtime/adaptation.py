@@ -11,6 +11,7 @@ from monetrun.capture.joint import JointGraph
 from monetrun.core.errors import PlanMismatch
 from monetrun.core.graph import EXACT, KINDS, Graph, counterpart
 from monetrun.core.options import Options
+from monetrun.core.plain_step import plain_step, plain_timeline
 from monetrun.core.plan import GraphPlan, Plan, Schedule
 from monetrun.core.reserved import reserved
 from monetrun.core.step import StepRecord, replay
@@ -55,7 +56,8 @@ def adapted_schedule(step: StepRecord, plan: Plan, budget_bytes: int, options: O
         InfeasibleBudget, NoPlanInTime: nothing fits.
     """
     graph, costs = step.graphs[0], step.costs[0]
-    available = budget_bytes - step.base_bytes
+    beside = replay(*plain_step(step)).peak_bytes - plain_timeline(graph, costs).peak_bytes
+    available = budget_bytes - beside
     starts = []
     for schedule in carried(step, plan.graphs, budget_bytes):
         if not inexact(graph, schedule):

@@ -37,11 +37,11 @@ _STEPS_KEPT = 16
 
 @dataclass(frozen=True)
 class Replanned:
-    """A plan, the step that it is of, and the most frugal schedules known of its graphs."""
+    """A plan, the step that it is of, and the most frugal schedules of its graphs where they were searched for."""
 
     plan: Plan
     record: StepRecord
-    frugal: tuple[Schedule, ...]
+    frugal: tuple[Schedule, ...] | None
 
 
 def options_within_a_step(settings: Settings) -> Options:
@@ -229,13 +229,14 @@ def plan_with_more_held(
     """A plan within the same budget for a step before which more is held.
 
     It has room for twice as much, where that is possible: memory that grows steadily is planned for a few times only.
+    The most frugal schedules are searched for at length only where nothing is found from the plan's.
 
     Args:
         record: of the step that ``plan`` is of.
         plan: that does not fit.
         shortage: what is held.
         settings: of the process.
-        frugal: the most frugal schedules known of the record's graphs; None to search for them.
+        frugal: the most frugal schedules known of the record's graphs; None: they were not searched for yet.
 
     Raises:
         InfeasibleBudget, NoPlanInTime: nothing fits.
@@ -248,15 +249,23 @@ def plan_with_more_held(
 
     def planned(held_bytes: int) -> Replanned:
         more = with_more_held(record, held_bytes - before)
-        base = planner.baseline(more, frugal)
+        base = planner.baseline(more, starts[0] if frugal is None else frugal)
         made = planner.plan_step(more, plan.budget_bytes, settings.algorithm, options, base, starts)
-        return Replanned(with_plain_peak_of(plan, made), more, base.frugal_schedules)
+        return Replanned(with_plain_peak_of(plan, made), more, frugal)
 
-    frugal = planner.baseline(record).frugal_schedules if frugal is None else frugal
+    def found() -> Replanned:
+        try:
+            return planned(generous)
+        except (InfeasibleBudget, NoPlanInTime):
+            return planned(total)
+
     try:
-        return planned(generous)
+        return found()
     except (InfeasibleBudget, NoPlanInTime):
-        return planned(total)
+        if frugal is not None:
+            raise
+        frugal = planner.baseline(record).frugal_schedules
+        return found()
 
 
 # Much more is held than in the recorded step.
