@@ -7,7 +7,8 @@ torch advises to call it outside. AOTAutograd would trace it under the forward's
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -45,6 +46,20 @@ def traced_under(state: State) -> Iterator[State]:
     finally:
         for t, dtype in others.items():
             torch.set_autocast_dtype(t, dtype)
+
+
+def off_in(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """``run``, a backward, without the autocast around its call: the casts of both passes are operators of the graph.
+
+    Under one, what runs again of a forward outside of it would be cast, and so would what was traced without it.
+    """
+
+    def called(arguments: list[Any]) -> Any:
+        with torch._C._DisableAutocast():
+            return run(arguments)
+
+    called._boxed_call = True  # type: ignore[attr-defined]
+    return called
 
 
 def depends_on(joint: JointGraph) -> frozenset[str]:

@@ -46,6 +46,7 @@ class OperatorCost:
         measured: False where it was estimated.
         eagers_bits: whether a trial showed it bitwise identical to the default; False where no trial was needed.
         requests: of a caching allocator.
+        failed: whether the call raised, for another reason than a lack of memory, when it was tried.
     """
 
     seconds: float
@@ -53,6 +54,7 @@ class OperatorCost:
     measured: bool = True
     eagers_bits: bool = False
     requests: Requests = field(default_factory=Requests)
+    failed: bool = False
 
     def check(self) -> None:
         """Check what was read.
@@ -150,7 +152,8 @@ def measure(
     memory: dict[str, tuple[int, Requests]] = {}  # workspace, requests
     estimated = {s: _estimate_alone(*joint.timed[s], device) for s, call in todo.items() if _must_not_run(call.target)}
     devices = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    # the script may be under an autocast now: graphs have their casts
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), torch._C._DisableAutocast():
         for round_ in range(max(1, rounds)):
             for signature, call in todo.items():
                 if signature in estimated:
@@ -164,7 +167,8 @@ def measure(
                     if device_errors.is_sticky(error, meter.synchronize):
                         raise
                     _log.debug("%s cannot be timed alone (%s): estimated", call.target, error)
-                    estimated[signature] = _estimate_alone(*joint.timed[signature], device)
+                    estimate_ = _estimate_alone(*joint.timed[signature], device)
+                    estimated[signature] = replace(estimate_, failed=not is_out_of_memory(error))
         trials = {s: calls for s, calls in joint.exactness_trials.items() if s in todo and s not in estimated}
         exact = {s for s, calls in trials.items() if _is_bitwise_identical(*calls, timer.spread_indices)}
     measured = {}
@@ -191,14 +195,21 @@ def _estimate_alone(call: Call, like: fx.Node, device: torch.device) -> Operator
 
 
 def as_tried(joint: JointGraph, known: Mapping[str, OperatorCost]) -> Graph:
-    """The graph with implementations marked exact where a trial (see ``measure``) showed them bitwise identical."""
+    """The graph with implementations marked exact where a trial (see ``measure``) showed them bitwise identical.
+
+    An alternative that failed where the default did not is marked as not usable.
+    """
     exact = {signature for signature in joint.exactness_trials if signature in known and known[signature].eagers_bits}
+    failed = {signature for signature in joint.timed if signature in known and known[signature].failed}
 
     def marked(op: Operator) -> Operator:
-        pairs = zip(op.implementations, joint.signatures[op.id], strict=True)
-        return replace(op, implementations=tuple(replace(i, exact=i.exact or s in exact) for i, s in pairs))
+        row = joint.signatures[op.id]
+        pairs = zip(op.implementations, row, strict=True)
+        unusable = failed if row[0] not in failed else set()
+        marked = (replace(i, exact=i.exact or s in exact, usable=i.usable and s not in unusable) for i, s in pairs)
+        return replace(op, implementations=tuple(marked))
 
-    concerned = {k for k, row in enumerate(joint.signatures) if not exact.isdisjoint(row)}
+    concerned = {k for k, row in enumerate(joint.signatures) if not (exact | failed).isdisjoint(row)}
     operators = (marked(op) if op.id in concerned else op for op in joint.graph.operators)
     return replace(joint.graph, operators=tuple(operators))
 

@@ -50,7 +50,9 @@ def measure(
     if store is not None and _has_plans(device) and (plans := cudnn.named(device)):
         store.update(_PLANS, _plans_key(device), plans, PlanNames)
     found = {**known, **new}
-    return found if store is None else {**found, **store.update(_KIND, _key(device), new, OperatorCost)}
+    # what was estimated, for lack of memory perhaps, is tried again in the next launch
+    measured = {signature: c for signature, c in new.items() if c.measured}
+    return found if store is None else {**found, **store.update(_KIND, _key(device), measured, OperatorCost)}
 
 
 def _has_plans(device: torch.device) -> bool:
@@ -72,8 +74,10 @@ def device_name(device: torch.device) -> str:
 
 
 def _key(device: torch.device) -> str:
-    """Device, torch, and how many threads compute; on CUDA also cuDNN, and the settings that decide kernels."""
+    """Device, torch, how many threads compute, and the settings that decide kernels; on CUDA also cuDNN."""
     parts: list[Any] = [device_name(device), torch.__version__, torch.get_num_threads()]
     if device.type == "cuda":
         parts += [torch.backends.cudnn.version(), _multiprocessors(device), kernel_settings.of_cuda()]
+    else:
+        parts.append(kernel_settings.of_cpu())
     return key(*parts)

@@ -119,7 +119,16 @@ def run_again(nodes: Sequence[Any]) -> None:
 
 
 def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
+    # inputs may be there for the node alone, which frees them before this runs
+    held = [value() for value in again.inputs if isinstance(value, weakref.ref)]
+
     def replace(gradients: tuple[Any, ...], of_outputs: tuple[Any, ...]) -> Any:
+        try:
+            return replaced(gradients, of_outputs)
+        finally:
+            held.clear()
+
+    def replaced(gradients: tuple[Any, ...], of_outputs: tuple[Any, ...]) -> Any:
         create_graph = torch.is_grad_enabled()
         as_it_was = not again.traced.differs_under(backward_autocast.present()) or again.incomplete
         if not create_graph and not again.watched and as_it_was:

@@ -130,7 +130,8 @@ class GradientOrder:
         def begin(arguments: list[Any]) -> Any:
             call, gradients = _call_of_this_backward(), run(arguments)
             if call is None:
-                return self._at_once(backward, gradients)
+                with torch._C._DisableAutocast():
+                    return self._at_once(backward, gradients)
             call.begin(gradients, len(backward.turns))
             return (None,) * self._count
 
@@ -231,11 +232,12 @@ class _Call:
 
     def _take_turn(self, turn: int) -> tuple[Any, ...]:
         assert self._gradients is not None
-        while len(self._given) <= turn:
-            self._given.append(next(self._gradients))
-        if turn == self._turns - 1:
-            for _ in self._gradients:
-                raise AssertionError("a backward of more turns than it has gates")
+        with torch._C._DisableAutocast():  # see ``backward_autocast.off_in``
+            while len(self._given) <= turn:
+                self._given.append(next(self._gradients))
+            if turn == self._turns - 1:
+                for _ in self._gradients:
+                    raise AssertionError("a backward of more turns than it has gates")
         found = tuple(self._given[turn])
         self._given[turn].clear()
         return found

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from monetrun.capture.kernel_storages import with_kernels_storage
 from monetrun.capture.strides import alike, dense, is_dense
+from monetrun.core.errors import CaptureFailed, is_out_of_memory
 from monetrun.core.patched import patched
 from monetrun.ops import device_errors
 
@@ -192,6 +193,8 @@ def _run(
             device = next(a.device for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor))
             if device_errors.is_sticky(error, lambda: torch.cuda.synchronize(device)):
                 raise
+            if is_out_of_memory(error):  # traced with torch's strides, the graph may be a wrong one
+                raise CaptureFailed(f"there is no memory to ask {func} for the strides of its results") from error
             return None
     if [list(r.shape) for r in found] != [[smaller.get(n, n) for n in sizes] for sizes in expected]:
         return None

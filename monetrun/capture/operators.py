@@ -25,7 +25,8 @@ from monetrun.ops.collective_operators import is_collective
 from monetrun.ops.registry import Alternative, Call
 
 aten = torch.ops.aten
-_ATOMIC = {  # those of torch.use_deterministic_algorithms' list that a forward runs
+# those of torch.use_deterministic_algorithms' list that a forward runs: with atomics on CUDA
+_ATOMIC = {
     aten.cumsum.default,
     aten.index_add.default,
     aten.index_reduce.default,
@@ -34,6 +35,7 @@ _ATOMIC = {  # those of torch.use_deterministic_algorithms' list that a forward 
     aten.scatter.reduce,
     aten.scatter.value_reduce,
 }
+_PUTS = (aten.index_put.default, aten.put.default)  # with atomics on a CPU; or the value that comes last stays
 _KEEPS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -176,19 +178,31 @@ def _replayable(node: fx.Node, storages: Storages, mutated: frozenset[int], regi
         return False
     if (random.state_of(node) is None and random.is_random(node)) or dtypes.depends_on_default(node):
         return False
-    any_order = _adds_in_any_order(node) and not torch.are_deterministic_algorithms_enabled()
+    any_order = _is_in_any_order(node) and not torch.are_deterministic_algorithms_enabled()
     if any_order and (regions.number(node) is None or node.meta.get("recompute") in _KEEPS):
         return False
     reads_mutated = any(t in mutated for a in node.all_input_nodes for t in storages.of(a))
     return not reads_mutated or replay.reads_no_mutated_input(node)
 
 
-def _adds_in_any_order(node: fx.Node) -> bool:
-    """Whether a CUDA kernel adds with atomics: each run rounds otherwise, and so may what is chosen by its result."""
+def _is_in_any_order(node: fx.Node) -> bool:
+    """Whether a kernel writes to the same places in any order.
+
+    With atomics each run of a sum rounds otherwise, and so may what is chosen by its result; of several values for a
+    place, which a script's indices may have, another one may stay.
+    """
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_cuda or not value.is_floating_point():
+    if not isinstance(value, torch.Tensor):
         return False
-    return node.target in _ATOMIC
+    adds = value.is_floating_point() and value.is_cuda and node.target in _ATOMIC
+    if node.target in _PUTS:
+        accumulates = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
+        if accumulates:  # on CUDA the indices are sorted first
+            return value.is_floating_point() and not value.is_cuda
+        given = node.args[1] if isinstance(node.args[1], (tuple, list)) else (node.args[1],)
+        indices = [v for n in given if isinstance(n, fx.Node) for v in tensors_in(n.meta.get("val"))]
+        return any(v.dtype not in (torch.bool, torch.uint8) for v in indices)  # a mask has each place once
+    return adds or node.target is aten.index_copy.default or (value.is_cuda and node.target is aten.scatter.src)
 
 
 def _name(node: fx.Node) -> str:

@@ -310,6 +310,6 @@ def _kind(inputs: Iterable[torch.Tensor], convolution: bool, model: Device) -> s
     dtype = next((t.dtype for t in inputs if t.dtype.is_floating_point), torch.float32)
     if dtype is torch.float32:
         # torch's defaults: TensorFloat-32 in convolutions, and in matrix products where the script allows it
-        allowed = convolution or torch.get_float32_matmul_precision() != "highest"
+        allowed = convolution or torch.backends.cuda.matmul.fp32_precision == "tf32"
         return "tf32" if allowed and "tf32" in model.flops_per_second else "fp32"
     return {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")

@@ -123,7 +123,7 @@ def build(
     compilers = [identity(found) for word in cxx if (found := shutil.which(word))]  # CXX="ccache g++" has two
     parts = [*compilers, *cxx[1:], *arguments, *links, key]
     if "-march=native" in flags:
-        parts.append(_processor())
+        parts.append(processor())
     return cached(path, ".so", parts, lambda out: compile_by([*cxx, *arguments, str(path), *links, "-o", str(out)]))
 
 
@@ -226,13 +226,19 @@ def identity(cxx: str) -> str:
 
 
 @functools.cache
-def _processor() -> str:
-    """The processor, on which ``-march=native`` depends: machines may share a home folder."""
+def processor() -> str:
+    """The processor's kind, by what it can do: machines may share a home folder."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith(("flags", "Features")):
                 return platform.machine() + line
     return platform.machine() + platform.processor()
+
+
+def math_variables() -> dict[str, str]:
+    """Those of the environment by which a CPU's math libraries choose their kernels."""
+    names = (n for n in os.environ if n == "ATEN_CPU_CAPABILITY" or n.startswith(("ONEDNN_", "DNNL_", "MKL_")))
+    return {name: os.environ[name] for name in sorted(names)}
 
 
 def _make_private(folder: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from monetrun import __version__
+from monetrun.core import native
 from monetrun.core.allocator_settings import NO_CACHING, settings_text
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.options import only_exact, parse_kinds
@@ -32,7 +33,7 @@ def record_key(options: LaunchOptions, ranks: Ranks) -> str:
     record is looked up (``sources``).
     """
     source = _source(options).decode("utf-8", "replace")
-    measured_on = ["cpu"] if ranks.kind == "cpu" else []
+    measured_on: list[object] = ["cpu", native.processor(), native.math_variables()] if ranks.kind == "cpu" else []
     if ranks.kind == "cuda" and options.cost_model == "measured":
         try:
             measured_on = [info.uuid or info.device for info in query(ranks.kind, ranks.local)]

@@ -303,7 +303,7 @@ class Backend:
             found = observed(self.observer, BACKWARD, number, with_nothing_at(unread, program))
             return found if self.meters is None else measured(self.meters.steps, BACKWARD, number, found)
 
-        run = AbsentGradients(module, inputs).at_once(run, run_without)
+        run = backward_autocast.off_in(AbsentGradients(module, inputs).at_once(run, run_without))
         return _with_uses(self, number, module, gradient_forms.fitting(run, module, inputs))
 
     def _timed(self, module: fx.GraphModule, phase: str, number: int) -> Run:

@@ -10,8 +10,9 @@ from torch import fx, nn
 from monetrun.capture import cost, cost_store, roofline
 from monetrun.capture.meter import NoMeter, meter_for
 from monetrun.capture.timer import HostTimer
+from monetrun.core import native
 from monetrun.machine.store import Store
-from monetrun.ops import cudnn
+from monetrun.ops import cudnn, kernels
 from support.captured import captured
 from support.kernel_cases import DEVICE
 
@@ -76,7 +77,7 @@ def test_a_call_that_fails_alone_is_estimated_with_its_results_as_workspace(monk
     refuse_tanh(monkeypatch, error)
     known = measured(joint)
     (tanh,) = (s for s, (call, _) in joint.timed.items() if call.target is torch.ops.aten.tanh.default)
-    assert {s for s, c in known.items() if not c.measured} == {tanh}
+    assert {s for s, c in known.items() if not c.measured} == {s for s, c in known.items() if c.failed} == {tanh}
     assert known[tanh].workspace_bytes == 4 * 8 * 4
     assert known[tanh].seconds > 0
 
@@ -145,10 +146,21 @@ def test_costs_on_cuda_are_kept_apart_for_all_that_decides_kernels(monkeypatch):
     assert len(keys) == 1 + len(SETTINGS) + 2
 
 
-def test_on_a_cpu_they_are_not(monkeypatch):
-    before = cost_store._key(torch.device("cpu"))
+def test_costs_on_a_cpu_are_kept_apart_for_what_decides_its_kernels(monkeypatch):
+    device = torch.device("cpu")
+    before = cost_store._key(device)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert cost_store._key(torch.device("cpu")) == before
+    assert cost_store._key(device) == before
+    keys = {before}
+    for change in (
+        lambda: monkeypatch.setattr(torch.backends.mkldnn, "enabled", False),
+        lambda: monkeypatch.setattr(native, "processor", lambda: "another"),
+        lambda: monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        lambda: monkeypatch.setattr(kernels, "unavailable_reason", lambda: "there is no compiler"),
+    ):
+        change()
+        keys.add(cost_store._key(device))
+    assert len(keys) == 5
 
 
 def test_only_what_was_measured_now_is_added_to_the_store(tmp_path, tanh):
@@ -156,6 +168,34 @@ def test_only_what_was_measured_now_is_added_to_the_store(tmp_path, tanh):
     known = cost_store.measure([tanh], {"measured elsewhere": cost.OperatorCost(1.0, 0)}, meter, device, store)
     assert known.keys() == {"measured elsewhere", *tanh.timed}
     assert cost_store.load(store, device).keys() == set(tanh.timed)
+
+
+def test_what_was_estimated_for_lack_of_memory_is_measured_once_there_is_some(tmp_path, tanh, monkeypatch):
+    store, device, meter = Store(tmp_path), torch.device(DEVICE), meter_for(torch.device(DEVICE))
+    with monkeypatch.context() as short:
+        refuse_tanh(short, torch.OutOfMemoryError("out of memory"))
+        estimated = cost_store.measure([tanh], {}, meter, device, store)
+    assert [c.failed for c in estimated.values() if not c.measured] == [False]
+    found = cost_store.measure([tanh], cost_store.load(store, device), meter, device, store)
+    assert all(c.measured for c in found.values())
+    assert cost_store.load(store, device).keys() == set(tanh.timed)
+
+
+def test_an_implementation_that_fails_when_it_is_tried_is_not_used(tanh):
+    known = measured(tanh)
+    op = next(op for op, row in zip(tanh.graph.operators, tanh.signatures, strict=True) if len(row) > 1)
+    default, other, *_ = tanh.signatures[op.id]
+    tried = {**known, other: replace(known[other], failed=True)}
+    assert [i.usable for i in cost.as_tried(tanh, tried).operators[op.id].implementations][:2] == [True, False]
+    tried[default] = replace(known[default], failed=True)  # made-up operands are the reason
+    assert cost.as_tried(tanh, tried).operators[op.id].implementations[1].usable
+
+
+def test_an_autocast_around_the_measurement_changes_nothing(tanh):
+    with torch.autocast(DEVICE, torch.bfloat16):
+        known = measured(tanh)
+    (signature,) = (s for s, (call, _) in tanh.timed.items() if call.target is torch.ops.aten.addmm.default)
+    assert known[signature].workspace_bytes == measured(tanh)[signature].workspace_bytes
 
 
 def test_another_process_is_told_which_plans_cudnn_has(tmp_path, tanh, monkeypatch):

@@ -8,8 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from monetrun.capture import cpu_allocator
+from monetrun.capture import cpu_allocator, kernel_strides
 from monetrun.capture.kernel_strides import as_kernels_give_them
+from monetrun.core.errors import CaptureFailed
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 
@@ -55,6 +56,24 @@ def test_a_fake_result_has_the_kernels_strides(name):
         assert strides() != expected
     with as_kernels_give_them():
         assert strides() == expected
+
+
+def test_without_memory_to_ask_the_kernel_nothing_is_traced_and_nothing_kept(monkeypatch):
+    call, arguments = CALLS["group norm"]
+
+    def traced():
+        with FakeTensorMode() as mode, as_kernels_give_them():
+            return call(*tree_map_only(torch.Tensor, mode.from_tensor, arguments))[0].stride()
+
+    def refuse(*given):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(kernel_strides, "_asked", {})
+    with monkeypatch.context() as short:
+        short.setattr(kernel_strides, "_filled", refuse)
+        with pytest.raises(CaptureFailed, match="no memory to ask"):
+            traced()
+    assert traced() == call(*arguments)[0].stride()
 
 
 class Convolutions(nn.Module):

@@ -63,6 +63,18 @@ def test_matrix_products_cost_their_flops_at_the_rate_of_their_dtype():
     assert call(aten.bmm.default, batched, batched) == pytest.approx(8 * 2 * 2048**3 / (0.6 * 10.6e12))
 
 
+def test_tensor_float_allowed_by_the_newer_name_is_read_too():
+    """torch refuses to read the older one then."""
+    x = torch.empty(1024, 1024)
+    expected = call(aten.mm.default, x, x, model=roofline.DEVICES["h100"])
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert call(aten.mm.default, x, x, model=roofline.DEVICES["h100"]) < expected
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 def test_fp32_matrix_products_use_tensor_cores_where_the_script_allows_it():
     a = torch.empty(8192, 8192)
     torch.set_float32_matmul_precision("high")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from monetrun.capture import cpu_allocator
+from monetrun.capture import cpu_allocator, gradient_order
 from monetrun.capture.backward_autocast import OFF, depends_on
 from monetrun.core import codec
 from monetrun.core.step import StepRecord
@@ -130,6 +130,46 @@ def test_where_the_input_is_gone_the_first_step_differs_by_rounding_and_a_warnin
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-2, atol=0)
     (warning,) = one.reporter.warned
     assert "this step's gradients may differ by rounding" in warning
+
+
+class Normalized(nn.Module):
+    """All in float32; some of it runs again in the backward where the budget is tight."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = (nn.Linear(24, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())
+        self.layers = nn.Sequential(*kinds, nn.Linear(256, 8))
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.layers(x)
+
+
+@pytest.mark.parametrize("by_turns", [False, True])
+def test_what_ran_outside_of_the_autocast_around_the_backward_runs_again_as_it_ran(session, by_turns, monkeypatch):
+    monkeypatch.setattr(gradient_order, "communicates", lambda: by_turns)
+
+    def trained():
+        torch.manual_seed(0)
+        net = Normalized()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        losses = []
+        for _ in range(5):
+            loss = net(torch.randn(512, 24)).square().mean()  # the input is there for its graph alone
+            with torch.autocast("cpu", torch.bfloat16):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, net
+
+    expected = trained()
+    one = session(budget="0.6x")
+    assert_same(trained(), expected)
+    assert one.engine.autocast.state == BFLOAT16
+    (graph,), (planned,) = one.engine.running.record.graphs, one.engine.plan.graphs
+    assert any(step.operator < graph.forward_count for step in planned.schedule.backward)
+    assert one.reporter.warned == set()
 
 
 class Ended(BaseException):
