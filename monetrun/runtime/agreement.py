@@ -39,13 +39,20 @@ def largest(value: int) -> int:
     prefix = f"monetrun/largest/{next(_numbers)}"
     exchange.post(store, f"{prefix}/{rank}", str(value))
     keys = [f"{prefix}/{k}" for k in range(distributed.get_world_size())]
-    found = 0
-    if exchange.wait_until(lambda: all(exchange.is_posted(store, key) for key in keys), _PATIENCE_SECONDS):
+    agreed, found = f"{prefix}/agreed", 0
+    if store.add(f"{prefix}/came", 1) == len(keys):  # the last one reads for all: of thousands, not each one thousands
         found = max(int(exchange.read(store, key)) for key in keys)
-    return exchange.first_said(store, f"{prefix}/agreed", found)  # one that comes late does as those that waited
+    else:
+        exchange.wait_until(lambda: exchange.is_posted(store, agreed), _PATIENCE_SECONDS)
+    return exchange.first_said(store, agreed, found)  # one that comes late does as those that waited
 
 
-def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "", record: StepRecord | None = None) -> Plan:
+def plan_in_rank_0(
+    make: Callable[[Sequence[str]], Plan],
+    budget: str = "",
+    record: StepRecord | None = None,
+    present: Plan | None = None,
+) -> Plan:
     """Call ``make`` in rank 0, with the budgets of all ranks, and give its plan in all of them.
 
     Ranks may run different schedules: they give the same gradients in the same order. What sharded modules keep is the
@@ -56,6 +63,7 @@ def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "", reco
         budget: this rank's.
         record: of this rank's step; where rank 0's plan is not of its graphs (inputs of other shapes), ``make`` is
             called here, too.
+        present: what runs, and goes on where rank 0 does not come: it is not waited for as long as for a first plan.
 
     Raises:
         MonetrunError: in all ranks, what ``make`` raised in rank 0.
@@ -74,14 +82,15 @@ def plan_in_rank_0(make: Callable[[Sequence[str]], Plan], budget: str = "", reco
     keys = [f"{prefix}/budget/{k}" for k in range(size)]
     if rank:
         # what sharded modules keep is rank 0's choice, which trains with all others
-        patience = _PATIENCE_SECONDS if record is None or record.sharding is None else _PLANNING_SECONDS
+        only_rank_0s = record is not None and record.sharding is not None and present is None
+        patience = _PLANNING_SECONDS if only_rank_0s else _PATIENCE_SECONDS
         if not exchange.wait_until(lambda: exchange.is_posted(store, keys[0]), patience):
-            return make([budget])
+            return make([budget]) if present is None else present
         plan = _rank_0s(store, prefix, size)
         if record is None or _is_of(record, plan):
             return plan
         return replace(make([budget]), keeps_parameters=plan.keeps_parameters)
-    exchange.wait_until(lambda: all(exchange.is_posted(store, key) for key in keys), _PATIENCE_SECONDS)
+    exchange.wait_until(lambda: exchange.are_posted(store, keys), _PATIENCE_SECONDS)
     try:
         plan = make([exchange.read(store, key) for key in keys if exchange.is_posted(store, key)])
     except MonetrunError as error:

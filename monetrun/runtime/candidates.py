@@ -154,8 +154,13 @@ def device_of(module: nn.Module) -> torch.device:
 def of_another_kind(module: nn.Module) -> str:
     """Why a module cannot be planned that is called in training, as only that shows; empty where it can.
 
-    It is a stage of a pipeline, or its memory is not of torch's caching allocator's own pool.
+    It is a stage of a pipeline, or its memory is not of torch's caching allocator's own pool; or it was split among
+    ranks after its optimizer was made, as Accelerate does.
     """
+    if reason := unplannable(module):
+        return reason
+    if sharding.is_flattened(module):
+        return sharding.FLATTENED
     if reason := sharding.stage_of_a_pipeline(module):
         return reason
     if name := other_allocator(device_of(module)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,6 +33,8 @@ from monetrun.runtime.settings import Settings
 
 # Another plan has to make the step faster by this share: it is compiled anew.
 _LEAST_GAIN = 0.02
+
+_log = logging.getLogger("monetrun")
 
 
 class CollectiveTimes:
@@ -131,7 +134,11 @@ def weighed(record: StepRecord, plan: Plan, settings: Settings, found: Collectiv
         known = with_collectives(record, each)
         return _faster(known, plan, settings)
 
-    chosen = agreement.plan_in_rank_0(make, json.dumps(found), record=record)
+    try:
+        chosen = agreement.plan_in_rank_0(make, json.dumps(found), record, present=plan)
+    except MonetrunError as failure:  # the same in all ranks, whose plan runs on
+        _log.warning("the plan is not weighed against the collectives' times: %s", failure.message)
+        return record, plan
     rank = agreement.place()[0]
     if not agreement.largest(int(rank == 0 and chosen != plan)):
         return known, plan  # also where this rank's is another one than rank 0's: it planned again, alone

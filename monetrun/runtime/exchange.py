@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,11 @@ def post(store: Any, key: str, text: str) -> None:
 def is_posted(store: Any, key: str) -> bool:
     """Whether ``read`` would find a text."""
     return bool(store.check([key]))
+
+
+def are_posted(store: Any, keys: Sequence[str]) -> bool:
+    """``is_posted`` of each of ``keys``, asked for at once."""
+    return bool(store.check(list(keys)))
 
 
 def read(store: Any, key: str) -> str:

@@ -22,11 +22,10 @@ import torch
 from torch import nn
 
 from monetrun.capture.eager_answers import eager_answers, was_asked
-from monetrun.capture.gradient_terms import within_backward
 from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
-from monetrun.runtime import dynamo_settings, resharding, sharding, unplannable_use
+from monetrun.runtime import dynamo_settings, one_call, resharding, sharding, unplannable_use
 from monetrun.runtime.entries import MOST_TRACED_NODES, entry, forget_former
 from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
@@ -98,7 +97,7 @@ class PlannedCall(NotCopied):
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
         self._compiled: dict[tuple[Any, ...], tuple[int, Backend, Any, Any]] = {}
         self._said, self._frozen, self.sizes = False, frozen(module), SmallerSizes()
-        self._sharded = self._without_hooks = sharding.is_sharded(module)  # then the forward alone is captured
+        self.sharded = self._without_hooks = sharding.is_sharded(module)  # then the forward alone is captured
         if path in engine.breaks:
             self._break(engine.breaks[path])
             self._said = True  # the launcher has printed what the record has
@@ -116,13 +115,13 @@ class PlannedCall(NotCopied):
         if torch.compiler.is_compiling():  # another module's graph includes this one
             return module._call_impl(*args, **kwargs)
         if self.model is not None:  # Dynamo may be at work on what calls this
-            return _without_dynamo(self._run_part, module, args, kwargs)
+            return one_call.without_dynamo(self._run_part, module, args, kwargs)
         if not self.nesting.is_outermost_training(module) or _hooks_take_what_it_saves(self):
             if self.nesting.outermost and not torch.is_grad_enabled():
                 self.engine.evaluates()
-            return module._call_impl(*args, **kwargs)
+            return _unplanned(self, module, args, kwargs)
         result = self._run_outermost(module, args, kwargs)
-        if not self._said and not _is_without_gradients(result):
+        if not self._said and not one_call.is_without_gradients(result):
             self._said = _reported(self)
         return result
 
@@ -132,9 +131,9 @@ class PlannedCall(NotCopied):
         return sum(b.captured for b in {call.backend for call in (self, *self.parts) if call.backend is not None})
 
     def _run_outermost(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        hooked = _leaves(args, kwargs) if self._sharded else None
+        hooked = one_call.leaves(args, kwargs) if self.sharded else None
         if self.broken is not None or self.model is not None:
-            self.settling.begins(_leaves(args, kwargs), self.engine.generation)
+            self.settling.begins(one_call.leaves(args, kwargs), self.engine.generation)
         try:
             self.engine.plan_recorded_step()
         except PlanningFault as fault:
@@ -144,15 +143,14 @@ class PlannedCall(NotCopied):
 
     def _run_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not is_training(module, self.nesting.any_mode) or not _carries_gradients(self, module, args, kwargs):
-            return module._call_impl(*args, **kwargs)
+            return _unplanned(self, module, args, kwargs)
         run = self._run_outermost if self.nesting.outermost else self._run_planned
         return run(module, args, kwargs)
 
     def _run_planned(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         try:
             if self._without_hooks:
-                recorder = None if self.engine.recorder is None else self.engine.recorder.sharding
-                with resharding.within_planned_call(module, self.path, recorder, self.engine.plan):
+                with _as_planned(self, module):
                     return sharding.around_forward(module, self._run_captured, args, kwargs)
             return self._run_captured(module, args, kwargs)
         except PlanningFault as fault:
@@ -193,7 +191,7 @@ class PlannedCall(NotCopied):
                     self._open_sizes, self._generation = False, -1
                 elif not self.as_compiled and _may_be_told(engine):
                     self.as_compiled, self._generation = True, -1
-                elif _has_hooks(module) and not self._without_hooks:
+                elif one_call.has_hooks(module) and not self._without_hooks:
                     self._without_hooks, self.as_compiled, self._generation = True, False, -1
                     gc.collect()
                     return self._run_planned(module, args, kwargs)
@@ -246,11 +244,17 @@ class PlannedCall(NotCopied):
         if self.model is None and not self.parts:
             _make_parts(self)
 
-    def close(self) -> None:
-        """Have the module run as it is."""
+    def close(self, as_planned: bool = False) -> None:
+        """Have the module run as it is; ``as_planned``: sharded ones keep or free parameters as the plan says."""
         for call in (self, *self.parts):
-            if (module := call.module()) is not None and module._compiled_call_impl is call:  # type: ignore[comparison-overlap]
-                module._compiled_call_impl = None
+            if (module := call.module()) is not None and _stands_on(call, module):
+                left = resharding.left_as_planned(module, call.path, self.engine.plan if as_planned else None)
+                module._compiled_call_impl = left  # type: ignore[assignment]
+
+
+def _stands_on(call: PlannedCall, module: nn.Module) -> bool:
+    """Whether this call is what runs the module, or has left what does."""
+    return module._compiled_call_impl is call or isinstance(module._compiled_call_impl, resharding.RunsAsPlanned)  # type: ignore[comparison-overlap]
 
 
 def _differentiated_apart(model: weakref.ref[PlannedCall], backend: weakref.ref[Backend], others: bool) -> bool:
@@ -271,11 +275,11 @@ def _differentiated_apart(model: weakref.ref[PlannedCall], backend: weakref.ref[
 
 def _carries_gradients(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether a backward follows this call, and none runs now; looked up until something is captured."""
-    if _autograd_is_at_work():
+    if one_call.autograd_is_at_work():
         return False
     if call.backend is not None:
         return True
-    given = itertools.chain(module.parameters(), _leaves(args, kwargs))
+    given = itertools.chain(module.parameters(), one_call.leaves(args, kwargs))
     return any(p.requires_grad for p in given if isinstance(p, torch.Tensor))
 
 
@@ -297,6 +301,22 @@ def _make_parts(call: PlannedCall) -> None:
         child._compiled_call_impl = part  # type: ignore[assignment]
 
 
+def _as_planned(call: PlannedCall, module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """In it, what is sharded keeps or frees its parameters as is planned, or as is recorded."""
+    recorder = None if call.engine.recorder is None else call.engine.recorder.sharding
+    return resharding.within_planned_call(module, call.path, recorder, call.engine.plan)
+
+
+def _unplanned(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run the module as it is, in one call.
+
+    Other ranks may run the plan: in training, parameters of a sharded one are kept or freed as there.
+    """
+    trains = torch.is_grad_enabled() and (module.training or call.nesting.any_mode)
+    with _as_planned(call, module) if call.sharded and trains else contextlib.nullcontext():
+        return module._call_impl(*args, **kwargs)
+
+
 def _hooks_take_what_it_saves(call: PlannedCall) -> bool:
     """Whether the script's hooks take what is saved: all models run as they are from now on."""
     if call.abandon is None or not unplannable_use.hooks_take_saved_tensors():
@@ -313,10 +333,10 @@ def _as_it_is(call: PlannedCall, fault: PlanningFault, module: nn.Module, args: 
     """
     if call.engine.settings.strict or call.abandon is None:
         raise fault
-    if call.engine.lets_one_call_be(fault):
-        return module._call_impl(*args, **kwargs)
-    call.abandon(f"models run without a plan from now on, their budget is not enforced: {fault.message}, {fault.hint}")
-    return module._call_impl(*args, **kwargs)
+    if not call.engine.lets_one_call_be(fault):
+        without = "models run without a plan from now on, their budget is not enforced"
+        call.abandon(f"{without}: {fault.message}, {fault.hint}")
+    return _unplanned(call, module, args, kwargs)
 
 
 def _may_be_told(engine: Engine) -> bool:
@@ -342,40 +362,11 @@ def _reported(call: PlannedCall) -> bool:
     return True
 
 
-def _leaves(args: Any, kwargs: Any) -> list[Any]:
-    """The values of a call, out of whatever holds them."""
-    return torch.utils._pytree.tree_leaves((args, kwargs))
-
-
-def _is_without_gradients(result: Any) -> bool:
-    """Whether a call gives tensors, of which none needs a gradient: nothing is captured for training then."""
-    tensors = [value for value in _leaves(result, {}) if isinstance(value, torch.Tensor)]
-    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether the module itself has hooks, which its call runs besides its forward."""
-    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return any(kinds)
-
-
-def _autograd_is_at_work() -> bool:
-    """Whether a backward runs, or the script's hooks take what is saved for one, as in a checkpointed region."""
-    return within_backward() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 def _capture_errors() -> tuple[type[Exception], ...]:
     """What Dynamo raises where it cannot capture a model whole; the second is raised as it is by its bookkeeping."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode
-
-
-def _without_dynamo(run: Callable[..., Any], *args: Any) -> Any:
-    """Call ``run`` without Dynamo, which may be at work on the caller's frame; ``run`` may start it again."""
-    from torch._dynamo.eval_frame import DisableContext
-
-    return DisableContext()(run)(*args)
 
 
 def _with_own_errors(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> Any:

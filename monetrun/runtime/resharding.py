@@ -22,6 +22,7 @@ from monetrun.core.plan import Plan
 from monetrun.core.sharding import ShardedModule
 from monetrun.runtime.collectives import through_gloo
 from monetrun.runtime.sharding import is_sharded, parameter_groups
+from monetrun.runtime.trigger import NotCopied
 
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that kept their parameters though the script has them freed
 
@@ -39,6 +40,29 @@ def within_planned_call(
     if recorder is not None:
         return recorder.within_call(module, name)
     return within_call(module, None if plan is None else plan.keeps_parameters.get(name))
+
+
+class RunsAsPlanned(NotCopied):
+    """Runs a sharded module as it is, but keeps or frees its parameters as is planned; stands on it.
+
+    Other ranks may run the plan: collectives have to match theirs.
+    """
+
+    def __init__(self, module: nn.Module, keeps: bool) -> None:
+        self._module, self._keeps = weakref.ref(module), keeps
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        module = self._module()
+        assert module is not None
+        with within_call(module, self._keeps if module.training and torch.is_grad_enabled() else None):
+            return module._call_impl(*args, **kwargs)
+
+
+def left_as_planned(module: nn.Module, name: str, plan: Plan | None) -> RunsAsPlanned | None:
+    """What runs a module from now on, none of whose calls is planned any more; None: nothing was chosen for it."""
+    keeps = None if plan is None else plan.keeps_parameters.get(name)
+    return None if keeps is None else RunsAsPlanned(module, keeps)
 
 
 @contextlib.contextmanager

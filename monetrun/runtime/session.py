@@ -272,7 +272,7 @@ class Session:
         self._as_is = reason
         self.reporter.warn(reason)
         for call in _calls(self):
-            call.close()
+            call.close(as_planned=True)
         if self.engine is not None:
             self.engine.close()
             self._findings, self.engine = self.engine.findings(), None

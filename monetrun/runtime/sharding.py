@@ -19,6 +19,8 @@ from torch import nn
 
 from monetrun.core.step import Break
 
+FLATTENED = "FSDP1 flattens its parameters, which a plan does not see; FSDP2 (fully_shard) is planned"
+
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether the module has hooks of ``fully_shard``."""
@@ -40,7 +42,7 @@ def unplannable(module: nn.Module, replicated: Container[int] | None = None) -> 
     ``replicated``: parameters that FSDP2 manages for a module around it, by ``replicated_within``.
     """
     if type(module).__name__ == "FullyShardedDataParallel":
-        return "FSDP1 flattens its parameters, which a plan does not see; FSDP2 (fully_shard) is planned"
+        return FLATTENED
     if "torch.distributed.tensor" not in sys.modules:
         return None
     replicated = replicated_within([module]) if replicated is None else replicated
@@ -68,6 +70,15 @@ def parameter_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 has flattened the parameters of a module, or of one around it, after its optimizer was made."""
+    if not getattr(module, "_is_fsdp_managed_module", False) or is_sharded(module):
+        return False
+    kind: type = torch.distributed.fsdp.FullyShardedDataParallel
+    around = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
+    return any(child is module for one in around for child in one.modules())
 
 
 def stage_of_a_pipeline(module: nn.Module) -> str | None:

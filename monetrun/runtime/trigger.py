@@ -134,8 +134,8 @@ class Trigger(NotCopied):
             return module._call_impl(*args, **kwargs)
         return self.plan(module)(*args, **kwargs)
 
-    def close(self) -> None:
-        """Wait no more."""
+    def close(self, as_planned: bool = False) -> None:
+        """Wait no more; nothing is planned yet that could be kept (``as_planned``, see ``PlannedCall``)."""
         module = self.module()
         if module is not None and module._compiled_call_impl is self:  # type: ignore[comparison-overlap]
             module._compiled_call_impl = None

@@ -14,9 +14,10 @@ import torch
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.errors import InfeasibleBudget, MonetrunError, PlanningFault
 from monetrun.core.options import Options
+from monetrun.core.sharding import Sharding
 from monetrun.core.step import DeviceMemory, Segment
 from monetrun.planning import planner
-from monetrun.runtime import agreement, exchange
+from monetrun.runtime import agreement, collective_times, exchange
 from monetrun.runtime.earlier_plans import EarlierPlans
 from monetrun.runtime.first_steps import FirstSteps
 from monetrun.runtime.running_plan import RunningPlan
@@ -126,6 +127,30 @@ def test_a_rank_whose_graphs_have_other_shapes_plans_its_own_step_and_keeps_the_
         lambda: agreement.plan_in_rank_0(own, "1MiB", DEVICE_RECORD),
     )
     assert given == [rank_0s, replace(DEVICE_PLAN, keeps_parameters={"a": True})]
+
+
+def test_where_rank_0_does_not_come_what_runs_goes_on(ranks, monkeypatch):
+    monkeypatch.setattr(agreement, "_PATIENCE_SECONDS", 0.2)
+    sharded = replace(RECORD, sharding=Sharding((), ()))
+    given = ranks(lambda: "runs as it is", lambda: agreement.plan_in_rank_0(not_here, record=sharded, present=PLAN))
+    assert given[1] is PLAN
+
+
+def test_the_seconds_of_collectives_for_which_planning_fails_leave_the_plan_as_it_is(ranks, monkeypatch, caplog):
+    def fails(record, by_rank):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(collective_times, "with_collectives", fails)
+    weighed = partial(collective_times.weighed, DEVICE_RECORD, DEVICE_PLAN, Settings(), ())
+    assert ranks(weighed, weighed) == [(DEVICE_RECORD, DEVICE_PLAN)] * 2
+    assert "is not weighed" in caplog.text
+
+
+def test_of_many_ranks_the_last_one_alone_reads_what_each_has_said(ranks, monkeypatch):
+    asked, read = [], exchange.read
+    monkeypatch.setattr(exchange, "read", lambda store, key: asked.append(key) or read(store, key))
+    assert ranks(*(partial(agreement.largest, k) for k in (3, 9, 4))) == [9, 9, 9]
+    assert len(asked) == 3
 
 
 def seen(reserved_bytes, retries=0):

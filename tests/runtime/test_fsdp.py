@@ -3,6 +3,7 @@
 One process stands for rank 0 of torch's fake process group, whose collectives give every rank what this one sends.
 """
 
+import contextlib
 import gc
 import re
 
@@ -15,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from monetrun.capture import cpu_allocator
 from monetrun.capture.meter import meter_for
@@ -362,6 +364,39 @@ def test_two_ranks_that_go_on_from_a_checkpoint_train_as_under_torchrun(tmp_path
     as_under_torchrun(tmp_path, ("--load", tmp_path / "saved"))
 
 
+def test_calls_that_run_as_they_are_make_the_collectives_that_are_planned(group, monkeypatch):
+    """Other ranks run the plan: with one all-gather less in this rank, they would wait for ever."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    gathered, gather = [], _fsdp_param_group.foreach_all_gather
+    monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather", lambda *given: gathered.append(1) or gather(*given))
+
+    def counts(steps):
+        model = gpt()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        found = []
+        for step, context in enumerate(steps):
+            gathered.clear()
+            with context:
+                model(batch(step)).float().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(len(gathered))
+        return found
+
+    as_it_is = contextlib.nullcontext(), contextlib.nullcontext()
+    scripted = counts(as_it_is)[-1]
+    with session(budget="1.2x", quiet=True) as opened:
+        counted = FlopCounterMode(display=False)
+        keeps = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        found = counts([*as_it_is, *as_it_is, counted, *as_it_is, keeps, *as_it_is])
+        (warning,) = opened.reporter.warned
+    assert "hooks" in warning
+    planned = found[3]
+    assert planned < scripted
+    assert found[2:] == [planned] * 8
+
+
 class Perceptron(nn.Module):
     def __init__(self):
         super().__init__()
@@ -427,3 +462,33 @@ def test_models_split_among_ranks_in_other_ways_run_as_they_are_after_one_warnin
     assert reason in warning
     assert any(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     assert whole is not None
+
+
+def flattened_later(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def split_later(model):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (4,))
+    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+@pytest.mark.parametrize(("split", "reason"), [(flattened_later, "FSDP1"), (split_later, "tensor parallelism")])
+def test_what_is_split_once_its_optimizer_is_made_runs_as_it_is_too(group, split, reason):
+    """Accelerate and transformers make the optimizer first, and give it the parameters anew."""
+    with session(budget="0.7x", quiet=True) as opened:
+        model = Perceptron()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model = split(model)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, WIDTH)).sum().backward()
+            optimizer.step()
+        assert opened.engine is None
+        (warning,) = opened.reporter.warned
+    assert reason in warning

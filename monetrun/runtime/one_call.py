@@ -1,0 +1,40 @@
+"""One call of a module: what it is given and gives, and what is at work around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from monetrun.capture.gradient_terms import within_backward
+
+
+def leaves(args: Any, kwargs: Any) -> list[Any]:
+    """The values of a call, out of whatever holds them."""
+    return torch.utils._pytree.tree_leaves((args, kwargs))
+
+
+def is_without_gradients(result: Any) -> bool:
+    """Whether a call gives tensors, of which none needs a gradient: nothing is captured for training then."""
+    tensors = [value for value in leaves(result, {}) if isinstance(value, torch.Tensor)]
+    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module itself has hooks, which its call runs besides its forward."""
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(kinds)
+
+
+def autograd_is_at_work() -> bool:
+    """Whether a backward runs, or the script's hooks take what is saved for one, as in a checkpointed region."""
+    return within_backward() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def without_dynamo(run: Callable[..., Any], *args: Any) -> Any:
+    """Call ``run`` without Dynamo, which may be at work on the caller's frame; ``run`` may start it again."""
+    from torch._dynamo.eval_frame import DisableContext
+
+    return DisableContext()(run)(*args)
