@@ -19,6 +19,7 @@ from monetrun.core.errors import UsageError
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.machine import archive
+from monetrun.machine.named_file import STDOUT
 from monetrun.machine.store import KINDS, Entry, Store, default_root
 from monetrun.planning.summary import plain_bytes, planned_bytes
 
@@ -54,12 +55,12 @@ def _verify() -> int:
     return 0 if verify(_store()) else 1
 
 
-@click.command("export", help="Write what is kept to FILE, for monetrun cache import on another machine.")
+@click.command("export", help="Write what is kept to FILE (- is stdout), for monetrun cache import on another machine.")
 @click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Only this kind; may be repeated.")
-@click.argument("file", type=click.Path(path_type=Path))
-def _export(file: Path, kinds: Sequence[str]) -> None:
+@click.argument("file")
+def _export(file: str, kinds: Sequence[str]) -> None:
     count = archive.export(_store(), file, kinds or KINDS)
-    print(f"monetrun: wrote {count} entries to {file}", file=sys.stderr)
+    print(f"monetrun: wrote {count} entries to {'stdout' if file == STDOUT else file}", file=sys.stderr)
 
 
 @click.command("import", help="Add the entries of a FILE that monetrun cache export wrote.")

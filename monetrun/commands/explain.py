@@ -23,6 +23,7 @@ from monetrun.launcher import report
 from monetrun.launcher.keys import measured_key
 from monetrun.launcher.page import page_of
 from monetrun.launcher.plan_file import read_plan
+from monetrun.machine.named_file import STDOUT, writing_option
 from monetrun.machine.store import Store, default_root
 from monetrun.planning import explain as explanation
 from monetrun.planning.explain import Explanation
@@ -30,7 +31,7 @@ from monetrun.planning.intervals import MeasuredStep, as_plain
 from monetrun.planning.snapshot import snapshot
 
 _MOST_ROWS = 20
-_BARS = "▁▂▃▄▅▆▇█"
+_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"  # the second where the terminal has no others
 _CHART_WIDTH = 72
 
 
@@ -45,19 +46,20 @@ monetrun plan writes PLAN_FILE. The trial run and the measurements are read from
 @click.option(
     "--measured", is_flag=True, help="Show planned and measured bytes of a step instead, from the last launch."
 )
-@click.option("--html", "page_file", metavar="FILE", help="Write a page for a browser, with all of it.")
+@click.option("--html", "page_file", metavar="FILE", help="Write a page for a browser, with all of it; - is stdout.")
 @click.option(
     "--snapshot",
     "snapshot_file",
     metavar="FILE",
-    help="Write the planned step for pytorch.org/memory_viz.",
+    help="Write the planned step for pytorch.org/memory_viz; - is stdout.",
 )
 @click.argument("plan_file")
 def command(plan_file: str, as_json: bool, measured: bool, page_file: str | None, snapshot_file: str | None) -> None:
     """Explain a plan, from what the cache has of it."""
+    _check_options(as_json, measured, page_file, snapshot_file)
     plan = read_plan(plan_file)
     store = Store(default_root())
-    if measured and page_file is None and snapshot_file is None:
+    if measured:
         step = explain_measured.find_measured_step(plan, store, plan_file)
         if as_json:
             peaks = {"budget_bytes": plan.budget_bytes, "planned_peak_bytes": plan.planned_peak_bytes}
@@ -89,13 +91,22 @@ def run(words: Sequence[str]) -> int:
     return run_click(command, words)
 
 
+def _check_options(as_json: bool, measured: bool, page_file: str | None, snapshot_file: str | None) -> None:
+    files = {"--html": page_file, "--snapshot": snapshot_file}
+    for option, file in files.items():
+        others = ["--json"] * as_json + ["--measured"] * measured
+        if file is not None and others:
+            hint = "leave one out; the page of --html has what was measured, too"
+            raise UsageError(f"{option} writes a file in place of what {' and '.join(others)} would print", hint)
+    if [*files.values()] == [STDOUT, STDOUT]:
+        raise UsageError("--html - and --snapshot - both go to stdout", "name a file for one")
+
+
 def _write(option: str, file: str, content: bytes) -> None:
-    try:
-        Path(file).write_bytes(content)
-    except OSError as error:
-        problem = f"{option} {file}: {error.strerror}"
-        raise UsageError(problem, "name a file in a folder that you may write to") from error
-    print(file)
+    with writing_option(option, file) as stream:
+        stream.write(content)
+    if file != STDOUT:
+        print(file)
 
 
 def show(found: Explanation, title: str, console: Console) -> None:
@@ -106,8 +117,9 @@ def show(found: Explanation, title: str, console: Console) -> None:
         console.print(line)
     console.print("\n[bold]Memory over the step[/bold]" + ", allocated" * (found.planned_reserved_bytes is not None))
     highest = max([plain, *found.plain_profile, 1])
+    bars = _ASCII_BARS if console.options.ascii_only else _BARS
     for name, profile in (("plain", found.plain_profile), ("planned", found.planned_profile)):
-        console.print(f"  {name:8}{_chart(profile, highest)}  {format_bytes(max(profile, default=0))}")
+        console.print(f"  {name:8}{_chart(profile, highest, bars)}  {format_bytes(max(profile, default=0))}")
 
     console.print(f"\n[bold]At the peak[/bold], {format_bytes(planned)}: {escape(found.peak_name)}")
     console.print("  " + " + ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.at_peak.items()))
@@ -170,9 +182,9 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms"
 
 
-def _chart(profile: Sequence[int], highest: int) -> str:
+def _chart(profile: Sequence[int], highest: int, bars: str) -> str:
     """The profile as a line of bars, each as high as the maximum of its interval."""
     width = min(_CHART_WIDTH, len(profile))
     cuts = [i * len(profile) // width for i in range(width + 1)] if width else []
     highs = [max(profile[a:b]) for a, b in pairwise(cuts)]
-    return "".join(_BARS[min(len(_BARS) - 1, len(_BARS) * high // highest)] for high in highs)
+    return "".join(bars[min(len(bars) - 1, len(bars) * high // highest)] for high in highs)

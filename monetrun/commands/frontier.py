@@ -22,8 +22,8 @@ from monetrun.launcher.job import Job, open_job
 from monetrun.launcher.kept import kept_schedules
 from monetrun.launcher.keys import smallest_budget_key
 from monetrun.launcher.parser import LaunchParser, command_parser
-from monetrun.launcher.plan_file import check_file, write_file
 from monetrun.launcher.progress import SolverProgress
+from monetrun.machine.named_file import STDOUT, check_file, write_file, writing_option
 from monetrun.planning import planner
 from monetrun.planning.baseline import more_frugal
 from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier, frontier, next_budget, spread
@@ -65,7 +65,7 @@ def run(words: Sequence[str]) -> int:
     with open_job(options) as job:
         title = " ".join([Path(options.script).name, *options.script_args])
         found = _solved(job, parse_budgets(args.budgets) if args.budgets else (), args.points)
-        if args.json_file != "-":  # first: what was planned is seen, also where a file can no longer be written
+        if args.json_file != STDOUT:  # first: what was planned is seen, also where a file can no longer be written
             show(found, title, report.stdout_console())
         if args.json_file:
             write_json(found, args.json_file)
@@ -106,7 +106,7 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if args.budgets:
         parse_budgets(args.budgets)
-    if args.json_file and args.json_file != "-":
+    if args.json_file:
         check_file("--json", args.json_file)
     if args.plot:
         _check_plot(args.plot)
@@ -179,12 +179,8 @@ def draw(found: Frontier, title: str, path: str) -> None:
     shares.tick_params(labelsize=8, colors="#777777")
     shares.spines["top"].set_visible(False)
     axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(0.93, 1.0), fontsize=9)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--plot {path}: {error}", "name a .png, .svg or .pdf in a folder that can be written"
-        ) from error
+    with writing_option("--plot", path) as stream:
+        figure.savefig(stream, format=Path(path).suffix[1:].lower())
 
 
 def _times(factor: float) -> Callable[[Any], Any]:
@@ -207,9 +203,6 @@ def write_json(found: Frontier, path: str) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    if path == "-":
-        print(codec.dumps(found))
-        return
     write_file("--json", path, codec.dumps(found) + "\n")
 
 

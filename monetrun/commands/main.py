@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
 from monetrun import __version__
 from monetrun.commands import SUMMARIES
-from monetrun.core.errors import REPORT_IT, MonetrunError, UsageError
+from monetrun.core.errors import REPORT_IT, MonetrunError, StorageFailed, UsageError
 from monetrun.core.imports import without_collection
 from monetrun.core.log_lines import print_warnings
 from monetrun.launcher.parser import help_text
@@ -40,19 +41,63 @@ def console() -> None:
     """The ``monetrun`` command, as a process of its own."""
     if sys.stderr is not None:
         sys.stderr = _Messages(sys.stderr)  # type: ignore[assignment]
+    if sys.stdout is not None:
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")  # what it cannot encode, as on stderr
+        sys.stdout = _Results(sys.stdout)  # type: ignore[assignment]
     exit_code = main()
     gc.freeze()  # at its end Python looks for garbage several times: half a second for all that torch's import made
     sys.exit(exit_code)
 
 
-class _Messages:
-    """A stream for messages whose reader may go away, or whose disk may be full: what is being done goes on without."""
-
-    def __init__(self, stream: TextIO) -> None:
+class _Stream:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class _Results(_Stream):
+    """A stream for results: where the disk is full, the command ends with that as its reason."""
+
+    @property
+    def buffer(self) -> _Results:
+        """For bytes."""
+        return _Results(self._stream.buffer)
+
+    def write(self, content: Any) -> int:
+        """As of the stream.
+
+        Raises:
+            StorageFailed: it cannot be written.
+            BrokenPipeError: its reader has gone.
+        """
+        with _told_as_storage():
+            return int(self._stream.write(content))
+
+    def flush(self) -> None:
+        """As ``write``."""
+        with _told_as_storage():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _told_as_storage() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        from monetrun.launcher.report import leave_stdout  # imported here, so that help is fast
+
+        leave_stdout()
+        hint = "make room on its disk, or send it elsewhere"
+        raise StorageFailed(f"stdout cannot be written: {error.strerror}", hint) from error
+
+
+class _Messages(_Stream):
+    """A stream for messages whose reader may go away, or whose disk may be full: what is being done goes on without."""
 
     def write(self, text: str) -> int:
         """As of the stream."""

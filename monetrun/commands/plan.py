@@ -14,13 +14,15 @@ from pathlib import Path
 from monetrun.commands.dry_run import parse_dry_run
 from monetrun.core import codec, link
 from monetrun.core.clocks import StepClocks, step_clocks
+from monetrun.core.errors import UsageError
 from monetrun.core.keeping import as_planned, as_scripted, over_link
 from monetrun.core.plan import Plan, plain_schedule
 from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.parser import LaunchParser, command_parser
-from monetrun.launcher.plan_file import check_file, write_plan
+from monetrun.launcher.plan_file import write_plan
+from monetrun.machine.named_file import STDOUT, check_file
 
 
 def prepare_parser() -> LaunchParser:
@@ -30,7 +32,9 @@ def prepare_parser() -> LaunchParser:
 
 
 def _add_options(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--out", default="plan.json", metavar="FILE", help="where it is written (default: plan.json)")
+    parser.add_argument(
+        "--out", default="plan.json", metavar="FILE", help="where it is written; - is stdout (default: plan.json)"
+    )
     parser.add_argument("--nodes", type=_count, metavar="N", help="plan for so many nodes; they need not be here")
     parser.add_argument("--gpus", type=_count, metavar="N", help="plan for so many ranks on each node")
     parser.add_argument("--link", metavar="LINK", help=f"also time the step on several ranks; {link.GRAMMAR}")
@@ -45,6 +49,8 @@ def _count(text: str) -> int:
 def run(words: Sequence[str]) -> int:
     """Plan, write the plan, and print it."""
     options, args = parse_dry_run("plan", prepare_parser(), words)
+    if options.json and args.out == STDOUT:
+        raise UsageError("--out - and --json both print the plan", "leave out one")
     check_file("--out", args.out)
     over = None if args.link is None else link.parse(args.link)
     with open_job(_on_cluster(options, args)) as job:
@@ -89,19 +95,20 @@ def show(job: Job, out: str) -> None:
 
     Args:
         job: has planned.
-        out: the plan's file.
+        out: the plan's file, or ``-``.
     """
     options = job.options
     if options.quiet:
         return
+    file = "FILE" if out == STDOUT else out
     job.print_plan(f"DRY RUN  {Path(options.script).name}     nothing trained")
-    command = shlex.join(["monetrun", "--plan", out, *options.reusable_words, options.script, *options.script_args])
+    command = shlex.join(["monetrun", "--plan", file, *options.reusable_words, options.script, *options.script_args])
     if job.modelled_bytes:  # there costs and workspaces are measured
         command = f"on such a device {options.command_line(options.budget)}"
-    lines = [f"  wrote {out}      next: {command}"]
+    lines = [f"  wrote {'the plan to stdout' if out == STDOUT else out}      next: {command}"]
     if job.modelled_bytes:
         lines.append(
             f"  costs are of {options.cost_model}: nothing was measured, and kernels' workspaces are not counted"
         )
-    lines.append(f"  what it does: {shlex.join(['monetrun', 'explain', out])}")
+    lines.append(f"  what it does: {shlex.join(['monetrun', 'explain', file])}")
     print("\n".join(lines), file=sys.stderr, flush=True)

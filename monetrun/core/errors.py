@@ -17,7 +17,7 @@
     +-- GuardFailed                70   weights violate what a schedule assumes (the worker catches it and plans again)
     +-- MemoryShort                70   too much is held for a forward (the worker catches it and plans again)
     +-- DeviceQueryFailed          70   the free memory of a device could not be read
-    +-- StorageFailed              70   a temporary file could not be written
+    +-- StorageFailed              70   a temporary file or stdout could not be written
 
 Only the command line prints them; all other packages raise.
 """
@@ -238,7 +238,7 @@ class DeviceQueryFailed(MonetrunError):
 
 
 class StorageFailed(MonetrunError):
-    """A temporary file could not be written: the disk is full, or there is no folder for it."""
+    """A temporary file, or stdout, could not be written: the disk is full, or there is no folder."""
 
 
 _NO_ENGINE = "unable to find an engine to execute this computation"

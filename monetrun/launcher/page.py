@@ -21,8 +21,8 @@ from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan
 from monetrun.core.step import OUTSIDE, Event, StepRecord
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.process import replace_file
 from monetrun.launcher.report import Outcome, outcome_json
+from monetrun.machine.named_file import replace_file
 from monetrun.planning.explain import describes, explain
 from monetrun.planning.intervals import MeasuredStep, as_plain
 from monetrun.planning.moments import Moment, moments

@@ -1,15 +1,9 @@
-"""A plan as a file: ``monetrun plan`` writes it, ``monetrun --plan`` and ``monetrun explain`` read it.
-
-And what files that options name have in common: they are tried before planning, and written whole.
-"""
+"""A plan as a file: ``monetrun plan`` writes it, ``monetrun --plan`` and ``monetrun explain`` read it."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 from monetrun.core import codec
 from monetrun.core.budget import BYTES, SHARE_OF_FREE, SHARE_OF_PLAIN, Budget, format_bytes, resolve
@@ -20,10 +14,9 @@ from monetrun.core.plan import Plan, parse_plan
 from monetrun.core.step import StepRecord
 from monetrun.launcher import report
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.process import replace_file
+from monetrun.machine.named_file import write_file
 from monetrun.planning.summary import plain_bytes
 
-_WRITABLE_HINT = "name a file in a folder that can be written"
 _MOST_BYTES = 256 << 20  # the plan of a network of 1,823 operators has 0.2 MiB
 
 
@@ -102,50 +95,9 @@ def _excluded(plan: Plan, record: StepRecord | None, kinds: tuple[str, ...] | No
 
 
 def write_plan(plan: Plan, path: str) -> None:
-    """Write a plan to ``path`` in one step: the file is either the new one or as before.
+    """Write a plan to ``path`` in one step: the file is either the new one or as before. ``-`` is stdout.
 
     Raises:
         UsageError: it cannot be written.
     """
     write_file("--out", path, codec.dumps(plan) + "\n")
-
-
-def check_file(option: str, path: str) -> None:
-    """Check that the file that an option names can be written, before planning, which takes minutes.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    folder, name = os.path.split(path)
-    if os.path.isdir(path):
-        raise UsageError(f"{option} {path}: it is a folder", _WRITABLE_HINT)
-    if not name or not os.path.isdir(folder or "."):
-        raise UsageError(f"{option} {path}: there is no such folder", _WRITABLE_HINT)
-    if _is_other(path):
-        return
-    try:
-        with tempfile.TemporaryFile(dir=folder or "."):
-            pass
-    except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror}", _WRITABLE_HINT) from error
-
-
-def write_file(option: str, path: str, text: str) -> None:
-    """Write a file that an option names.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    file = Path(path)
-    try:
-        if _is_other(path):
-            file.write_text(text, encoding="utf-8")
-        else:
-            replace_file(file, text)
-    except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror}", _WRITABLE_HINT) from error
-
-
-def _is_other(path: str) -> bool:
-    """Whether it is there and no file, but a device or a pipe, which is not to be replaced."""
-    return os.path.exists(path) and not os.path.isfile(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -111,17 +110,3 @@ def _not_written(error: OSError) -> StorageFailed:
         f"a temporary file cannot be written: {where}{error.strerror}",
         "make room there, or set TMPDIR to a folder on another disk",
     )
-
-
-def replace_file(file: Path, text: str) -> None:
-    """Write a file whole, or leave the one that is there.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    part = file.with_name(f".{file.name}.{secrets.token_hex(8)}")  # of other machines' processes, too
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from rich.table import Table
 from monetrun.core import codec
 from monetrun.core.budget import format_budget, format_bytes
 from monetrun.core.clocks import StepClocks
-from monetrun.core.errors import BudgetExceeded
+from monetrun.core.errors import BudgetExceeded, StorageFailed
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.plan import Plan, Pool
 from monetrun.core.sharding import CollectiveSeconds
@@ -66,9 +66,9 @@ def print_last(text: str) -> None:
     except BrokenPipeError:
         leave_stdout()
         warn("the report on stdout has no reader any more")
-    except OSError as error:
+    except (OSError, StorageFailed) as error:
         leave_stdout()
-        warn(f"the report cannot be written to stdout: {error.strerror}")
+        warn(f"the report on stdout is lost: {error.message if isinstance(error, StorageFailed) else error.strerror}")
 
 
 def leave_stdout() -> None:

@@ -25,7 +25,7 @@ from monetrun.launcher import report
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.job import Job, as_it_is, decide_anew, keep_plan
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.process import replace_file
+from monetrun.machine.named_file import replace_file
 from monetrun.planning import planner
 from monetrun.planning.summary import rounding_note
 from monetrun.runtime.settings import PLAIN

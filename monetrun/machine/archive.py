@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import io
 import lzma
-import os
-import secrets
 import tarfile
 import zlib
 from collections.abc import Sequence
@@ -21,34 +19,28 @@ from typing import IO
 
 from monetrun.core.errors import UsageError
 from monetrun.machine.entry_file import MOST_BYTES, check, content_of, write
+from monetrun.machine.named_file import writing_option
 from monetrun.machine.store import KINDS, Store
 
 _MOST_ENTRIES = 100_000
 _UNREADABLE = (OSError, EOFError, tarfile.TarError, ValueError, zlib.error, lzma.LZMAError)
 
 
-def export(store: Store, file: Path, kinds: Sequence[str] = KINDS) -> int:
+def export(store: Store, file: Path | str, kinds: Sequence[str] = KINDS) -> int:
     """Write the entries of these kinds, without unusable ones; gives how many. The file is replaced whole.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     count = 0
-    try:
-        with temporary.open("xb") as raw, _written(raw, file) as archive:
-            for entry in store.entries():
-                content = None if entry.problem or entry.kind not in kinds else usable(store, entry.kind, entry.key)
-                if content is not None:
-                    member = tarfile.TarInfo(f"{entry.kind}/{entry.key}.json")
-                    member.size, member.mtime = len(content), int(entry.modified_seconds)
-                    archive.addfile(member, io.BytesIO(content))
-                    count += 1
-        temporary.replace(file)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}", "name a file in a folder of yours") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing_option("cache export", file) as raw, _written(raw, Path(file)) as archive:
+        for entry in store.entries():
+            content = None if entry.problem or entry.kind not in kinds else usable(store, entry.kind, entry.key)
+            if content is not None:
+                member = tarfile.TarInfo(f"{entry.kind}/{entry.key}.json")
+                member.size, member.mtime = len(content), int(entry.modified_seconds)
+                archive.addfile(member, io.BytesIO(content))
+                count += 1
     return count
 
 

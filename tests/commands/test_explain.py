@@ -58,6 +58,49 @@ def test_on_a_device_peaks_are_reserved_as_the_budget_is_and_the_allocated_ones_
     assert "Memory over the step" in out.getvalue().splitlines()
 
 
+@pytest.mark.parametrize(("encoding", "highest"), [("utf-8", "█"), ("ascii", "#"), ("latin-1", "#")])
+def test_memory_is_drawn_with_what_the_terminal_can_show(encoding, highest):
+    found = explain(planner.plan_step(RECORD, 10**9, "greedy", Options(seconds=1.0)), RECORD)
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding=encoding)
+    show(found, "p.json", Console(file=out, width=160, highlight=False))
+    out.flush()
+    (plain,) = (line for line in raw.getvalue().decode(encoding).splitlines() if line.startswith("  plain   "))
+    assert highest in plain
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--json", "--html", "p.html"], "--html writes a file in place of what --json would print"),
+        (["--measured", "--html", "p.html"], "--html writes a file in place of what --measured would print"),
+        (
+            ["--json", "--measured", "--snapshot", "-"],
+            "--snapshot writes a file in place of what --json and --measured",
+        ),
+        (["--html", "-", "--snapshot", "-"], "--html - and --snapshot - both go to stdout"),
+    ],
+)
+def test_options_of_which_one_would_be_dropped_are_refused(words, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["explain", *words, "p.json"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_page_goes_to_stdout_or_into_a_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "kept"))
+    monkeypatch.chdir(tmp_path)
+    Store(tmp_path / "kept").put("probe", "r", RECORD)
+    write_plan(planner.plan_step(RECORD, 10**9, "greedy", Options(seconds=1.0)), "p.json")
+    assert cli.main(["explain", "--html", "-", "p.json"]) == 0
+    page = capsys.readouterr().out
+    assert page.lower().startswith("<!doctype html>")
+    assert cli.main(["explain", "--html", "p.html", "p.json"]) == 0
+    assert capsys.readouterr().out == "p.html\n"
+    assert (tmp_path / "p.html").read_text() == page
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "p.html", "p.json"]
+
+
 KIB = 1 << 10
 PLAN = Plan((), 2000 * KIB, 3000 * KIB, 1900 * KIB, 0.1, 0.05, "feasible", "ilp", "cpu", "2")
 FIRST = RankIntervals(

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -61,6 +62,20 @@ def test_the_plot_has_the_format_that_its_suffix_names(tmp_path, suffix, begins)
     assert (tmp_path / f"f{suffix}").read_bytes().startswith(begins)
 
 
+def test_a_plot_that_is_not_finished_leaves_the_one_before(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    (tmp_path / "f.png").write_bytes(b"before")
+
+    def half(self, stream, **_):
+        stream.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure, "savefig", half)
+    with pytest.raises(KeyboardInterrupt):
+        draw(MADE, "train.py", str(tmp_path / "f.png"))
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("f.png", b"before")]
+
+
 def test_options_that_would_fail_after_planning_are_refused_before_it(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"f\.gif"):
         check_options(options(plot=str(tmp_path / "f.gif")))
@@ -93,7 +108,7 @@ def test_the_table_is_shown_before_files_are_written(tmp_path, monkeypatch, caps
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("monetrun.launcher.plan_file.replace_file", full)
+    monkeypatch.setattr(Path, "replace", full)
     assert main(["frontier", "--json", "f.json", "train.py"]) == 2
     said = capsys.readouterr()
     assert "smallest feasible 400 bytes" in said.out

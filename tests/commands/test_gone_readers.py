@@ -85,7 +85,7 @@ def test_a_full_disk_for_messages_and_the_report_changes_no_exit_code(words, ful
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "ended").exists()
     if full == "stdout":
-        told = "monetrun: warning: the report cannot be written to stdout: No space left on device"
+        told = "monetrun: warning: the report on stdout is lost: stdout cannot be written: No space left on device"
         assert done.stderr.splitlines() == [told, "still here", "here too"]
 
 
@@ -97,3 +97,24 @@ def test_what_is_printed_at_the_end_is_flushed_before_the_exit_code_is_decided(t
         words = [sys.executable, "-c", ENDS_AT_ONCE, "print"]
         assert subprocess.run(words, env=environment, cwd=tmp_path, stdout=closed).returncode == 128 + signal.SIGPIPE
     assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full disk")
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+@pytest.mark.parametrize("words", [["1"], ["99999"], ["print"]])
+def test_a_full_disk_for_a_result_is_the_reason_that_is_told(words, unbuffered, tmp_path):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as disk:
+        command = [sys.executable, "-c", ENDS_AT_ONCE, *words]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, text=True, stdout=disk, stderr=subprocess.PIPE)
+    assert done.returncode == 70
+    told = "monetrun: error: stdout cannot be written: No space left on device"
+    assert told in done.stderr.splitlines()
+    assert "Traceback" not in done.stderr
+
+
+def test_what_stdout_cannot_encode_is_escaped():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    lines = "from monetrun.commands import main; main._dispatch = lambda words: print(chr(0x2581)) or 0; main.console()"
+    done = subprocess.run([sys.executable, "-c", lines], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "\\u2581\n"), done.stderr

@@ -15,9 +15,9 @@ from monetrun.core.options import Options
 from monetrun.core.plan import Pool, plain_schedule
 from monetrun.launcher.page import check_folder, check_log_folder, page_of, write_report
 from monetrun.launcher.parser import launch_parser
-from monetrun.launcher.process import replace_file
 from monetrun.launcher.rank_figures import RankFigures
 from monetrun.launcher.report import Outcome
+from monetrun.machine.named_file import replace_file
 from monetrun.planning import planner
 from monetrun.planning.explain import PARAMETERS, SCRIPT, STATE, WORKSPACE, explain
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals, as_plain

@@ -17,8 +17,9 @@ from monetrun.core.plan import PLAN_SCHEMA, GraphPlan, Plan, Schedule, StepSched
 from monetrun.launcher import keys
 from monetrun.launcher.kept import kept_plan, kept_record, kept_schedules, record_of
 from monetrun.launcher.parser import launch_parser
-from monetrun.launcher.plan_file import check_file, check_options, read_plan, write_plan
+from monetrun.launcher.plan_file import check_options, read_plan, write_plan
 from monetrun.launcher.ranks import find_ranks
+from monetrun.machine.named_file import check_file
 from monetrun.machine.store import Store
 from monetrun.planning import planner
 from support.step_records import chain_record
@@ -308,3 +309,16 @@ def test_a_plan_may_go_into_a_pipe_and_replaces_a_file_whole(tmp_path):
     assert file.read_text() == "before"
     write_plan(PLAN, str(file))
     assert read_plan(str(file)) == PLAN
+
+
+def test_a_plan_that_would_be_printed_twice_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    assert main(["plan", "--json", "--out", "-", "train.py"]) == 2
+    assert "--out - and --json both print the plan" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_plan_goes_to_stdout(capsys):
+    write_plan(PLAN, "-")
+    assert codec.loads(Plan, capsys.readouterr().out) == PLAN

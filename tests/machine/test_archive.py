@@ -133,7 +133,7 @@ def test_files_that_are_no_archives_are_refused(cache: Store, tmp_path: Path) ->
 
 def test_a_file_that_cannot_be_written_leaves_nothing(cache: Store, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    for place in (tmp_path / "none" / "all.tar.gz", tmp_path / "folder"):
-        with pytest.raises(UsageError, match="cannot be written"):
+    for place in (tmp_path / "none" / "all.tar.gz", tmp_path / "folder", "", ".", "/"):
+        with pytest.raises(UsageError, match=r"cache export .*: (there is no such folder|it is a folder)"):
             archive.export(cache, place)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "here"]
