@@ -144,7 +144,7 @@ def _run(job: Job, mode: str, what: str, plan: Plan | None = None) -> tuple[Chec
     """
     options, folder = job.options, Path(tempfile.mkdtemp(dir=job.folder))
     error_file, stderr_file, result = folder / "error.json", folder / "stderr.txt", folder / "checked.json"
-    settings = replace(job.settings, mode=mode, record_file=str(result), quiet=True, report_folder="")
+    settings = replace(job.settings, mode=mode, record_file=str(result), report_folder="")
     if plan is not None:
         assert job.record is not None
         plan_file, step_file = folder / "plan.json", folder / "step.json"

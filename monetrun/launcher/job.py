@@ -253,9 +253,9 @@ class Job:
 def _print_outcome(job: Job, outcome: report.Outcome, exit_code: int) -> None:
     if job.options.json:
         report.print_last(json.dumps(report.outcome_json(outcome)))
+    for warning in outcome.warnings if job.options.hides_warnings and job.node == 0 else ():
+        report.warn(warning)
     if not job.options.quiet:
-        for warning in outcome.warnings if job.options.hides_warnings and job.node == 0 else ():
-            report.warn(warning)
         for line in report.outcome_lines(outcome, exit_code):
             job.console.print(line)
 

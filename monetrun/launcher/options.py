@@ -74,7 +74,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> frozenset[str]:
         metavar="DIR",
         help="write memory and seconds of training steps there, for TensorBoard (needs tensorboard)",
     )
-    add("--quiet", action="store_true", help="print nothing but errors")
+    add("--quiet", action="store_true", help="print nothing but errors and warnings")
     add("--version", action="version", version=f"monetrun {__version__}", help="print the version")
     return frozenset(action.dest for action in group._group_actions)
 
@@ -124,7 +124,7 @@ class LaunchOptions:
         json: print the report as JSON on stdout.
         report_folder: where to write the report; empty: nowhere.
         tensorboard_folder: where to write scalars of training steps; empty: nowhere.
-        quiet: print nothing but errors.
+        quiet: print nothing but errors and warnings.
         torchrun: torchrun's own options, script and script arguments, as ``torch.distributed.run`` reads them. torch
             writes into the namespace it runs, so pass it a copy.
         reusable_words: the options as typed, without ``--budget``, ``--json``, where reports go, and a command's own.

@@ -57,7 +57,7 @@ class Enforcement:
     def plan_is(self, budget_bytes: int, pool: Pool | None, libraries: bool) -> None:
         """Another plan runs from now on; on CUDA its pool is reserved."""
         if self.device.type == "cpu" and not self.meter.exact and not self._budget_bytes:
-            self.note(f"the budget is planned for, but not enforced: {cpu_allocator.unavailable_reason()}")
+            self.note(f"warning: the budget is planned for, but not enforced: {cpu_allocator.unavailable_reason()}")
         self._budget_bytes = budget_bytes
         self._plan_pool = self._pool = pool
         self._libraries = libraries
@@ -166,7 +166,7 @@ class Enforcement:
         set_limit(self.device, None)
         if not self.share_was_estimated:
             self.share_was_estimated = True
-            self.note(why)
+            self.note(f"warning: {why}")
 
     def lift(self) -> None:
         """A training step has ended: nothing is bounded until the next one."""

@@ -14,15 +14,14 @@ from typing import Any
 
 from monetrun.core.errors import CaptureFailed, worded
 from monetrun.core.plan import Plan
-from monetrun.runtime.settings import PROBE, Settings
+from monetrun.runtime.settings import TRIALS, Settings
 
 _SLOW_SECONDS = 2.0  # what takes longer is told
 _EVERY_SECONDS, _SELDOM_SECONDS = 120.0, 3600.0  # a report is left so often while training goes on, in the end
 
 
-def _print(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the reader is gone, the disk is full, the script has closed it
-        print(line, file=sys.stderr, flush=True)
+WARNING = "warning: "
+"""How a line begins that is printed under ``--quiet``, too."""
 
 
 class Reporter:
@@ -41,18 +40,22 @@ class Reporter:
         """Print a line on stderr, once, in rank 0. A trial run prints nothing: the run itself warns again."""
         if message not in self.warned:
             self.warned.add(message)
-            self.tell(f"warning: {message}")
+            self.tell(f"{WARNING}{message}")
 
     def tell(self, message: str) -> None:
         """As ``warn``, of what needs no attention; the caller sees to it that this is done once."""
-        if self.settings.rank == 0 and self.settings.mode != PROBE and not self.settings.quiet:
-            _print(f"monetrun: {worded(message)}")
+        if self.settings.rank == 0:
+            self._print("monetrun", message)
 
     def note(self, message: str) -> None:
         """Print a line on stderr about this rank's memory. A trial run prints nothing."""
-        if self.settings.mode != PROBE and not self.settings.quiet:
-            rank = f" (rank {self.settings.rank})" if self.settings.world_size > 1 else ""
-            _print(f"monetrun{rank}: {worded(message)}")
+        self._print(f"monetrun (rank {self.settings.rank})" if self.settings.world_size > 1 else "monetrun", message)
+
+    def _print(self, who: str, message: str) -> None:
+        hidden = self.settings.quiet and not message.startswith(WARNING)
+        if self.settings.mode not in TRIALS and not hidden:
+            with contextlib.suppress(OSError, ValueError):  # no reader, the disk is full, the script has closed it
+                print(f"{who}: {worded(message)}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def if_slow(self, what: str) -> Iterator[None]:

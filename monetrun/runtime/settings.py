@@ -63,7 +63,7 @@ class Settings:
         recompute: False: no operator runs twice.
         implementations: as ``options.parse_kinds`` reads it.
         strict: raise an error where something cannot be planned, instead of a warning.
-        quiet: no warnings.
+        quiet: print nothing but warnings.
         own_allocator: CUDA's allocator is configured by the launcher, not by the user.
         as_is: why no model of the script is planned, as a trial run has found; empty: models are planned.
         rank: of this process.

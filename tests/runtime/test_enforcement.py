@@ -140,7 +140,7 @@ def test_where_a_cpus_bytes_cannot_be_counted_one_line_says_that_nothing_is_enfo
     of = enforcement.Enforcement(torch.device("cpu"), Inexact(), notes.append)
     for budget_bytes in (100, 90):
         of.plan_is(budget_bytes, None, libraries=False)
-    assert notes == ["the budget is planned for, but not enforced: there is no compiler"]
+    assert notes == ["warning: the budget is planned for, but not enforced: there is no compiler"]
 
 
 def test_what_a_step_that_is_not_bounded_leaves_reserved_is_left_to_it(monkeypatch):

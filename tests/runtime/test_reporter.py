@@ -4,8 +4,10 @@ import contextlib
 import json
 import time
 
+import pytest
+
 from monetrun.runtime.reporter import Reporter
-from monetrun.runtime.settings import RUN, Settings
+from monetrun.runtime.settings import CHECK, PROBE, RUN, Settings
 
 
 def test_a_process_that_is_killed_leaves_what_it_had_found_minutes_before(monkeypatch, tmp_path):
@@ -43,3 +45,21 @@ def test_a_reader_of_the_screen_that_is_gone_ends_nothing(monkeypatch):
     assert full.closed
     reporter.warn("one after it was closed")
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"mode": RUN}, ["warning: w", "t", "n", "warning: n"]),
+        ({"mode": RUN, "quiet": True}, ["warning: w", "warning: n"]),
+        ({"mode": PROBE}, []),
+        ({"mode": CHECK, "quiet": True}, []),
+    ],
+)
+def test_quiet_hides_all_but_warnings_and_a_trial_run_these_too(settings, shown, capsys):
+    reporter = Reporter(Settings(**settings))
+    reporter.warn("w")
+    reporter.tell("t")
+    reporter.note("n")
+    reporter.note("warning: n")
+    assert capsys.readouterr().err.splitlines() == [f"monetrun: {line}" for line in shown]
