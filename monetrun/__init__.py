@@ -9,8 +9,8 @@ __version__ = "0.1.0"
 
 # name -> module: resolved on first use, so that an installed monetrun costs other Python processes nothing
 _PUBLIC = {
-    "apply": "monetrun.runtime.session",
-    "close": "monetrun.runtime.session",
+    "apply": "monetrun.runtime.applied",
+    "close": "monetrun.runtime.applied",
     "SavedTensors": "monetrun.integrations.partitioner",
     "MonetrunError": "monetrun.core.errors",
     "InfeasibleBudget": "monetrun.core.errors",

@@ -18,12 +18,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from monetrun.capture import allocator_history, cpu_allocator, double_backward
-from monetrun.core.errors import CaptureFailed, word_as_arguments
 from monetrun.core.imports import without_collection
 from monetrun.core.log_lines import print_warnings
 from monetrun.runtime import (
-    agreement,
-    apply_arguments,
     candidates,
     evaluation_mode,
     hooks,
@@ -35,8 +32,8 @@ from monetrun.runtime import (
 from monetrun.runtime.dynamo_settings import prepare_dynamo
 from monetrun.runtime.passing_models import PassingModels
 from monetrun.runtime.planned_calls import PlannedCall
-from monetrun.runtime.reporter import Reporter, in_short
-from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, RUN, TRIALS, Settings
+from monetrun.runtime.reporter import Reporter
+from monetrun.runtime.settings import MEASURE, PLAIN, PROBE, TRIALS, Settings
 from monetrun.runtime.trigger import Nesting, Trigger, drop_triggers, is_one_call, left_alone
 from monetrun.solve import timing
 
@@ -93,76 +90,6 @@ def _out_of_memory(error: BaseException) -> None:
     _session.short = out_of_memory.told(error, engine.running, engine.device, _session.reporter.note)
 
 
-def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
-    """Train ``model`` under a budget from its next training forward on, in this process; gives ``model`` back.
-
-    The first step runs on the schedules with the least peak, and is measured (the second too, where the script holds
-    outputs of the first); from then on the cheapest schedules within the budget run. Its ``state_dict``, type, deep
-    copies and pickles are as before.
-
-    Models applied with the same budget and options share the budget. With others the former planning ends, and all
-    that are trained are planned anew. In a process that the launcher started, ``model`` is given back as it is.
-
-    Args:
-        model: already on its device. What wraps it (DistributedDataParallel) may be put around it before or after.
-        budget_or_plan: ``"12GiB"``, ``"0.6x"``, ... (``--budget``'s grammar), bytes as an int, or a ``Plan``.
-        options: ``apply_arguments.OPTIONS`` (``algorithm``, ``solver_seconds``, ``strict``, ...).
-
-    Raises:
-        TypeError: an argument is not what belongs there, or there is no such option.
-        UsageError: an option's value cannot be used.
-        BudgetSyntaxError: the budget is malformed.
-        CaptureFailed: ``model`` is of a kind that cannot be planned.
-    """
-    global _session
-    budget, plan = apply_arguments.budget_and_plan(budget_or_plan, model)
-    given = apply_arguments.checked_options(options)
-    if _launched:
-        return model
-    if reason := candidates.unplannable(model):
-        raise CaptureFailed(f"{type(model).__name__} cannot be planned: {reason}")
-    rank, world_size = agreement.place()
-    given |= {"rank": rank, "world_size": world_size, "plan_given": plan is not None}
-    settings = Settings(mode=RUN, budget=budget, **given)
-    again: list[nn.Module] = []
-    if _session is not None and (_session.settings, _session.plan) != (settings, plan):
-        again = _session.models()
-        _session.close()
-    if _session is None:
-        _session = Session(settings, plan)
-        _session.watch_process()
-        word_as_arguments(("budget", *apply_arguments.OPTIONS))
-        print_warnings()
-    try:
-        for optimizer in hooks.optimizers_of(model):
-            _session.optimizer_made(optimizer)
-        _session.put_triggers([model, *again])
-    except CaptureFailed:
-        _session.close()
-        raise
-    return model
-
-
-def close() -> dict[str, Any]:
-    """End what ``apply`` began: models run as they are, and nothing is limited. Does nothing where nothing runs.
-
-    Returns:
-        What was planned and measured, by names of ``--json``: ``budget_bytes``, ``plain_peak_bytes``,
-        ``planned_peak_bytes``, ``planned_overhead``, ``measured_peak_bytes`` and ``steps``. Empty: there was no plan;
-        a warning says why.
-    """
-    word_as_arguments(())
-    if _session is None or _launched:
-        return {}
-    engine = _session.engine
-    plan, findings = (None, {}) if engine is None else (engine.plan, engine.findings())
-    if plan is None:
-        seen = _session.models(), _session.optimizers, _session.stepped
-        _session.reporter.warn(f"nothing was planned: {unplanned.why(engine, bool(_session.reporter.warned), *seen)}")
-    _session.close()
-    return {} if plan is None else in_short(plan, findings)
-
-
 class Session:
     """The training of one process: its optimizers, its planned models, and the engine behind them.
 
@@ -173,6 +100,7 @@ class Session:
     Attributes:
         planned: the planned call of each model, in the order of their first calls.
         engine: from the first training forward on.
+        ended: plan and findings of an engine that is in use no more.
         reporter: of this rank.
         compilations: what the script has compiled itself.
         short: where memory has run out: how much was needed and held (``out_of_memory.findings``).
@@ -191,7 +119,7 @@ class Session:
         self._as_is = unplannable_use.found_before(settings)
         self.compilations, self._backwards = unplannable_use.Compilations(), 0
         self.short: dict[str, Any] = {}
-        self._findings: dict[str, Any] = {}  # of an engine that is in use no more
+        self.ended: tuple[Plan | None, dict[str, Any]] = None, {}
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have made a step before any backward
         self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # make their first step long after others
         self._has_stepped: Callable[[], None] = lambda: None  # from now on a trial ends before a checkpoint
@@ -222,7 +150,7 @@ class Session:
 
     def report(self) -> None:
         """Leave what this rank measured for the launcher."""
-        found = self._findings if self.engine is None else self.engine.findings()
+        found = self.ended[1] if self.engine is None else self.engine.findings()
         unsaid = unplanned.unsaid(self.engine, bool(self.reporter.warned), self.optimizers, self.stepped)
         self.reporter.write({**found, "short": self.short, "unplanned": unsaid})
 
@@ -275,7 +203,7 @@ class Session:
             call.close(as_planned=True)
         if self.engine is not None:
             self.engine.close()
-            self._findings, self.engine = self.engine.findings(), None
+            self.ended, self.engine = (self.engine.plan, self.engine.findings()), None
 
     def compiles(self, compiled: Any) -> None:
         """The script compiles a function or a module."""

@@ -64,6 +64,16 @@ def equal(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_under_the_launcher_the_lines_change_nothing(monkeypatch, capsys):
+    skip_without(("transformers", "accelerate", "lightning"))
+    monkeypatch.setattr(process, "_launched", True)
+    for names in (gpt_with(LINES["transformers"], steps=1), classifier_with(LINES["Lightning"])):
+        assert names["budget"].measured == {}
+        assert names["trainer"].state is not None
+    assert "in a training step" not in capsys.readouterr().out
+    assert process._session is None
+
+
 # ---- transformers
 
 
@@ -96,7 +106,7 @@ def history(trainer):
 
 def without_budget(lines):
     """The page's lines for a trainer, without the callback."""
-    kept = [line for line in lines.splitlines() if "BudgetCallback" not in line and "measured" not in line]
+    kept = [line for line in lines.splitlines() if "BudgetCallback" not in line and "peak" not in line]
     return "\n".join(kept).replace(", callbacks=[budget]", "")
 
 
