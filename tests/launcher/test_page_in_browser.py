@@ -7,6 +7,7 @@ After the page has been changed, keep new ones, and look at them; from the folde
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -144,6 +145,21 @@ def test_the_arrow_keys_go_through_the_step(tmp_path):
     first = shown()
     assert shown("ArrowRight") == first + 1
     assert shown("ArrowRight", "ArrowLeft", "ArrowLeft") == first - 1
+
+
+def test_a_step_of_very_many_moments_is_shown(tmp_path):
+    found = page()
+    begin = found.index(">", found.index('id="data"')) + 1
+    end = found.index("</script>", begin)
+    data, times = json.loads(found[begin:end]), 8000
+    for side in (data["plain"], data["planned"]):
+        side["spans"] = [[times * a, times * b] for a, b in side["spans"]]
+        for values in (v for name, v in side.items() if name != "spans"):
+            values *= times
+    assert len(data["planned"]["nbytes"]) > 1 << 17
+    shown = chromium(tmp_path, found[:begin] + json.dumps(data) + found[end:], "--dump-dom")
+    assert re.search(rf"\d of {len(data['planned']['nbytes'])}: ", shown)
+    assert "Planned and measured, rank 0" in shown
 
 
 if __name__ == "__main__":
