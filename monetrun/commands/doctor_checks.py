@@ -20,7 +20,7 @@ from pathlib import Path
 
 from monetrun import __version__
 from monetrun.core.errors import MonetrunError
-from monetrun.runtime.settings import hooks, why_no_hook
+from monetrun.runtime.settings import NEWER_TORCH, hooks, too_old_torch, why_no_hook
 
 OK = "ok"
 WARNING = "warning"
@@ -88,7 +88,9 @@ def _torch() -> Check:
     try:
         import torch
     except (ImportError, OSError, RuntimeError) as error:  # a library that torch needs is missing or of another build
-        return Check("torch", MISSING, f"cannot be imported: {error}", "install torch >= 2.11")
+        return Check("torch", MISSING, f"cannot be imported: {error}", NEWER_TORCH)
+    if why := too_old_torch():
+        return Check("torch", MISSING, why, NEWER_TORCH)
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     threads = f"{torch.get_num_threads()} threads"
     return Check("torch", OK, f"{torch.__version__}, built {built}, {threads}")

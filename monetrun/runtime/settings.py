@@ -21,6 +21,8 @@ CHECK = "check"
 CHECK_PLAIN = "check-plain"
 CHECK_FLOAT64 = "check-float64"
 CHECKS = (CHECK, CHECK_PLAIN, CHECK_FLOAT64)
+OLDEST_TORCH = (2, 11)
+NEWER_TORCH = f"install torch >= {'.'.join(map(str, OLDEST_TORCH))}"
 TRIALS = (PROBE, MEASURE, *CHECKS)  # nothing may train in these
 
 # Set in a trial run, for the script to recognise it.
@@ -143,6 +145,16 @@ class Settings:
         return True
 
 
+def too_old_torch() -> str:
+    """That torch is older than monetrun supports; empty: it is not, or has no version that can be read."""
+    try:
+        version = importlib.metadata.version("torch")
+        numbers = tuple(map(int, version.split(".")[:2]))
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return ""
+    return f"torch {version} is older than monetrun supports" if numbers < OLDEST_TORCH else ""
+
+
 def why_no_hook() -> tuple[str, str]:
     """Why torch does not load monetrun's hook in workers, and what to do; empty: it does, or that is not known."""
     name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -150,6 +162,8 @@ def why_no_hook() -> tuple[str, str]:
         return f"{name}={given} keeps torch from loading monetrun's hook", "unset it"
     if hooks() == []:
         return "monetrun can be imported but is not installed: torch does not know its hook", "pip install ."
+    if hooks() is not None and (why := too_old_torch()):
+        return why, NEWER_TORCH
     return "", ""
 
 

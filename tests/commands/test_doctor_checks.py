@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 import torch
 
 from monetrun.commands import doctor_checks
 from monetrun.core import cubin, native
+from monetrun.runtime.settings import OLDEST_TORCH, why_no_hook
+from support.paths import ROOT
 
 
 @pytest.fixture
@@ -69,3 +73,24 @@ def test_without_an_nvidia_board_a_missing_driver_is_no_warning(vendor, state, s
     check = doctor_checks._nvml()
     assert check.state == state
     assert said in check.found
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [("2.10.1+cu128", True), ("1.13", True), ("2.11.0", False), ("3.0.0a0+git", False), ("x", False)],
+)
+def test_a_torch_older_than_is_supported_is_missing_and_plans_nothing(version, old, monkeypatch):
+    found = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "torch" else found(name))
+    said = (f"torch {version} is older than monetrun supports", "install torch >= 2.11")
+    check = doctor_checks._torch()
+    assert (check.state, check.mend) == (("missing", said[1]) if old else ("ok", ""))
+    if old:
+        assert check.found == said[0]
+    assert why_no_hook() == (said if old else ("", ""))
+
+
+def test_the_oldest_torch_is_the_one_that_is_required():
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    assert f'"torch>={oldest}"' in (ROOT / "setup.py").read_text()
+    assert f"torch {oldest} or newer" in (ROOT / "README.md").read_text()
