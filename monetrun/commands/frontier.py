@@ -99,10 +99,12 @@ def check_options(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--points {args.points}: a frontier has at least 2", f"--points {DEFAULT_POINTS}, or --budgets 0.8x,0.6x"
         )
-    if budget_grammar.parse(args.budget).kind != budget_grammar.AUTO:
+    kind = budget_grammar.parse(args.budget).kind
+    if kind != budget_grammar.AUTO:
+        named = "0.8x,6GiB" if kind == budget_grammar.SHARE_OF_FREE else args.budget
         raise UsageError(
             f"--budget {args.budget}: a frontier goes through many budgets",
-            f"leave it out, or name them: --budgets {args.budget}",
+            f"leave it out, or name them: --budgets {named}",
         )
     if args.budgets:
         parse_budgets(args.budgets)

@@ -27,6 +27,7 @@ class LaunchParser(argparse.ArgumentParser):
     not_reusable: frozenset[str] = frozenset({"budget", "json", "report", "tensorboard"})
     help_text: str = ""
     usage_text: str = _USAGE
+    _words: Sequence[str] = ()
 
     def parse_launch(self, words: Sequence[str]) -> tuple[LaunchOptions, argparse.Namespace]:
         """Parse a command line.
@@ -37,6 +38,7 @@ class LaunchParser(argparse.ArgumentParser):
         Raises:
             UsageError: the words do not follow the grammar.
         """
+        self._words = words
         args = self.parse_args(list(words))
         return LaunchOptions.from_namespace(args, self._reusable_words(words, args)), args
 
@@ -55,9 +57,24 @@ class LaunchParser(argparse.ArgumentParser):
                 kept.append(word)
         return kept
 
+    @property
+    def prog(self) -> str:
+        """The command that torchrun's ``--print-completion`` is for, which sets ``torchrun`` here."""
+        return "monetrun"
+
+    @prog.setter
+    def prog(self, _: str) -> None:
+        pass
+
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         # argparse calls this to expand abbreviations. Ours are never abbreviated: --no or --st would change meaning.
         return [match for match in super()._get_option_tuples(option_string) if match[0].dest not in self.own]
+
+    def _last_taken(self) -> str:
+        """Where the last word, which is to be the script, was taken for an option's value: by which one."""
+        option, value = self._words[-2:] if len(self._words) > 1 else ("", "")
+        action = self._option_string_actions.get(option)
+        return f": {value} is the {action.metavar or 'value'} of {option}" if action and action.nargs != 0 else ""
 
     def format_help(self) -> str:
         """Show monetrun's help, without torchrun's fifty options."""
@@ -67,7 +84,7 @@ class LaunchParser(argparse.ArgumentParser):
         """Raise ``UsageError`` with argparse's message, and suggest the nearest option."""
         hint = "monetrun --help lists monetrun's options, torchrun --help all others"
         if "training_script" in message:
-            message, hint = "no script was given", f"usage: {self.usage_text}"
+            message, hint = f"no script was given{self._last_taken()}", f"usage: {self.usage_text}"
         if "expected one argument" in message:
             hint = "its value is missing, or begins with - like an option (--option=VALUE is read as a value)"
         for word in message.split():
@@ -115,7 +132,6 @@ def launch_parser(commands: Mapping[str, str] | None = None) -> LaunchParser:
 
     # If a later torchrun has an option with the name of one of ours, ours wins and the others still work.
     result = LaunchParser(
-        prog="monetrun",
         parents=[run.get_args_parser()],
         add_help=False,
         conflict_handler="resolve",

@@ -15,7 +15,9 @@ from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from monetrun.core.budget import AUTO
 from monetrun.core.errors import ScriptNotFound, UsageError
+from monetrun.launcher import report
 from monetrun.launcher.options import LaunchOptions
 
 _SHOWN = 5  # names of what is there
@@ -37,6 +39,8 @@ sys.exit(99 if spec is None else 0)
 def check_script(options: LaunchOptions, commands: Iterable[str] = ()) -> None:
     """Check that Python will find the script or module, or the system the program (``--no-python``).
 
+    Warns where the script gets a ``--budget`` and monetrun none.
+
     Args:
         options: of the launch.
         commands: names that a script's name may be a misspelling of.
@@ -56,6 +60,10 @@ def check_script(options: LaunchOptions, commands: Iterable[str] = ()) -> None:
         _check_module(name)
     elif name != "-":  # Python reads a script from stdin
         _check_file(name, commands)
+    for word in options.script_args:
+        if word.partition("=")[0] == "--budget" and options.budget == AUTO:
+            report.warn(f"{word} goes to {name}: monetrun's own options come before the script")
+            return
 
 
 def _check_interpreter() -> None:

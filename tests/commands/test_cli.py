@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -144,6 +145,38 @@ def test_all_words_after_the_script_are_the_scripts():
     other = options.with_script_args(["x"])
     assert (other.script_args, other.torchrun.training_script_args) == (("x",), ["x"])
     assert options.script_args == tuple(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["train.py", "--budget", "0.6x"], "--budget"),
+        (["train.py", "--lr", "1", "--budget=0.6x", "--budget=1"], "--budget=0.6x"),
+        (["--budget", "0.6x", "train.py", "--budget", "3"], ""),
+        (["train.py", "--budgets=3", "budget", "--lr=--budget"], ""),
+    ],
+)
+def test_a_budget_that_goes_to_the_script_is_told_unless_there_is_one_for_monetrun(
+    words, given, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    check_script(parsed(*words))
+    told = f"monetrun: warning: {given} goes to train.py: monetrun's own options come before the script\n"
+    assert capsys.readouterr().err == (told if given else "")
+
+
+@pytest.mark.skipif(
+    "--print-completion" not in launch_parser()._option_string_actions, reason="torch 2.13 and older have none"
+)
+def test_a_completion_is_for_monetrun_with_its_options(monkeypatch, capsys):
+    def complete(parser, shell):
+        return f"{parser.prog} {shell} {'--budget' in parser._option_string_actions}"
+
+    monkeypatch.setitem(sys.modules, "shtab", SimpleNamespace(SUPPORTED_SHELLS=["bash"], complete=complete))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--print-completion", "bash"])
+    assert (end.value.code or 0, capsys.readouterr().out) == (0, "monetrun bash True\n")
 
 
 def test_pet_variables_set_torchruns_defaults(monkeypatch):

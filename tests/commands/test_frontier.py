@@ -89,6 +89,9 @@ def test_options_that_would_fail_after_planning_are_refused_before_it(tmp_path, 
     with pytest.raises(UsageError, match="--budget 6GiB: a frontier goes through many budgets") as refused:
         check_options(options(budget="6GiB"))
     assert refused.value.hint.endswith("--budgets 6GiB")
+    with pytest.raises(UsageError, match="--budget 80%") as refused:
+        check_options(options(budget="80%"))
+    parse_budgets(refused.value.hint.rpartition(" ")[2])
     with pytest.raises(UsageError, match="--points 1"):
         check_options(options(points=1))
     with pytest.raises(BudgetSyntaxError, match="'much'"):
