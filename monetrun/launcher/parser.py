@@ -51,7 +51,7 @@ class LaunchParser(argparse.ArgumentParser):
             action = self._option_string_actions.get(word.partition("=")[0])
             if action is not None:
                 keep = action.dest not in left_out
-            elif word.startswith("-"):
+            elif word.startswith("-") and word != "-":
                 keep = True
             if keep:
                 kept.append(word)

@@ -185,10 +185,10 @@ def test_the_next_command_keeps_a_launchs_options_and_drops_the_commands():
         parser.add_argument("--points", type=int)
         parser.add_argument("--out", default="")
 
-    words = ["--nproc-per-node=2", "--points", "3", "--out", "f", "--budget=1GiB", "--json", "--strict"]
+    words = ["--nproc-per-node=2", "--points", "3", "--out", "-", "--budget=1GiB", "--json", "--strict"]
     parser = command_parser("frontier", "", options, not_reusable=["solver_seconds"])
     launch, args = parser.parse_launch([*words, "--solver-seconds", "9", "-m", "a.b", "--json", "c d"])
-    assert (args.points, args.out, launch.script_args) == (3, "f", ("--json", "c d"))
+    assert (args.points, args.out, launch.script_args) == (3, "-", ("--json", "c d"))
     assert launch.reusable_words == ("--nproc-per-node=2", "--strict", "-m")
     assert launch.command_line("2GiB") == "monetrun --budget 2GiB --nproc-per-node=2 --strict -m a.b --json 'c d'"
 
