@@ -113,7 +113,9 @@ class Nodes:
         if fixed and self._followed is not None:
             return self._job.follow(self._followed, shown=False)
         try:
-            self._decision = decision = self._agreed(store, rank, size)
+            # of a static rendezvous a node passes before all have come: they are waited for as torchrun waits
+            patience = store.timeout.total_seconds() if fixed else _SILENCE_SECONDS
+            self._decision = decision = self._agreed(store, rank, size, patience)
             self._shortage = None
             self._start_together(store, rank, size)
         except NodeLost as lost:
@@ -141,13 +143,13 @@ class Nodes:
         if decision is not None and decision.tightened and has_lasted(self._environment, exit_code):
             _keep(self._job, decision)
 
-    def _agreed(self, store: Any, rank: int, size: int) -> Decision:
+    def _agreed(self, store: Any, rank: int, size: int, patience: float) -> Decision:
         mine = self._offer(rank)
         exchange.post(store, f"monetrun/offer/{rank}", codec.dumps(mine))
         offers: list[Offer] = []
         for k in range(size):
-            if not _posted_in_time(store, f"monetrun/offer/{k}"):
-                raise NodeLost(f"node {k} has joined, but does not say how much memory it has")
+            if not _posted_in_time(store, f"monetrun/offer/{k}", patience):
+                raise NodeLost(f"node {k} has not said in {patience:.0f} s how much memory it has")
             offers.append(codec.loads(Offer, exchange.read(store, f"monetrun/offer/{k}")))
         deciders: dict[str, int] = {}  # of all nodes with the same devices
         for k in sorted(range(size), key=lambda k: not offers[k].decided):
@@ -260,8 +262,8 @@ class Nodes:
             raise NodeLost(f"node {decider} ended before it had a plan")
 
 
-def _posted_in_time(store: Any, key: str) -> bool:
-    return exchange.wait_until(lambda: exchange.is_posted(store, key), _SILENCE_SECONDS)
+def _posted_in_time(store: Any, key: str, seconds: float | None = None) -> bool:
+    return exchange.wait_until(lambda: exchange.is_posted(store, key), seconds or _SILENCE_SECONDS)
 
 
 def _offered_budget(job: Job) -> Budget:

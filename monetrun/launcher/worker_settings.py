@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from monetrun.launcher.options import LaunchOptions
@@ -25,4 +26,5 @@ def worker_settings(options: LaunchOptions, report_folder: Path, store: Store | 
         implementations=options.implementations,
         strict=options.strict,
         quiet=options.quiet,
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -46,17 +47,28 @@ def budget_here(settings: Settings, device: torch.device, meter: Meter) -> str:
     if budget.kind not in (AUTO, SHARE_OF_FREE):
         return budget.text
     held = max(meter.current_bytes(), meter.peaks().reserved_bytes)
-    free = _own_memory(device).free_bytes + held
+    free = _own_memory(settings, device).free_bytes + held
     return f"{resolve(budget, free, None, CUDA_RESERVE_BYTES if device.type == 'cuda' else 0)}B"
 
 
-def _own_memory(device: torch.device) -> MemoryInfo:
+def _own_memory(settings: Settings, device: torch.device) -> MemoryInfo:
     """The memory of this process's device, or its part of it."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # which share the machine's memory, or its devices
     if device.type != "cuda":
         return query("cpu", ranks)[0]
     index = device_peaks.index_of(device)
-    return query("cuda", ranks if ranks > torch.cuda.device_count() else index + 1)[index]
+    shared = ranks > torch.cuda.device_count() and not _has_been_given_devices(settings)
+    return query("cuda", ranks if shared else index + 1)[index]
+
+
+def _has_been_given_devices(settings: Settings) -> bool:
+    """Whether this process sees others than its launcher: by ``--virtual-local-rank``, or as the script has set it."""
+    name, before = "CUDA_VISIBLE_DEVICES", settings.visible_devices
+    if not settings.report_folder:  # not monetrun's launcher: what the process was started with
+        with contextlib.suppress(OSError):
+            start = dict(entry.partition("=")[::2] for entry in Path("/proc/self/environ").read_text().split("\0"))
+            before = start.get(name, "")
+    return os.environ.get(name, "") != before
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ class Settings:
         strict: raise an error where something cannot be planned, instead of a warning.
         quiet: print nothing but warnings.
         own_allocator: CUDA's allocator is configured by the launcher, not by the user.
+        visible_devices: what the launcher has seen in ``CUDA_VISIBLE_DEVICES``.
         as_is: why no model of the script is planned, as a trial run has found; empty: models are planned.
         rank: of this process.
         world_size: of the whole run.
@@ -91,6 +92,7 @@ class Settings:
     strict: bool = False
     quiet: bool = False
     own_allocator: bool = False
+    visible_devices: str = ""
     as_is: str = ""
     rank: int = 0
     world_size: int = 1

@@ -8,10 +8,9 @@ allocate lies between the calls of graphs.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -92,15 +91,27 @@ def stage_of_a_pipeline(module: nn.Module) -> str | None:
 
 
 def around_forward(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a module with all its hooks, and ``run`` with what they give in place of its forward."""
+    """Call a module with all its hooks, and ``run`` with what they give in place of its forward.
+
+    What the script sets as the instance's forward meanwhile stays (Lightning's strategies set one for a single call).
+    """
+    scripts = module.__dict__.get("forward", _ABSENT)
 
     def forward(*given: Any, **named: Any) -> Any:
-        with _attribute(module, "forward", before):
+        nonlocal scripts
+        _set_forward(module, scripts)
+        try:
             return run(module, given, named)
+        finally:
+            scripts = module.__dict__.get("forward", _ABSENT)
+            _set_forward(module, forward)
 
-    before = module.__dict__.get("forward", _ABSENT)
-    with _attribute(module, "forward", forward):
+    _set_forward(module, forward)
+    try:
         return module._call_impl(*args, **kwargs)
+    finally:
+        if module.__dict__.get("forward") is forward:
+            _set_forward(module, scripts)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,15 +129,9 @@ def _cuts(tensor: Any) -> int | None:
 _ABSENT = object()
 
 
-@contextlib.contextmanager
-def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of the module's instance, or with ``_ABSENT`` remove it, for a while."""
-    before = module.__dict__.pop(name, _ABSENT)
-    if value is not _ABSENT:
-        module.__dict__[name] = value
-    try:
-        yield
-    finally:
-        module.__dict__.pop(name, None)
-        if before is not _ABSENT:
-            module.__dict__[name] = before
+def _set_forward(module: nn.Module, value: Any) -> None:
+    """Set ``forward`` of the instance; with ``_ABSENT`` its class's."""
+    if value is _ABSENT:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = value

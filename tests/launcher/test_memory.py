@@ -1,8 +1,10 @@
 """How much of a GPU a launch may use: of the script's own device, less what it takes beside the allocator."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from monetrun.core.budget import CPU_RESERVE_BYTES, CUDA_RESERVE_BYTES, parse
@@ -49,6 +51,29 @@ def test_a_worker_that_plans_for_itself_has_its_part_of_the_cpus_memory(monkeypa
             monkeypatch.delenv("LOCAL_WORLD_SIZE")
         found = budget_here.budget_here(Settings(budget="100%"), torch.device("cpu"), meter)
         assert parse(found).value == share
+
+
+@pytest.mark.parametrize(
+    ("launched", "at_first", "now", "share"),
+    [
+        (True, "", None, 8 * GIB),  # eight ranks on the machine's one device
+        (True, "0,1", "0,1", 8 * GIB),
+        (True, "0,1", "1", 64 * GIB),  # one for each, by --virtual-local-rank or by the script
+        (True, "", "5", 64 * GIB),
+        (False, os.environ.get("CUDA_VISIBLE_DEVICES", ""), None, 8 * GIB),  # as the process was started by torchrun
+        (False, "", "5", 64 * GIB),
+    ],
+)
+def test_a_worker_that_sees_a_device_of_its_own_has_all_of_it(monkeypatch, launched, at_first, now, share):
+    monkeypatch.setattr(budget_here, "query", lambda kind, ranks: (MemoryInfo(kind, "", 1, 64 * GIB // ranks, ""),))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    if now is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", now)
+    meter = SimpleNamespace(current_bytes=lambda: 0, peaks=lambda: SimpleNamespace(reserved_bytes=0))
+    settings = Settings(budget="100%", report_folder="folder" * launched, visible_devices=at_first)
+    found = parse(budget_here.budget_here(settings, torch.device("cuda", 0), meter)).value
+    assert found + CUDA_RESERVE_BYTES == share
 
 
 def plain(device, outside=300 * MIB):

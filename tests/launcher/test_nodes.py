@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -181,7 +182,15 @@ def test_where_a_node_is_lost_the_others_meet_anew_a_few_times(monkeypatch):
     monkeypatch.setattr(nodes, "_SILENCE_SECONDS", 0.2)
     alone = Nodes(Job("0.95x"))
     assert [meet(alone, None)[0] for _ in range(2)] == [None, None]
-    assert "node 1 has joined, but" in str(meet(alone, None)[0])
+    assert "node 1 has not said in" in str(meet(alone, None)[0])
+
+
+def test_nodes_of_a_static_rendezvous_that_start_late_are_waited_for(monkeypatch):
+    monkeypatch.setattr(nodes, "_SILENCE_SECONDS", 0.2)
+    members = [Nodes(Job("0.95x")) for _ in range(3)]
+    joined = members[2].joined
+    monkeypatch.setattr(members[2], "joined", lambda *given: time.sleep(1) or joined(*given))
+    assert len({variables["PLAN"] for variables in meet(*members, fixed=True)}) == 1
 
 
 def test_nodes_that_were_lost_long_ago_do_not_count(monkeypatch):

@@ -12,6 +12,7 @@ from monetrun.capture import execute
 from monetrun.core.errors import CaptureFailed, ScheduleError
 from monetrun.planning.coverage import planned_share
 from monetrun.runtime import breaks
+from monetrun.runtime.sharding import around_forward
 from monetrun.runtime.traceback_file import of_the_script
 from support.models_in_parts import WIDTH, Block, Net, session, trained
 
@@ -364,3 +365,30 @@ def test_flex_attention_is_left_to_the_kernel_that_the_scripts_own_compile_makes
     graph.output(graph.call_function(torch.ops.higher_order.flex_attention, (query, query, query)))
     with pytest.raises(CaptureFailed, match="flex_attention is one kernel only"):
         breaks.check(fx.GraphModule({}, graph))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_a_script_sets_as_forward_within_a_call_with_hooks_stays(before):
+    """Lightning's strategies set ``training_step`` for the one call that DistributedDataParallel makes."""
+    module, called = nn.Linear(2, 2), []
+
+    def own(x):
+        called.append("own")
+        return x
+
+    def for_one_call(x):
+        if before:
+            module.forward = own
+        else:
+            del module.forward
+        called.append("one call")
+        return module(x)
+
+    if before:
+        module.forward = own
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        module.forward = for_one_call
+        around_forward(module, lambda module, given, named: module.forward(*given, **named), (x,), {})
+        assert module.__dict__.get("forward") is (own if before else None)
+    assert called == (["one call", "own"] if before else ["one call"]) * 2
