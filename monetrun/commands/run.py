@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from monetrun.commands import SUMMARIES
 from monetrun.core.errors import BudgetExceeded
 from monetrun.launcher import report
-from monetrun.launcher.agent import launch_again, launch_until_decided
+from monetrun.launcher.agent import launch, launch_again
 from monetrun.launcher.job import open_job
 from monetrun.launcher.nodes import Nodes
 from monetrun.launcher.options import LaunchOptions
@@ -47,13 +47,13 @@ def run_launch(options: LaunchOptions) -> int:
     with open_job(options) as job:
         if options.several_nodes:  # other nodes' workers would not know of another launch with a tighter plan
             nodes = Nodes(job)
-            exit_code = launch_until_decided(options, {}, nodes.joined)
+            exit_code = launch(options, {}, nodes.joined)
             nodes.keep(exit_code)
         else:
             with restored_environment():  # workers get only the variables that prepare() returns
                 environment = job.prepare()
             restarts = Restarts(job, environment)
-            exit_code = launch_until_decided(options, environment, restarts.joined)
+            exit_code = launch(options, environment, restarts.joined)
             while (changed := restarts.next_environment(exit_code)) is not None:
                 exit_code = launch_again(options, changed, restarts.joined)
             restarts.keep(exit_code)

@@ -32,14 +32,11 @@ from monetrun.launcher.process import (
     temporary_folder,
 )
 from monetrun.launcher.ranks import local_world_size
-from monetrun.launcher.workers import Workers, starts_anew, watched_workers
+from monetrun.launcher.workers import Workers, watched_workers
 from monetrun.runtime.settings import KEEPS_LOGS
 
 # How long a node waits to join, beside the solver's seconds: torch's 600, and a trial run of the nodes that have met.
 _JOIN_SECONDS = 600 + 1800
-
-# What ``launch`` gives where workers are to start anew: a script may end with any code of its own.
-_ANEW = -1
 
 # torch's messages that repeat what monetrun prints: (logger, how the message begins). LOGLEVEL shows them all.
 _REDUNDANT_MESSAGES = (
@@ -69,8 +66,8 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
         joined: gives further ones each time the nodes have met, before workers start.
 
     Returns:
-        0; ``_ANEW``, where workers are to start anew; or the exit code of the worker that failed first, 128 + n for
-        signal n; or 128 + n if signal n stopped the launcher. The reason of a failure has then been printed to stderr.
+        0, or the exit code of the worker that failed first, 128 + n for signal n; or 128 + n if signal n stopped the
+        launcher. The reason of a failure has then been printed to stderr.
 
     Raises:
         MonetrunError: the nodes did not find one another; or from ``joined``.
@@ -98,8 +95,6 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
                 # record() writes the reason to the error file that a scheduler may have given to this process.
                 record(run.run)(args)
         except ChildFailedError as error:
-            if starts_anew(error.failures, os.environ):  # on several nodes it has what ``joined`` gave
-                return _ANEW
             return report_failure(options, error.failures, workers.stopped_pids)
         except SignalException as error:
             print(f"monetrun: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
@@ -130,22 +125,10 @@ def _alone(error: Exception, where: str, *, have_met: bool) -> MonetrunError:
     )
 
 
-def launch_until_decided(options: LaunchOptions, environment: Mapping[str, str], joined: Joined | None = None) -> int:
-    """``launch``, and a second time where a worker has found before its first step that models have to run as they are.
-
-    The second launch's workers find the reason in the report folder.
-    """
-    exit_code = launch(options, environment, joined)
-    if exit_code == _ANEW:
-        _forget_launch()
-        exit_code = launch(options, environment, joined)
-    return exit_code
-
-
 def launch_again(options: LaunchOptions, environment: Mapping[str, str], joined: Joined | None = None) -> int:
-    """``launch_until_decided``, after another launch in this process."""
+    """``launch``, after another launch in this process."""
     _forget_launch()
-    return launch_until_decided(options, environment, joined)
+    return launch(options, environment, joined)
 
 
 def _forget_launch() -> None:

@@ -50,14 +50,14 @@ class Workers:
 @contextlib.contextmanager
 def watched_workers(args: argparse.Namespace) -> Iterator[Workers]:
     """Watch how workers end, and have them end as ``_close`` says."""
-    from torch.distributed.elastic.agent.server import SimpleElasticAgent
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import PContext
 
     workers = Workers()
     with (
         patched(PContext, "close", _close(args, workers)),
         patched(PContext, "wait", _wait(workers)),
-        patched(SimpleElasticAgent, "_restart_workers", _restart(workers)),
+        patched(LocalElasticAgent, "_monitor_workers", _monitor()),
     ):
         yield workers
 
@@ -108,30 +108,31 @@ def _wait(workers: Workers) -> Any:
     return told_wait
 
 
-def _restart(workers: Workers) -> Any:
-    """An agent's ``_restart_workers`` that counts no failure where the workers start anew for a mark of theirs.
+def _monitor() -> Any:
+    """An agent's ``_monitor_workers``: where workers start anew for a mark of theirs, that takes no restart.
 
     The number of the restart stays torch's: workers meet under it in the store.
     """
-    from torch.distributed.elastic.agent.server import SimpleElasticAgent
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    restart_workers = SimpleElasticAgent._restart_workers
+    monitor_workers = LocalElasticAgent._monitor_workers
 
-    def restart(self: Any, worker_group: Any) -> None:
-        if starts_anew(workers.failures, os.environ):
+    def monitor(self: Any, worker_group: Any) -> Any:
+        result = monitor_workers(self, worker_group)
+        if _starts_anew(result.failures, os.environ):
             worker_group.spec.max_restarts += 1
             self._remaining_restarts += 1
-        restart_workers(self, worker_group)
+        return result
 
-    return restart
+    return monitor
 
 
-def starts_anew(failures: Mapping[int, Any], environment: Mapping[str, str]) -> bool:
+def _starts_anew(failures: Mapping[int, Any], environment: Mapping[str, str]) -> bool:
     """Whether a worker ended since models have to run as they are, which it has noted in the report folder.
 
     It is so once in a launch: that is noted there, too.
     """
-    if all(failure.exitcode != START_ANEW for failure in failures.values()):
+    if all(failure.exitcode != START_ANEW for failure in failures.values()):  # or there are none
         return False
     folder = Settings.from_environment(environment).report_folder
     if not folder or not Path(folder, AS_IS_MARK).exists() or Path(folder, _ANEW_ONCE).exists():

@@ -44,7 +44,7 @@ def lives(tmp_path):
     reports.mkdir()
     environment = Settings(plan_file="first", record_file="record", report_folder=str(reports)).to_environment()
 
-    def launch(max_restarts, *ends, joined=None, launched=agent.launch_until_decided):
+    def launch(max_restarts, *ends, joined=None, launched=agent.launch):
         words = [f"--max-restarts={max_restarts}", "--monitor-interval=0.05", "--quiet", str(script), str(seen), *ends]
         code = launched(launch_parser().parse_launch(words)[0], environment, joined)
         return code, seen.read_text().split()
@@ -112,11 +112,11 @@ def test_a_mark_counts_once_and_a_script_may_then_end_with_that_code(lives, max_
 def test_a_launch_that_succeeds_at_last_leaves_no_error_for_the_scheduler(lives, tmp_path, monkeypatch):
     told = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
-    for launched in (agent.launch_again, agent.launch_until_decided):
-        told.write_text(json.dumps({"message": "memory ran out"}))
-        ends = ["0"] if launched is agent.launch_again else ["", f"{PROBED}!", "0"]
-        assert lives(0, *ends, launched=launched)[0] == 0
-        assert not told.exists()
+    told.write_text(json.dumps({"message": "memory ran out"}))
+    assert lives(0, "0", launched=agent.launch_again)[0] == 0
+    assert not told.exists()
+    assert lives(0, "", f"{PROBED}!", "0")[0] == 0
+    assert not told.exists()
 
 
 def test_the_launchers_own_allocator_is_known_as_that_each_time_the_nodes_meet(tmp_path, monkeypatch):
