@@ -9,7 +9,7 @@ the node gives by those of that second run. With ``create_graph`` these are the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from monetrun.core.errors import CaptureFailed
 from monetrun.ops.random import uncounted_state
 
 _HOOKED = "monetrun hook"
+_is_inference = torch.Tensor.is_inference
 
 
 def repeatable(
@@ -41,18 +42,24 @@ def repeatable(
         apart: called when a call is differentiated further, for outputs of which no backward has run: with whether one
             has run for others, and not only through the call. Gives whether the gradients count.
     """
-    types = {"cpu", *(v.device.type for v in _examples(module))}
+    tensors = [k for k, v in enumerate(_examples(module)) if isinstance(v, torch.Tensor)]
+    types = {"cpu", *(v.device.type for v in _examples(module) if isinstance(v, torch.Tensor))}
     autocast = tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types))
 
     def call(*arguments: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compiled(*arguments)
         boxed = len(arguments) == 1 and isinstance(arguments[0], list)
         given: Any = arguments[0] if boxed else arguments
-        if any(isinstance(v, torch.Tensor) and v.is_inference() for v in given) and torch.is_grad_enabled():
+        # there are hundreds: no code of Python's runs for each
+        if any(map(_is_inference, [given[k] for k in tensors])):
             if boxed:
                 given[:] = map(_for_autograd, given)  # the caller's list, which is emptied
             else:
                 arguments = given = tuple(map(_for_autograd, given))
-        inputs = tuple(weakref.ref(v) if isinstance(v, torch.Tensor) else v for v in given)
+        inputs = list(given)
+        for k, ref in zip(tensors, map(weakref.ref, [given[k] for k in tensors]), strict=True):
+            inputs[k] = ref
         versions = tuple(map(version_of, given))
         generators = tuple((device, uncounted_state(device)) for device in traced.draws_on)
         results = compiled(*arguments)
@@ -62,7 +69,9 @@ def repeatable(
             repeat_backwards(node._forward_cls)
             places = tuple(r.output_nr if getattr(r, "grad_fn", None) is node else -1 for r in results)
             sums = tuple(edge for i in traced.sums if (edge := edge_of(given[i])) is not None)
-            node.metadata[AGAIN] = Again(module, inputs, places, sums, autocast, generators, traced, apart, versions)
+            node.metadata[AGAIN] = Again(
+                module, tuple(inputs), places, sums, autocast, generators, traced, apart, versions
+            )
         return results
 
     if hasattr(compiled, "_boxed_call"):
@@ -144,8 +153,5 @@ def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
     return replace
 
 
-def _examples(module: fx.GraphModule) -> Iterator[torch.Tensor]:
-    for node in module.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor):
-            yield value
+def _examples(module: fx.GraphModule) -> list[Any]:
+    return [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]

@@ -150,4 +150,8 @@ def mutated_inputs(module: fx.GraphModule, storages: Storages) -> frozenset[int]
 
 def version_of(value: Any) -> int:
     """How often a tensor has been written to, as far as autograd knows; 0 for what is no tensor."""
-    return 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
+    try:
+        found: int = value._version
+    except (AttributeError, RuntimeError):  # no tensor; one made in inference mode, of which autograd knows nothing
+        return 0
+    return found
