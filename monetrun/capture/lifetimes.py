@@ -127,6 +127,7 @@ class Lifetimes:
         self._alive: dict[int, _Call] = {}  # by number: the calls some of whose tensors are not freed
         self._outputs: dict[int, tuple[_Call, int]] = {}  # of graphs, not freed: whose, by storage
         self._with_input: dict[int, dict[int, _Call]] = {}  # the calls that an input was given to, by its storage
+        self._latest: dict[int, _Call] = {}  # of them the one whose backward is the last so far
         self._with_backward: dict[int, list[_Call]] = {}  # by stretch
         self._ended: dict[int, list[tuple[_Call, int]]] = {}  # tensors that were freed in a stretch
         self._script: set[int] = set()  # stretches between calls
@@ -160,6 +161,7 @@ class Lifetimes:
                 self._outputs[storage] = call, t
         for t in call.inputs.keys() - known[1]:
             self._with_input.setdefault(call.inputs[t].cdata, {})[call.number] = call
+            self._latest.pop(call.inputs[t].cdata, None)
         if call.alive:
             self._alive[call.number] = call
         return found
@@ -176,6 +178,7 @@ class Lifetimes:
         for call in reversed(self._calls):
             if call.joint is joint and call.backward == _NOT_YET:
                 call.backward = stretch
+                self._latest.clear()
                 self._with_backward.setdefault(stretch, []).append(call)
                 self._changed.setdefault(id(joint), set()).update(call.changed(self._writes))
                 tangents = joint.tangents
@@ -250,9 +253,12 @@ class Lifetimes:
             or call.ended[t] not in self._script
         ):
             return False
-        given_to = self._with_input[call.inputs[t].cdata]
-        last = max((given_to[number] for number in sorted(given_to)), key=lambda c: c.backward)
-        return last is call and (call is self._calls[0] or not self._first_inputs_only)
+        storage = call.inputs[t].cdata
+        if storage not in self._latest:
+            self._latest[storage] = max(
+                self._with_input[storage].values(), key=lambda given: (given.backward, -given.number)
+            )
+        return self._latest[storage] is call and (call is self._calls[0] or not self._first_inputs_only)
 
     def not_to_read_again(self, joint: JointGraph) -> set[int]:
         """Inputs and outputs of ``joint`` that others changed, in place, between a forward and its backward.
