@@ -144,7 +144,10 @@ def _keep(reader: str, index: int, peaks: Mapping[tuple[str, str], int]) -> None
 def _peaks(stats: dict[str, Any]) -> dict[tuple[str, str], int]:
     """The peaks of ``stats``, by counter and pool."""
     by_pool = ((counter, pools) for counter, pools in stats.items() if isinstance(pools, dict))
-    return {(c, pool): v[_PEAK] for c, pools in by_pool for pool, v in pools.items() if isinstance(v, dict)}
+    # private pools, which torch 2.14 lists too, have no peak of their own there
+    return {
+        (c, pool): v[_PEAK] for c, pools in by_pool for pool, v in pools.items() if isinstance(v, dict) and _PEAK in v
+    }
 
 
 @functools.cache

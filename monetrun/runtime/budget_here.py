@@ -46,7 +46,7 @@ def budget_here(settings: Settings, device: torch.device, meter: Meter) -> str:
         return f"{settings.budget_bytes}B"
     if budget.kind not in (AUTO, SHARE_OF_FREE):
         return budget.text
-    held = max(meter.current_bytes(), meter.peaks().reserved_bytes)
+    held = max(meter.current_bytes(), meter.peaks().reserved_now_bytes)
     free = _own_memory(settings, device).free_bytes + held
     return f"{resolve(budget, free, None, CUDA_RESERVE_BYTES if device.type == 'cuda' else 0)}B"
 

@@ -203,15 +203,20 @@ def _observe_copies(observer: TrainingObserver, undo: contextlib.ExitStack, obse
 
 def _observe_graphs(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     """Tell ``observer`` when the script begins to capture a CUDA graph of what it trains."""
-    capture_begin = torch.cuda.CUDAGraph.capture_begin
+    kinds = [torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None)]  # the latter since torch 2.14
+    for kind in kinds:
+        if kind is not None:
+            undo.enter_context(patched(kind, "capture_begin", _observed_capture(kind.capture_begin, observer)))
 
+
+def _observed_capture(capture_begin: Callable[..., None], observer: TrainingObserver) -> Callable[..., None]:
     @functools.wraps(capture_begin)
-    def observed(self: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
+    def observed(self: Any, *args: Any, **kwargs: Any) -> None:
         if torch.is_grad_enabled():  # not in evaluation: of ``generate``, say
             observer.plan_no_more((), IN_CUDA_GRAPHS)
         capture_begin(self, *args, **kwargs)
 
-    undo.enter_context(patched(torch.cuda.CUDAGraph, "capture_begin", observed))
+    return observed
 
 
 def _observe_modes(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:

@@ -97,3 +97,23 @@ def test_every_peak_of_the_script_is_kept_natively_too():
     in_python, natively = printed_by(ALL)
     assert natively == in_python
     assert natively["segment.all.peak"] > 2
+
+
+PRIVATE = """
+import torch
+from monetrun.capture import device_peaks
+from monetrun.capture.meter import CudaMeter
+
+CudaMeter(torch.device("cuda"))
+pool = torch.cuda.MemPool()
+with torch.cuda.use_mem_pool(pool):
+    held = torch.empty(5 << 20, dtype=torch.uint8, device="cuda")
+torch.cuda.reset_peak_memory_stats()
+with device_peaks.uncounted(0):
+    torch.empty(9 << 20, dtype=torch.uint8, device="cuda")
+print(torch.cuda.max_memory_allocated() >> 20)
+"""
+
+
+def test_the_scripts_private_pools_have_no_peaks_of_their_own():
+    assert printed_by(PRIVATE) == 5

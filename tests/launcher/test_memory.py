@@ -43,7 +43,9 @@ def test_auto_is_what_each_rank_has_of_the_cpu_where_the_script_trains_there(mon
 
 def test_a_worker_that_plans_for_itself_has_its_part_of_the_cpus_memory(monkeypatch):
     monkeypatch.setattr(budget_here, "query", lambda kind, ranks: (MemoryInfo(kind, "", 1, 8 * GIB // ranks, ""),))
-    meter = SimpleNamespace(current_bytes=lambda: 0, peaks=lambda: SimpleNamespace(reserved_bytes=0))
+    meter = SimpleNamespace(
+        current_bytes=lambda: 0, peaks=lambda: SimpleNamespace(reserved_bytes=GIB, reserved_now_bytes=0)
+    )
     for ranks, share in (("4", 2 * GIB), (None, 8 * GIB)):
         if ranks:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
@@ -70,7 +72,9 @@ def test_a_worker_that_sees_a_device_of_its_own_has_all_of_it(monkeypatch, launc
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     if now is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", now)
-    meter = SimpleNamespace(current_bytes=lambda: 0, peaks=lambda: SimpleNamespace(reserved_bytes=0))
+    meter = SimpleNamespace(
+        current_bytes=lambda: 0, peaks=lambda: SimpleNamespace(reserved_bytes=GIB, reserved_now_bytes=0)
+    )
     settings = Settings(budget="100%", report_folder="folder" * launched, visible_devices=at_first)
     found = parse(budget_here.budget_here(settings, torch.device("cuda", 0), meter)).value
     assert found + CUDA_RESERVE_BYTES == share

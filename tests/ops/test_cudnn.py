@@ -371,6 +371,8 @@ def test_each_plan_is_offered_for_each_pass(last, frontend, monkeypatch):
     assert offered("cuda", dtype=torch.float64) == [[], [], []]
     assert offered("cuda", "empty") == [[], [], []]
     assert offered("cpu") == [[], [], []]
+    with torch.backends.cudnn.flags(enabled=False):
+        assert offered("cuda", last=last) == [[], [], []]
     monkeypatch.setattr(cudnn_convolution, "agrees", lambda *problem: False)
     assert offered("cuda", last=last) == [[], [], []]
 

@@ -101,9 +101,13 @@ def test_a_trial_of_double_backward_ends_with_the_reason_and_the_run_trains_as_i
         penalized()
 
 
-def test_where_the_script_captures_cuda_graphs_models_run_as_they_are(opened, tmp_path, capsys, monkeypatch):
-    begun = []
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, pool=None: begun.append(pool))
+@pytest.mark.parametrize("owner", [torch.cuda, torch.accelerator], ids=["cuda", "accelerator"])
+def test_where_the_script_captures_cuda_graphs_models_run_as_they_are(opened, tmp_path, capsys, monkeypatch, owner):
+    begun, name = [], "CUDAGraph" if owner is torch.cuda else "Graph"
+    if not hasattr(owner, name):
+        pytest.skip("torch 2.11 has no such graphs")
+    graph = getattr(owner, name)
+    monkeypatch.setattr(graph, "capture_begin", lambda graph, pool=None: begun.append(pool))
 
     def trained(capture):
         torch.manual_seed(0)
@@ -113,7 +117,7 @@ def test_where_the_script_captures_cuda_graphs_models_run_as_they_are(opened, tm
         for step in range(4):
             loss = net(torch.randn(16, 8)).square().mean()
             if step == capture:
-                torch.cuda.CUDAGraph.capture_begin(None, pool=step)
+                graph.capture_begin(None, pool=step)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

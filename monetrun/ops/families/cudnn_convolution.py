@@ -163,6 +163,8 @@ def _format_of(first: Tensor | None, *others: Tensor | None) -> bool | None:
     """Whether tensors on a CUDA device are all channels-last or all contiguous; None where cuDNN does not take them."""
     if first is None or first.device.type != "cuda" or first.dtype not in DTYPES or unavailable_reason() is not None:
         return None
+    if not torch.backends.cudnn.enabled:  # the script's choice
+        return None
     last = is_channels_last(first)
     if last is None or any(
         v is None
