@@ -279,7 +279,12 @@ def warm_up_libraries(device: torch.device) -> None:
 
 
 def clear_library_workspaces(device: torch.device) -> int:
-    """Free the workspaces that cuBLAS keeps for each thread and stream; gives their bytes."""
+    """Free the workspaces that cuBLAS keeps for each thread and stream; gives their bytes.
+
+    Not where the script has private pools: CUDA graphs have the workspaces' addresses in them.
+    """
+    if any(tuple(s.get("segment_pool_id", (0, 0))) != (0, 0) for s in _snapshot(device)["segments"]):
+        return 0
     before = torch.cuda.memory_allocated(device)
     torch._C._cuda_clearCublasWorkspaces()
     return before - torch.cuda.memory_allocated(device)

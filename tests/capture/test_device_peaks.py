@@ -117,3 +117,24 @@ print(torch.cuda.max_memory_allocated() >> 20)
 
 def test_the_scripts_private_pools_have_no_peaks_of_their_own():
     assert printed_by(PRIVATE) == 5
+
+
+WORKSPACES = """
+import torch
+from monetrun.capture import allocator_history
+
+device, found = torch.device("cuda", 0), []
+x = torch.ones(64, 64, device=device)
+for private in (False, True):
+    if private:
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            held = torch.empty(5 << 20, dtype=torch.uint8, device=device)
+    x @ x
+    found.append(allocator_history.clear_library_workspaces(device) > 0)
+print(str(found).lower())
+"""
+
+
+def test_workspaces_of_cublas_that_the_scripts_graphs_may_use_are_not_freed():
+    assert printed_by(WORKSPACES) == [True, False]
