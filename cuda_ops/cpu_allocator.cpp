@@ -119,7 +119,8 @@ std::string readable(int64_t nbytes) {
   c10::reportOutOfMemoryToProfiler(nbytes, held, cap, c10::Device(c10::DeviceType::CPU));
   const int64_t free_bytes = cap > held ? cap - held : 0;
   TORCH_CHECK_WITH(OutOfMemoryError, false, "CPU out of memory. Under monetrun's limit: wanted ", readable(nbytes),
-                   ", free ", readable(free_bytes), ", limit ", readable(cap), ".");
+                   ", free ", readable(free_bytes), ", limit ", readable(cap),
+                   " (DefaultCPUAllocator: can't allocate memory).");  // by which libraries know it
   std::abort();  // not reached; TORCH_CHECK_WITH is not declared noreturn
 }
 

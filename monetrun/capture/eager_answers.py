@@ -2,8 +2,8 @@
 
 TorchDynamo takes such questions (``torch.compiler.is_compiling`` and its relatives) for constants that are true. Code
 that branches on them computes by another program than in eager (an attention with a mask where eager has none, say).
-Torch's own code is answered as before: where it asks, its eager branch cannot be traced. So is other code that asks for
-that reason alone, and computes the same either way.
+Torch's own code is answered as before: where it asks, its eager branch cannot be traced. So is monetrun's, and other
+code that asks for that reason alone, and computes the same either way.
 
 A call of a logger would break the graph: one that is not logged at the logger's level does nothing, and one that logs
 each message once (transformers' ``warning_once``) does so where it is traced.
@@ -78,7 +78,7 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables import ConstantVariable
 
     def answer(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        by_torch = _module(tx).partition(".")[0] == "torch"
+        by_torch = _module(tx).partition(".")[0] in ("torch", "monetrun")
         # of callers only that one counts: torch's own code calls the script's modules, too
         if by_torch or _module(getattr(tx, "parent", None)) == _OWN_WAY_FOR_TRACING or not _state.as_eager:
             return original(variable, tx, *args, **kwargs)

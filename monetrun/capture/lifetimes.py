@@ -124,12 +124,14 @@ class Lifetimes:
     def __init__(self, first_inputs_only: bool = False) -> None:
         self._first_inputs_only = first_inputs_only
         self._calls: list[_Call] = []
+        self._saved: list[StorageWeakRef] = []  # what forwards save for their backwards, inputs and outputs aside
         self._alive: dict[int, _Call] = {}  # by number: the calls some of whose tensors are not freed
         self._outputs: dict[int, tuple[_Call, int]] = {}  # of graphs, not freed: whose, by storage
         self._with_input: dict[int, dict[int, _Call]] = {}  # the calls that an input was given to, by its storage
         self._latest: dict[int, _Call] = {}  # of them the one whose backward is the last so far
         self._with_backward: dict[int, list[_Call]] = {}  # by stretch
         self._ended: dict[int, list[tuple[_Call, int]]] = {}  # tensors that were freed in a stretch
+        self._given: set[int] = set()  # storages of the latest forward's arguments, which live as long as it
         self._script: set[int] = set()  # stretches between calls
         self._changed: dict[int, set[int]] = {}  # by the id of the joint graph
         self._writes: Counter[int] = Counter()  # of parameters and buffers by graphs, by storage
@@ -144,6 +146,7 @@ class Lifetimes:
         for storage, t in self._watch(call, joint.primals, arguments, self._outputs):
             owner, output = self._outputs[storage]
             owner.read_as.setdefault(output, []).append((joint, t))
+        self._given = {v.untyped_storage()._cdata for v in arguments if type(v) in (torch.Tensor, torch.nn.Parameter)}
         call.note_versions(joint.primals, arguments)
         call.note_weights(arguments, self._writes)
 
@@ -172,6 +175,13 @@ class Lifetimes:
         outputs = results[: len(call.joint.outputs)]
         self._watch(call, call.joint.outputs, outputs)
         call.note_versions(call.joint.outputs, outputs)
+        there = self._given | {storage.cdata for storage in call.alive.values()}
+        saved = (r.untyped_storage() for r in results[len(outputs) :] if type(r) is torch.Tensor)
+        self._saved += [StorageWeakRef(storage) for storage in saved if storage._cdata not in there]
+
+    def forgotten(self) -> bool:
+        """Whether forwards have run, and the script has let go of all of them: no backward will come."""
+        return bool(self._saved) and all(storage.expired() for storage in self._saved)
 
     def backward_begins(self, joint: JointGraph, stretch: int, arguments: Sequence[Any]) -> None:
         """A backward begins, in stretch ``stretch``: that of the latest forward without one. Tangents come last."""

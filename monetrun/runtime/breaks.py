@@ -174,10 +174,15 @@ class Refused(BaseException):
         self.refusal = refusal
 
 
-def quiet_failures() -> None:
-    """Keep torch from logging the traceback of what it fails to capture: it is said otherwise."""
+def quiet_failures(undo: contextlib.ExitStack) -> None:
+    """Keep torch from logging the traceback of what it fails to capture, until ``undo`` is closed.
+
+    It is said otherwise.
+    """
     for name in ("torch._subclasses.fake_tensor", "torch._dynamo.convert_frame", "torch._dynamo.variables.tensor"):
-        logging.getLogger(name).addFilter(_is_no_failure)
+        logger = logging.getLogger(name)
+        logger.addFilter(_is_no_failure)
+        undo.callback(logger.removeFilter, _is_no_failure)
 
 
 def _is_no_failure(record: logging.LogRecord) -> bool:

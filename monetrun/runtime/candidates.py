@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
 import torch
@@ -47,6 +48,10 @@ def _unfreeze() -> None:
     gc.unfreeze()
 
 
+# So many optimizers, each of one tensor of the same sizes, are looked for in vain, which takes 0.2 s each.
+_MOST_ALONE = 4
+
+
 class Owners:
     """Finds the ``owners`` of parameters, by one look at all objects for all of a model: each may have an optimizer."""
 
@@ -54,12 +59,19 @@ class Owners:
         # by the id of a parameter: no reference to it, which would forbid ``Module.to`` to swap it with another tensor
         self._found: dict[int, list[weakref.ref[nn.Module]]] = {}
         self._unowned: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        self._alone: Counter[tuple[torch.Size, ...]] = Counter()  # optimizers of tensors in no module, by their sizes
 
     def trained_by(self, optimizer: Optimizer) -> list[nn.Module]:
         """The owners of an optimizer's parameters; of those that have none when they are looked for first, nothing."""
         known = self._unowned.setdefault(optimizer, set())
         parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        sizes = tuple(p.shape for p in parameters)
+        if (
+            self._alone[sizes] >= _MOST_ALONE
+        ):  # one for each batch (an attack, a latent code): no look takes 0.2 s for it
+            return []
         found = self.of(parameters)
+        self._alone[sizes] += not found and len(sizes) == 1
         known |= {id(p) for p in parameters if not self._found.get(id(p))}
         return found
 

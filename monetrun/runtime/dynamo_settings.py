@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import CodeType
 
 from monetrun.capture.warned import let_models_warn
@@ -11,11 +12,21 @@ _RECOMPILE_LIMIT = 1 << 14
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
-def prepare_dynamo(within: CodeType) -> None:
-    """Have Dynamo keep models as they are; it may be at work where the code ``within`` is called."""
+def prepare_dynamo(within: CodeType, undo: contextlib.ExitStack) -> None:
+    """Have Dynamo keep models as they are; it may be at work where the code ``within`` is called.
+
+    Closing ``undo`` restores the settings.
+    """
     import torch._dynamo
 
     config = torch._dynamo.config
+    for name in (
+        "optimize_ddp",
+        "skip_nnmodule_hook_guards",
+        "allow_unspec_int_on_nn_module",
+        "use_numpy_random_stream",
+    ):
+        undo.callback(setattr, config, name, getattr(config, name))
     # Dynamo would split models at the borders of DistributedDataParallel's buckets, and the terms of a gradient from
     # both sides of a border would be added in another order; gradients are given as they are computed without that
     config.optimize_ddp = False

@@ -8,7 +8,7 @@ import gc
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,9 @@ class TrainingObserver(Protocol):
 
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         """The script differentiates ``roots``; ``create_graph``: to differentiate the gradients, too."""
+
+    def backward_failed(self) -> None:
+        """That has failed, and the script may go on."""
 
     def plan_no_more(self, calls: Sequence[Any], use: str) -> None:
         """The script makes a use of planned models for which there is no plan; of these compiled calls, if of any."""
@@ -112,7 +115,7 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     """Patch torch so that ``observer`` sees the script's optimizers; closing ``undo`` restores torch."""
     init, add_group = Optimizer.__init__, Optimizer.add_param_group
     zero_optimizer, zero_module = Optimizer.zero_grad, nn.Module.zero_grad
-    compile_, replicate = torch.compile, nn.Module._replicate_for_data_parallel
+    compile_ = torch.compile
     _observes(True)
     undo.callback(_observes, False)
     _observe_gradients(observer, undo)
@@ -148,14 +151,8 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
             observer.compiles(model)
         return compile_(model, **kwargs)
 
-    def observed_replicate(self: nn.Module) -> nn.Module:
-        replica = replicate(self)
-        replica._compiled_call_impl = None  # else a replica would call the module that it is one of
-        return replica
-
     for owner, name, function, original in (
         (torch, "compile", observed_compile, compile_),
-        (nn.Module, "_replicate_for_data_parallel", observed_replicate, replicate),
         (Optimizer, "__init__", observed_init, init),
         (Optimizer, "add_param_group", observed_add_group, add_group),
         (Optimizer, "zero_grad", observed_zero_optimizer, zero_optimizer),
@@ -259,6 +256,16 @@ def _observe_modes(observer: TrainingObserver, undo: contextlib.ExitStack) -> No
     undo.enter_context(patched(nn.Module, "eval", observed_eval))
 
 
+@contextlib.contextmanager
+def _left_where_it_fails(observer: TrainingObserver) -> Iterator[None]:
+    """A backward: where it fails, or is interrupted in a notebook, the script has left the step."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        observer.backward_failed()
+        raise
+
+
 def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     """Patch what asks torch for gradients."""
     backward, grad = torch.autograd.backward, torch.autograd.grad
@@ -268,7 +275,8 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
         if not torch.compiler.is_compiling():
             create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
             observer.backward_begins(output_inputs.listed(tensors), bool(create_graph))
-        backward(tensors, *args, **kwargs)
+        with _left_where_it_fails(observer):
+            backward(tensors, *args, **kwargs)
 
     def observed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -276,9 +284,10 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
         create_graph = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
         observer.backward_begins(output_inputs.listed(outputs), bool(create_graph))
         given = output_inputs.given_by_calls(args[0] if args else kwargs.get("inputs"))
-        if given:
-            return output_inputs.grad(grad, given, outputs, *args, **kwargs)
-        return grad(outputs, *args, **kwargs)
+        with _left_where_it_fails(observer):
+            if given:
+                return output_inputs.grad(grad, given, outputs, *args, **kwargs)
+            return grad(outputs, *args, **kwargs)
 
     def observed_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         of_torch = str(getattr(hook, "__module__", "")).startswith(_FSDP)  # that looks at no gradient

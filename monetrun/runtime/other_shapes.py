@@ -101,6 +101,8 @@ class OtherShapes:
         self._made: deque[GraphPlan] = deque(maxlen=_KEPT)  # schedules for other shapes than the plan's
         self._in_vain: set[str] = set()  # structures of graphs for which a longer wait found nothing
         self._held_more: dict[str, int] = {}  # by fingerprint: bytes that may come to be held beside what is there
+        self._most_held = 0  # of these
+        self.given_up: set[str] = set()  # graphs for which there was no schedule: the allocation limit decides
 
     def step(self, new: NewGraph) -> tuple[StepRecord, StepRecord]:
         """The step of a graph that is about to run, under the plan's schedules and in the plain run.
@@ -110,14 +112,14 @@ class OtherShapes:
         """
         joint = new.joint
         used = adaptation.signatures_used(joint, new.allowed(joint.graph), (*new.plan.graphs, *self._made))
-        step = self._step(new, {**self.known, **self._measured(joint, 0, used)})
+        step = self._step(new, self._measured(joint, 0, used))
         plain = [plain_schedule(g) for g in new.record.graphs] if new.record is not None else []
         return step, replace(step, events=self._events(new, plain))
 
-    def _step(self, new: NewGraph, known: Mapping[str, OperatorCost]) -> StepRecord:
-        """The step under the plan's schedules; what is not in ``known`` is estimated."""
-        joint, meter = new.joint, self.steps.meter
-        known = {**known, **{s: cost.estimate(*timed) for s, timed in joint.timed.items() if s not in known}}
+    def _step(self, new: NewGraph, now: Mapping[str, OperatorCost] | None = None) -> StepRecord:
+        """The step under the plan's schedules; what is not known, nor was measured ``now``, is estimated."""
+        joint, meter, now = new.joint, self.steps.meter, now or {}
+        known = {s: now.get(s) or self.known.get(s) or cost.estimate(*timed) for s, timed in joint.timed.items()}
         graph = new.allowed(cost.as_tried(joint, known))
         costs = cost.costs_of(joint, known, str(self.device))
         events = self._events(new, [g.schedule for g in new.plan.graphs])
@@ -166,7 +168,7 @@ class OtherShapes:
         if self.settings.plan_given and not self._held_more:  # the first such graph
             shapes = adaptation.input_shapes(joint)
             self.note(f"inputs of {shapes} are not the plan's, nor is its plain peak theirs: planned within its budget")
-        more = self._held_more.setdefault(graph.fingerprint, max(self._held_more.values(), default=0))
+        more = self._held_more.setdefault(graph.fingerprint, self._most_held)
         limit = moved_memory.limit_of(step, plan) - more
         for carried in adaptation.carried(step, plan.graphs, limit):
             if not adaptation.inexact(graph, carried):
@@ -174,7 +176,7 @@ class OtherShapes:
         if (again := self._made_before(step, plan, limit)) is not None:
             return step, again
         self.known.update(self._measured(joint, cost.ROUNDS))
-        step = self._step(new, self.known)
+        step = self._step(new)
         options = moved_memory.options_within_a_step(self.settings)
         failures: list[InfeasibleBudget | NoPlanInTime] = []
         longer = min(_LONGER * options.seconds, self.settings.solver_seconds)
@@ -189,6 +191,7 @@ class OtherShapes:
                 failures.append(error)
         else:
             if estimated:
+                self.given_up.add(graph.fingerprint)
                 return replace(step, memory=None), greedy.most_frugal(step.graphs[0], step.costs[0], options)
             refused: InfeasibleBudget | NoPlanInTime = failures[-1]
             if isinstance(refused, InfeasibleBudget):
@@ -220,8 +223,14 @@ class OtherShapes:
             return False
         least = budget_bytes >> moved_memory.LEAST_COVER_SHIFT
         before = self._held_more[shortage.fingerprint]
-        self._held_more[shortage.fingerprint] = max(least, 2 * shortage.excess_bytes, 2 * before)
+        self._held_more[shortage.fingerprint] = more = max(least, 2 * shortage.excess_bytes, 2 * before)
+        self._most_held = max(self._most_held, more)
         return True
+
+    def forget(self, fingerprint: str) -> None:
+        """Nothing is kept of this graph."""
+        self._held_more.pop(fingerprint, None)
+        self.given_up.discard(fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,9 +73,7 @@ class PlainRun:
         if self.settings.mode == MEASURE:
             probe.stand_in_for_the_other_ranks(self.settings.world_size, self._undo)
             self._has_begun = trial_checkpoints.end_before(self._before_a_checkpoint, self._undo, self.settings)
-            with contextlib.suppress(DeviceQueryFailed):
-                count = torch.cuda.device_count()
-                self._free_before = tuple(info.free_bytes for info in query("cuda", count)) if count else ()
+            self._free_before = _free_now()
         atexit.register(self._at_exit)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
@@ -122,6 +120,9 @@ class PlainRun:
             probe.begin(self.settings.record_file)
         if self.settings.mode == MEASURE and not self._steps:
             probe.leave_without_steps(self._backwards, self._has_optimizer, self.settings.record_file)
+
+    def backward_failed(self) -> None:
+        """Nothing to do."""
 
     def plan_no_more(self, calls: Sequence[Any], use: str) -> None:
         """Nothing is planned."""
@@ -237,6 +238,13 @@ class PlainRun:
                 "allocation_retries": peaks.retries,
             }
         )
+
+
+def _free_now() -> tuple[int, ...]:
+    with contextlib.suppress(DeviceQueryFailed):
+        if count := torch.cuda.device_count():
+            return tuple(info.free_bytes for info in query("cuda", count))
+    return ()
 
 
 def _still(evaluated: nn.Module | None) -> bool:

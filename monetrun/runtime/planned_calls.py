@@ -30,7 +30,7 @@ from monetrun.runtime.entries import MOST_TRACED_NODES, entry, forget_former
 from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
 from monetrun.runtime.smaller_sizes import SmallerSizes, is_small
-from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, frozen, is_one_call, is_training
+from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, called, frozen, is_one_call, is_training
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
     from monetrun.runtime.backend import Backend
@@ -110,9 +110,9 @@ class PlannedCall(NotCopied):
         Raises:
             MonetrunError: no schedule fits the budget, or (``strict``) nothing was captured.
         """
-        module = self.module()
-        assert module is not None
-        if torch.compiler.is_compiling():  # another module's graph includes this one
+        own = self.module()
+        module = called(own)
+        if module is not own or torch.compiler.is_compiling():  # another module's graph includes this one
             return module._call_impl(*args, **kwargs)
         if self.model is not None:  # Dynamo may be at work on what calls this
             return one_call.without_dynamo(self._run_part, module, args, kwargs)

@@ -277,6 +277,13 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
     return events
 
 
+def is_forgotten(recorder: object) -> bool:
+    """Whether models were called, and the script has let go of what they gave: those calls are no training step."""
+    if not isinstance(recorder, Recorder) or any(s.kind == BACKWARD or s.name for s in recorder.stretches):
+        return False
+    return recorder._lifetimes.forgotten()
+
+
 def _of_weights(joint: JointGraph) -> set[fx.Node]:
     """The gradients that are of parameters."""
     pairs = zip(joint.primals, joint.gradients, strict=False)

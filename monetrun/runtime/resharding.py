@@ -22,7 +22,7 @@ from monetrun.core.plan import Plan
 from monetrun.core.sharding import ShardedModule
 from monetrun.runtime.collectives import through_gloo
 from monetrun.runtime.sharding import is_sharded, parameter_groups
-from monetrun.runtime.trigger import NotCopied
+from monetrun.runtime.trigger import NotCopied, called
 
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that kept their parameters though the script has them freed
 
@@ -53,8 +53,10 @@ class RunsAsPlanned(NotCopied):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        module = self._module()
-        assert module is not None
+        own = self._module()
+        module = called(own)
+        if module is not own:
+            return module._call_impl(*args, **kwargs)
         with within_call(module, self._keeps if module.training and torch.is_grad_enabled() else None):
             return module._call_impl(*args, **kwargs)
 

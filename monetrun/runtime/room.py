@@ -117,6 +117,7 @@ class Room:
         """Steps of this graph are not looked at any more."""
         self._needs.pop(fingerprint, None)
         self._beyond.pop(fingerprint, None)
+        self._structures.pop(fingerprint, None)
 
     def limit_of(self, fingerprint: str) -> int:
         """What a step of this graph may have allocated."""
@@ -153,6 +154,10 @@ class Room:
     def last_outputs(self) -> dict[int, int]:
         """Outputs of the last step that are there: bytes by address."""
         return {o.address: o.nbytes for o in self._last_outputs if not o.storage.expired()}
+
+    def outputs_are_gone(self) -> bool:
+        """Whether the script has let go of all that graphs have given in the present step: no backward will come."""
+        return all(output.storage.expired() for output in self._outputs)
 
     def outputs_given(self, outputs: Iterable[Any]) -> None:
         """A graph's forward has given these."""

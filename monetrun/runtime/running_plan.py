@@ -222,7 +222,8 @@ class RunningPlan:
             plain = moved_memory.plain_peak_beside(shortage, 0 if holds else self.steps.peak_bytes)
             why = f"{format_bytes(shortage.excess_bytes)} more are held before a forward"
             _follow_plain_peak(self, fingerprint, plain, why, estimated=not holds)
-            if holds and shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_of(fingerprint):
+            over = shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_of(fingerprint)
+            if holds and over and fingerprint not in self._other_shapes.given_up:
                 self.room.call_repeats(fingerprint)
                 raise MemoryShort("too much is held for this schedule", "monetrun plans again", shortage=shortage)
         self.enforcement.use_pool_of(fingerprint)
@@ -335,6 +336,7 @@ def _forget_oldest(running: RunningPlan) -> None:
         del running.schedules[fingerprint]
         running._estimated.discard(fingerprint)
         running.room.forget(fingerprint)
+        running._other_shapes.forget(fingerprint)
         running.enforcement.forget(fingerprint)
 
 

@@ -185,8 +185,13 @@ class Session:
         if self.engine is not None:
             self.engine.backward_begins(roots)
         self._backwards += 1
-        if self.settings.mode == PROBE and not self.stepped:
-            probe.leave_without_steps(self._backwards, bool(self.optimizers), self.settings.record_file)
+        if not self.stepped:
+            _ends_without_steps(self)
+
+    def backward_failed(self) -> None:
+        """That has failed, and the script may go on."""
+        if self.engine is not None:
+            self.engine.backward_failed()
 
     def plan_no_more(self, calls: Sequence[Any], use: str) -> None:
         """These compiled calls run again for what the script makes of them; further ones do not."""
@@ -211,10 +216,8 @@ class Session:
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer's step begins."""
-        if optimizer not in self.stepped:
-            modules = [module for planned in self.planned if (module := planned.module()) is not None]
-            if reason := candidates.called_compiled(optimizer, self.compilations, modules):
-                self.reporter.give_up(reason)
+        if optimizer not in self.stepped and (reason := _called_compiled(self, optimizer)):
+            self.reporter.give_up(reason)
         if self.engine is not None:
             self.engine.optimizer_begins(again=optimizer in self.stepped)
         elif self.settings.mode == PROBE and optimizer in self.stepped:
@@ -258,7 +261,7 @@ class Session:
 
     def models(self) -> list[nn.Module]:
         """The modules that are planned, or wait for their first training forward."""
-        return [module for call in _calls(self) if (module := call.module()) is not None]
+        return _modules(_calls(self))
 
     def put_triggers(self, modules: Iterable[nn.Module]) -> None:
         """Wait for the first training forward of each of ``modules``; warn of those that cannot be planned."""
@@ -304,11 +307,19 @@ def _engine(session: Session, module: nn.Module) -> Engine:
         from monetrun.runtime.engine import Engine
     if session.settings.mode == PROBE:
         probe.begin(session.settings.record_file)
-    prepare_dynamo(PlannedCall.__call__.__code__)
-    breaks.quiet_failures()
+    prepare_dynamo(PlannedCall.__call__.__code__, session._undo)
+    breaks.quiet_failures(session._undo)
     device = candidates.device_of_parameters(session.trained_parameters() or module.parameters())
     allocator_history.graphs_run_on_the_current_stream(device)
     return Engine(session.settings, device, session.trained_parameters, session.reporter, session.plan)
+
+
+def _ends_without_steps(session: Session) -> None:
+    """A backward begins before the first step: a trial, or what is recorded, ends once no step can be expected."""
+    if session.settings.mode == PROBE:
+        probe.leave_without_steps(session._backwards, bool(session.optimizers), session.settings.record_file)
+    elif session.engine is not None and session.engine.recorder is not None and session._backwards > probe.MOST_ROUNDS:
+        session.run_as_it_is(f"models run without a plan, their budget is not enforced: {probe.NO_STEP}")
 
 
 def _waits_for_others(session: Session, optimizer: Optimizer) -> None:
@@ -322,6 +333,14 @@ def _waits_for_others(session: Session, optimizer: Optimizer) -> None:
 
 def _all_stepped(session: Session) -> bool:
     return hooks.all_trained(session.optimizers - session._late, session.stepped)
+
+
+def _called_compiled(session: Session, optimizer: Optimizer) -> str:
+    return candidates.called_compiled(optimizer, session.compilations, _modules(session.planned))
+
+
+def _modules(calls: Iterable[PlannedCall | Trigger]) -> list[nn.Module]:
+    return [module for call in calls if (module := call.module()) is not None]
 
 
 def _calls(session: Session) -> list[PlannedCall | Trigger]:  # what stands on modules

@@ -21,7 +21,9 @@ def as_out_of_memory(error: E, device_type: str) -> E:
     kind = _also_out_of_memory(cast(Hashable, type(error)))
     found = cast(E, kind.__new__(kind))
     found.__dict__.update(error.__dict__)
-    found.message = f"{device_type.upper()} out of memory. {error.message}"
+    # on a CPU libraries know it by what torch's own allocator says (Lightning's search for a batch size)
+    torchs = " DefaultCPUAllocator: can't allocate memory." if device_type == "cpu" else ""
+    found.message = f"{device_type.upper()} out of memory.{torchs} {error.message}"
     found.args = (str(found),)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -83,6 +84,21 @@ def is_training(module: nn.Module, any_mode: bool = False) -> bool:
     )
 
 
+_CALLS = nn.Module._wrapped_call_impl.__code__  # of the frame that calls what is put on a module
+
+
+def called(own: nn.Module | None) -> nn.Module:
+    """The module that is called, to be asked where the call arrives.
+
+    It is ``own``, on which the caller was put, or one to which all attributes of that were copied.
+    """
+    found: nn.Module | None = own
+    if not torch.compiler.is_compiling() and (frame := sys._getframe(2)).f_code is _CALLS:
+        found = frame.f_locals["self"]
+    assert found is not None
+    return found
+
+
 class NotCopied:
     """What is put on a module: copies and pickles of the module have none, also of all of its ``__dict__``."""
 
@@ -128,9 +144,9 @@ class Trigger(NotCopied):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; its first outermost training forward makes it a planned one."""
-        module = self.module()
-        assert module is not None
-        if not self.nesting.is_outermost_training(module):
+        own = self.module()
+        module = called(own)
+        if module is not own or not self.nesting.is_outermost_training(module):
             return module._call_impl(*args, **kwargs)
         return self.plan(module)(*args, **kwargs)
 

@@ -73,7 +73,8 @@ class WithRoom(Recording):
             return
         parameters = list(parameters)
         super().zeroing_gradients(parameters, set_to_none)
-        if self.running is not None and self.open_step.after_backward:
+        skipped = self.open_step.begun and self.running is not None and self.running.room.outputs_are_gone()
+        if self.running is not None and (self.open_step.after_backward or skipped):
             dropped = {id(p) for p in parameters}
             if all(p.grad is None or id(p) in dropped for p in self.trained_parameters()):
                 self.running.room.gradients_dropped()
@@ -101,6 +102,11 @@ class WithRoom(Recording):
                 if first:
                     self._leave(self.running)
             raise
+
+    def backward_failed(self) -> None:
+        """A backward has failed, or was interrupted."""
+        if self.running is not None:
+            self._leave(self.running)
 
     def _leave(self, running: RunningPlan) -> None:
         self.open_step.ended()

@@ -1,5 +1,7 @@
 """Parameters get their gradients in the plain backward's order, on which DistributedDataParallel's buckets depend."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -194,10 +196,11 @@ def test_a_backward_that_is_asked_for_some_gradients_or_run_twice_gives_the_same
 
 @torch._dynamo.config.patch(optimize_ddp=True)
 def test_a_model_in_ddp_is_one_graph_and_its_gradients_are_eagers():
-    dynamo_settings.prepare_dynamo(PlannedCall.__call__.__code__)
     torch._dynamo.reset()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    undo = contextlib.ExitStack()
     try:
+        dynamo_settings.prepare_dynamo(PlannedCall.__call__.__code__, undo)
         torch.manual_seed(0)
         module = Layers(*[Layer(360) for _ in range(3)])
         x = torch.randn(2, 9, 360)
@@ -211,6 +214,8 @@ def test_a_model_in_ddp_is_one_graph_and_its_gradients_are_eagers():
         assert backend.captured == 1  # Dynamo would have made one for each bucket, with sums in another order
         assert all(torch.equal(g, p.grad) for g, p in zip(expected, module.parameters(), strict=True))
     finally:
+        undo.close()
+        assert torch._dynamo.config.optimize_ddp
         dist.destroy_process_group()
 
 

@@ -412,6 +412,7 @@ def test_scripts_that_skip_a_batch_for_which_memory_runs_out_skip_what_cannot_fi
     assert (plain, planned) == (True, True)
     ((message, exit_code),) = said
     assert " out of memory." in message  # as accelerate looks, in the one argument
+    assert "DefaultCPUAllocator: can't allocate memory" in message  # as Lightning does
     assert exit_code == InfeasibleBudget.exit_code
     assert engine.meters.steps.steps >= 3
     assert engine.peak_bytes <= 4 * MIB

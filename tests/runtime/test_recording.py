@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import pytest
 import torch
 from torch import nn
 
@@ -10,6 +11,7 @@ from monetrun.capture import cpu_allocator
 from monetrun.core.step import OUTSIDE
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
+from support.sessions import opened_session
 
 
 def test_what_capturing_a_graph_within_the_step_allocates_is_not_the_scripts():
@@ -85,3 +87,24 @@ def test_a_model_with_parametrizations_is_copied_while_it_is_trained():
         torch._dynamo.reset()
     assert all(other._compiled_call_impl is None for other in copies)
     assert torch.equal(copies[-1].weight, model.weight)
+
+
+@pytest.mark.parametrize("looks", [0, 2])
+def test_a_look_at_the_model_before_training_is_no_part_of_the_step(looks):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU())]
+    model = nn.Sequential(*layers)
+    with opened_session(budget="0.7x", solver_seconds=1.0, implementations="exact") as opened:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for k in range(looks):
+            assert model(torch.randn(1024, 128) + k).shape == (1024, 128)
+        waiting = []
+        for _ in range(4):
+            for _ in range(2):  # outputs themselves are gone before their backward
+                waiting.append(model(torch.randn(1024, 128)).sum())
+            sum(waiting).backward()
+            waiting.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        events = opened.engine.running.record.events
+    assert [e.kind for e in events if e.kind != OUTSIDE] == ["forward"] * 2 + ["backward"] * 2

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from monetrun.capture import open_sizes
+from monetrun.runtime import candidates, probe
+from monetrun.runtime.trigger import Trigger
 from support.models_in_parts import WIDTH, Block, minimized
 from support.sessions import opened_session
 
@@ -175,15 +177,6 @@ def test_modules_that_pickle_all_of_their_attributes_are_pickled(after):
             assert torch.load(file, weights_only=False)._compiled_call_impl is None
 
 
-def test_dataparallels_replicas_run_as_they_are():
-    with opened_session(budget="0.95x", solver_seconds=0.5, implementations="exact"):
-        model = Net()
-        torch.optim.SGD(model.parameters(), 0.05)
-        assert model._compiled_call_impl is not None
-        assert model._replicate_for_data_parallel()._compiled_call_impl is None
-        assert model._compiled_call_impl is not None
-
-
 def test_a_model_is_traced_while_it_trains_and_after_it():
     with opened_session(budget="0.95x", solver_seconds=0.5, implementations="exact"):
         model = Net()
@@ -241,3 +234,82 @@ def test_a_function_that_the_script_compiles_has_dynamos_limit():
 
     warnings_of(script)
     assert script()[0] == 8
+
+
+def cloned(module, change):
+    """As meta-learning libraries clone a module: with all attributes, then with other parameters."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = module.__dict__.copy()
+    clone._parameters = {k: change(p) for k, p in module._parameters.items()}
+    clone._buffers = dict(module._buffers)
+    clone._modules = {k: cloned(child, change) for k, child in module._modules.items()}
+    return clone
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["before training", "after it"])
+def test_a_module_cloned_with_all_of_its_attributes_runs_with_its_own_parameters(trained):
+    with opened_session(budget="0.95x", solver_seconds=0.5, implementations="exact"):
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(16, 8)
+        for _ in range(3 * trained):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        learner = cloned(model, lambda p: p * 2)
+        with torch.no_grad():
+            hidden = torch.tanh(F.linear(x, 2 * model[0].weight, 2 * model[0].bias))
+            expected = F.linear(hidden, 2 * model[2].weight, 2 * model[2].bias)
+            assert torch.equal(learner(x), expected)
+        own = [*learner[0]._parameters.values(), *learner[2]._parameters.values()]
+        assert all(g.abs().sum() > 0 for g in torch.autograd.grad(learner(x).square().sum(), own))
+
+
+def test_a_tensor_of_its_own_in_each_batch_is_not_looked_for_each_time(monkeypatch):
+    """An attack, or a latent code: each look goes through all objects of the process."""
+    looks, owners = [], candidates.owners
+    monkeypatch.setattr(candidates, "owners", lambda trained: looks.append(1) or owners(trained))
+    with opened_session(budget="0.95x", solver_seconds=0.5):
+        for _ in range(20):
+            delta = nn.Parameter(torch.zeros(16, 8))
+            torch.optim.Adam([delta])
+        assert len(looks) <= 4
+        model = nn.Linear(8, 8)
+        torch.optim.SGD(model.parameters(), 0.1)
+        assert isinstance(model._compiled_call_impl, Trigger)
+
+
+def test_where_no_optimizer_steps_models_run_as_they_are_after_a_while(monkeypatch, capsys):
+    monkeypatch.setattr(probe, "MOST_ROUNDS", 5)
+    with opened_session(budget="0.95x", solver_seconds=0.5) as opened:
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(8):
+            model(torch.randn(16, 8)).sum().backward()
+        assert opened.engine is None
+    assert "runs without a plan" in (said := capsys.readouterr().err) or "run without a plan" in said
+
+
+@pytest.mark.parametrize("interrupted", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_backward_leaves_no_limit(interrupted):
+    """In a notebook, where other cells follow."""
+    with opened_session(budget="2MiB", solver_seconds=0.5, implementations="exact") as opened:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def interrupt(gradient):
+            raise interrupted
+
+        for step in range(4):
+            out = model(torch.randn(64, 64))
+            if step == 3:
+                loss = out.square()
+                loss.register_hook(interrupt)
+                with pytest.raises(interrupted):
+                    loss.mean().backward()
+                torch.empty(4 << 20)  # more than the budget
+            else:
+                out.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert opened.engine.running is not None

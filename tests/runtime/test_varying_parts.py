@@ -123,6 +123,34 @@ def test_a_share_is_not_enforced_where_python_calls_a_part_more_often_than_in_th
     assert capsys.readouterr().err.count("planned for, but not enforced") == 1
 
 
+def test_a_loss_that_is_skipped_is_no_forward_of_the_next_step(capsys):
+    """Of a batch that gives no number, say."""
+
+    def steps():
+        torch.manual_seed(0)
+        model = ShapesFromData()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for step in range(7):
+            loss = model(torch.randn(256, WIDTH)).square().mean()
+            if step == 4:
+                del loss
+                optimizer.zero_grad()
+                continue
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            del loss
+        return losses
+
+    plain = steps()
+    with session(budget="0.9x") as opened:
+        assert steps() == plain
+        assert not opened.engine.running.enforcement.share_was_estimated
+    assert "not enforced" not in capsys.readouterr().err
+
+
 class TinyDetector(nn.Module):
     """torchvision's Faster R-CNN: proposals, and so shapes, follow from the data."""
 
