@@ -26,7 +26,7 @@ from monetrun.core.round_graph import (
     without_unreplayable_reruns,
 )
 from monetrun.core.simulate import simulate
-from monetrun.core.step import OUTSIDE, StepRecord, replay
+from monetrun.core.step import OUTSIDE, Event, StepRecord, events_under, replay
 from monetrun.solve import greedy, timing
 
 _SHARES = 16  # shares tried between the least and the most that can be saved
@@ -134,14 +134,14 @@ class SeparateRound:
     """
 
     def __init__(self, record: StepRecord, bounds: tuple[int, int], plain: Sequence[Schedule]) -> None:
-        self._record = record
-        self._events = record.events[slice(*bounds)]
+        events = record.events[slice(*bounds)]
+        self._record, self._bounds = record, bounds
         self._start_bytes = replay(record, plain).start_bytes[bounds[0]]
-        self._calls = calls_of_graphs(self._events)
+        self._calls = calls_of_graphs(events)
         self._released = {
             k: [t for t in calls[0].released if all(t in e.released for e in calls)]
             for k in self._calls
-            if (calls := [e for e in self._events if e.kind == BACKWARD and e.graph == k])
+            if (calls := [e for e in events if e.kind == BACKWARD and e.graph == k])
         }
         self._kept_bytes = {k: sum(t.nbytes for t in record.graphs[k].tensors if t.kept) for k in self._calls}
         self._most_saved_bytes = {k: self._saved_bytes(k, plain[k]) for k in self._calls}
@@ -168,9 +168,6 @@ class SeparateRound:
             self._least_saving[key] = seconds, found
         return found
 
-    def _least_saved_bytes(self, options: Options) -> dict[int, int]:
-        return {k: self._saved_bytes(k, schedule) for k, schedule in self.least_saving(options).items()}
-
     def lowest_peak(self, schedules: Sequence[Schedule], options: Options) -> dict[int, Schedule]:
         """Schedules of this round's graphs under which the step's peak is the lowest found.
 
@@ -179,14 +176,16 @@ class SeparateRound:
             options: the search may use what they allow, and takes about their seconds.
         """
         best: dict[int, Schedule] = {}
-        low, high = 0, self._peak_bytes(schedules, {})
-        least = self.least_saving(options)
+        high = self._peak_bytes(schedules, {})
+        least = tried = self.least_saving(options)
         if (peak_bytes := self._peak_bytes(schedules, least)) < high:
             best, high = least, peak_bytes
+        low, saved = 0, {k: self._saved_bytes(k, schedule) for k, schedule in least.items()}
         for _ in range(_HALVINGS):
             target_bytes = (low + high) // 2
-            limits = self._limits(target_bytes, self._least_saved_bytes(options))
+            limits = self._limits(target_bytes, saved, self._events(schedules, tried))
             found = self._solve_greedily(limits, replace(options, seconds=options.seconds / _HALVINGS))
+            tried = tried if found is None else found
             if found is not None and (peak_bytes := self._peak_bytes(schedules, found)) < high:
                 best, high = found, peak_bytes
             else:
@@ -211,7 +210,8 @@ class SeparateRound:
         if not found:
             return {}
         # a graph that saves less than its share leaves the rest to all peaks
-        limits = self._limits(budget_bytes, {k: self._saved_bytes(k, schedule) for k, schedule in found.items()})
+        saved = {k: self._saved_bytes(k, schedule) for k, schedule in found.items()}
+        limits = self._limits(budget_bytes, saved, self._events(schedules, found))
         own = replace(options, seconds=0.6 * options.seconds / len(self._calls))
         for k in self._calls:
             found = _improved(self, schedules, budget_bytes, found, k, limits, solver, own)
@@ -221,21 +221,26 @@ class SeparateRound:
         self, schedules: Sequence[Schedule], budget_bytes: int, options: Options
     ) -> dict[int, Schedule]:
         """The greedy solver's cheapest schedules within the budget, over shares of what can be saved."""
-        tries, least = _SHARES + 2 * _HALVINGS, self._least_saved_bytes(options)
+        tries, tried = _SHARES + 2 * _HALVINGS, self.least_saving(options)
+        least = {k: self._saved_bytes(k, schedule) for k, schedule in tried.items()}
         quick = replace(options, seconds=min(_QUICK_SECONDS * len(self._calls), 0.4 * options.seconds / tries))
         found: dict[int, Schedule] = {}
         best_share = 0.0
 
         def try_shares(shares: Iterable[float]) -> None:
-            nonlocal found, best_share
+            nonlocal tried, found, best_share
             for share in shares:
-                tried = self._solve_greedily(self._limits(budget_bytes, self._saved_at(share, least)), quick)
-                if tried is None or self._peak_bytes(schedules, tried) > budget_bytes:
+                limits = self._limits(budget_bytes, self._saved_at(share, least), self._events(schedules, tried))
+                solved = self._solve_greedily(limits, quick)
+                if solved is None:
+                    continue
+                tried = solved  # also where it does not fit: the next share's schedules read about the same
+                if self._peak_bytes(schedules, tried) > budget_bytes:
                     continue
                 if not found or self._seconds(tried) < self._seconds(found):
                     found, best_share = tried, share
 
-        spacing = self._largest_share(budget_bytes, least) / (_SHARES - 1)
+        spacing = self._largest_share(budget_bytes, least, self._events(schedules, tried)) / (_SHARES - 1)
         try_shares(i * spacing for i in range(_SHARES))
         for i in range(_HALVINGS):
             distance = 0.5 ** (i + 1) * spacing
@@ -252,7 +257,7 @@ class SeparateRound:
 
     def _peak_bytes(self, schedules: Sequence[Schedule], own: Mapping[int, Schedule]) -> int:
         """The step's peak under ``schedules``, with ``own`` in place of some of them."""
-        return replay(self._record, [own.get(k, s) for k, s in enumerate(schedules)]).peak_bytes
+        return replay(self._record, _with_own(schedules, own)).peak_bytes
 
     def _limited(self, k: int, limits: GraphLimits) -> LimitedGraph:
         return LimitedGraph.of(self._record.graphs[k], self._record.costs[k], limits, self._released.get(k, ()))
@@ -262,33 +267,41 @@ class SeparateRound:
         most = self._most_saved_bytes
         return {k: least[k] + int(share * (most[k] - least[k])) for k in self._calls}
 
-    def _largest_share(self, budget_bytes: int, least: Mapping[int, int]) -> float:
+    def _largest_share(self, budget_bytes: int, least: Mapping[int, int], events: Sequence[Event]) -> float:
         """The share at which the saved bytes are about all that may be allocated."""
         low, high = 0.0, 1.0
         for _ in range(20):
             share = (low + high) / 2
-            limits = self._limits(budget_bytes, self._saved_at(share, least)).values()
+            limits = self._limits(budget_bytes, self._saved_at(share, least), events).values()
             if all(of.saved_bytes <= min(of.forward_bytes, of.backward_bytes) for of in limits):
                 low = share
             else:
                 high = share
         return low
 
-    def _limits(self, budget_bytes: int, saved: Mapping[int, int]) -> dict[int, GraphLimits]:
-        """The limits that keep the step within the budget when every graph saves its part of ``saved``."""
+    def _events(self, schedules: Sequence[Schedule], own: Mapping[int, Schedule]) -> Sequence[Event]:
+        """The round's events under ``schedules``, with ``own`` in place of some of them."""
+        return events_under(self._record, _with_own(schedules, own))[slice(*self._bounds)]
+
+    def _limits(self, budget_bytes: int, saved: Mapping[int, int], events: Sequence[Event]) -> dict[int, GraphLimits]:
+        """The limits that keep the step within the budget when every graph saves its part of ``saved``.
+
+        ``events``: of the round, under schedules that read about what those within the limits will.
+        """
+        graphs = self._record.graphs
         highest = {(phase, k): 0 for phase in (FORWARD, BACKWARD) for k in self._calls}  # bytes beside the call's own
         now = self._start_bytes
-        for event in self._events:
+        for event in events:
             if event.kind == OUTSIDE:
-                now += event.delta_bytes
+                now += event.delta_bytes - sum(graphs[k].tensors[t].nbytes for k, t in event.dropped)
                 continue
             k, key = event.graph, (event.kind, event.graph)
             highest[key] = max(highest[key], now - (saved[k] if event.kind == BACKWARD else 0))
             if event.kind == FORWARD:
                 now += saved[k]
             else:
-                tensors = self._record.graphs[k].tensors
-                now += self._kept_bytes[k] - saved[k] - sum(tensors[t].nbytes for t in event.released)
+                freed_bytes = sum(graphs[k].tensors[t].nbytes for t in event.released)
+                now += self._kept_bytes[k] - saved[k] - freed_bytes
         return {
             k: GraphLimits(saved[k], budget_bytes - highest[FORWARD, k], budget_bytes - highest[BACKWARD, k])
             for k in self._calls
@@ -305,6 +318,10 @@ class SeparateRound:
                 return None
             found[k] = limited.to_original(schedule)
         return found
+
+
+def _with_own(schedules: Sequence[Schedule], own: Mapping[int, Schedule]) -> list[Schedule]:
+    return [own.get(k, schedule) for k, schedule in enumerate(schedules)]
 
 
 def _improved(
@@ -339,7 +356,8 @@ def _with_more_saved(
         saved = {j: joint._saved_bytes(j, schedule) for j, schedule in found.items()}
         more = joint._most_saved_bytes[k] - saved[k]
         for halvings in range(_HALVINGS):
-            limits = joint._limits(budget_bytes, {**saved, k: saved[k] + (more >> halvings)})
+            more_saved = {**saved, k: saved[k] + (more >> halvings)}
+            limits = joint._limits(budget_bytes, more_saved, joint._events(schedules, found))
             improved = _improved(joint, schedules, budget_bytes, found, k, limits, greedy.solve, quick)
             if improved is not found:
                 found = improved
