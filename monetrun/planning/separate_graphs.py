@@ -180,7 +180,8 @@ class SeparateRound:
         least = tried = self.least_saving(options)
         if (peak_bytes := self._peak_bytes(schedules, least)) < high:
             best, high = least, peak_bytes
-        low, saved = 0, {k: self._saved_bytes(k, schedule) for k, schedule in least.items()}
+        low = self._bound_bytes(high)
+        saved = {k: self._saved_bytes(k, schedule) for k, schedule in least.items()}
         for _ in range(_HALVINGS):
             target_bytes = (low + high) // 2
             limits = self._limits(target_bytes, saved, self._events(schedules, tried))
@@ -191,6 +192,18 @@ class SeparateRound:
             else:
                 low = target_bytes
         return best
+
+    def _bound_bytes(self, enough_bytes: int) -> int:
+        """A bound on the peak under any schedules, of which ``enough_bytes`` are enough for some.
+
+        No call saves less than nothing, nor needs less than its largest step.
+        """
+        limits = self._limits(enough_bytes, dict.fromkeys(self._calls, 0), self._record.events[slice(*self._bounds)])
+        spare_bytes = []
+        for k, of in limits.items():
+            limited = self._limited(k, replace(of, saved_bytes=enough_bytes))
+            spare_bytes.append(limited.budget_bytes - greedy.least_step_bytes(limited.graph, limited.costs))
+        return max(0, enough_bytes - min(spare_bytes))
 
     def solve(
         self, schedules: Sequence[Schedule], budget_bytes: int, solver: Callable[..., Solution], options: Options

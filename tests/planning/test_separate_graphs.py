@@ -115,6 +115,21 @@ def test_the_lowest_peak_includes_what_the_other_calls_save():
         planner.plan_step(record, base.frugal.peak_bytes // 2, options=OPTIONS)
 
 
+def test_a_longer_search_finds_the_same_lowest_peak_beside_large_weights():
+    """Beside them what the graphs take is a small part of the peak."""
+    found = []
+    for weights in (0, 20_000_000):
+        record = looped()
+        record = dataclasses.replace(record, base_bytes=record.base_bytes + weights)
+        plain = [plain_schedule(g) for g in record.graphs]
+        base = planner.baseline(record, plain)
+        lower = planner.more_frugal(record, base, OPTIONS).frugal.peak_bytes
+        least = min(p for p, _ in of_every_subset(record))
+        assert lower <= least + (base.frugal.peak_bytes - least) // 10
+        found.append(lower - weights)
+    assert found[0] == found[1]
+
+
 def test_a_round_of_two_graphs_one_of_which_is_called_twice_is_planned():
     one, two = chain_record(400), chain_record(300, (20, 40, 30))
     events = (
