@@ -352,7 +352,7 @@ def _solve_rounds(
         searched.add(graphs)
         share = replace(options, seconds=options.seconds / parts, on_progress=None)
         if isinstance(joined, SeparateRound):
-            found = joined.solve(schedules, budget_bytes, solver, share)
+            found = joined.solve(schedules, budget_bytes, solver, share, known)
             schedules = tuple(found.get(k, s) for k, s in enumerate(schedules))
             status = "feasible" if found else "unknown"
             continue

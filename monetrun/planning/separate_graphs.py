@@ -10,118 +10,25 @@ each graph is solved within its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from monetrun.core.call_footprint import call_footprint
 from monetrun.core.event import calls_of_graphs
-from monetrun.core.freed import gradients_among
-from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Operator, Tensor
+from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.core.options import Options
-from monetrun.core.plan import Schedule, Solution, Step
-from monetrun.core.round_graph import (
-    outputs_freed_in_backward,
-    outside_operator,
-    waiting_gradients,
-    without_unreplayable_reruns,
-)
+from monetrun.core.plan import Schedule
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, Event, StepRecord, events_under, replay
-from monetrun.solve import greedy, timing
+from monetrun.planning.limited_graph import GraphLimits, LimitedGraph
+from monetrun.solve import Solver, greedy, timing
 
 _SHARES = 16  # shares tried between the least and the most that can be saved
 _HALVINGS = 5  # of the distance between shares around the cheapest; of budgets in the search for the lowest peak
 _QUICK_SECONDS = 0.1  # for one graph under one share
-
-
-@dataclass(frozen=True, slots=True)
-class GraphLimits:
-    """The most a graph may have allocated: at its forward's end, during its forward, and during its backward."""
-
-    saved_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-
-
-@dataclass(frozen=True)
-class LimitedGraph:
-    """A graph with operators added so that fitting ``budget_bytes`` means keeping the original graph's limits.
-
-    Two operators are added, which must run once and cost nothing: one before the forward pass, and one at its end,
-    whose workspace leaves room for no more saved bytes than the limit. A tensor as large as the difference between
-    what the two passes may allocate is alive before the second operator or after it. External tensors that every
-    backward releases are internal here, written by the first operator; they, released outputs and released gradients
-    are freed after their last reader.
-    """
-
-    graph: Graph
-    costs: Costs
-    budget_bytes: int
-
-    @classmethod
-    def of(cls, graph: Graph, costs: Costs, limits: GraphLimits, released: Sequence[int] = ()) -> LimitedGraph:
-        """``graph`` within ``limits``, where every backward frees ``released`` (external tensors, outputs)."""
-        cut, size = graph.forward_count, len(graph.tensors)
-        forward_filler = max(0, limits.backward_bytes - limits.forward_bytes)
-        backward_filler = max(0, limits.forward_bytes - limits.backward_bytes)
-        external = tuple(sorted(t for t in released if graph.tensors[t].external))
-        outputs = outputs_freed_in_backward(graph, released)
-        freed = (*external, *sorted(outputs))
-        gradients = gradients_among(graph, released)
-        waiting = waiting_gradients(graph, released)
-        own = [
-            replace(t, external=False, kept=False) if t.id in freed or t.id in gradients else t for t in graph.tensors
-        ]
-        tensors = (*own, Tensor(size, forward_filler), Tensor(size + 1, backward_filler, kept=True))
-
-        def moved(op: Operator, by: int) -> Operator:
-            taken = {*gradients, *freed}
-            more = waiting.get(op.id, ())
-            implementations = (
-                replace(i, inputs=(*dict.fromkeys((*i.inputs, *more)),), usable=i.usable and i.in_place_of not in taken)
-                for i in op.implementations
-            )
-            replayable = op.replayable and outputs.isdisjoint(op.outputs)
-            return replace(op, id=op.id + by, implementations=tuple(implementations), replayable=replayable)
-
-        operators = (
-            outside_operator(0, "first", FORWARD, (), (size, *external)),
-            *(moved(op, 1) for op in graph.operators[:cut]),
-            outside_operator(cut + 1, "saved", FORWARD, (size, *freed), (size + 1,)),
-            *(moved(op, 2) for op in graph.operators[cut:]),
-        )
-        external_bytes = sum(graph.tensors[t].nbytes for t in external)
-        workspace_bytes = max(0, min(limits.forward_bytes, limits.backward_bytes) - limits.saved_bytes)
-        seconds, workspace = costs.seconds, costs.workspace_bytes
-        return cls(
-            Graph(graph.name, tensors, operators),
-            Costs(
-                costs.device,
-                ((0.0,), *seconds[:cut], (0.0,), *seconds[cut:]),
-                ((0,), *workspace[:cut], (workspace_bytes,), *workspace[cut:]),
-            ),
-            max(limits.forward_bytes, limits.backward_bytes, 0) + external_bytes,
-        )
-
-    def from_original(self, schedule: Schedule) -> Schedule:
-        """The schedule of this graph that does what ``schedule`` does in the original one."""
-        last = self.graph.forward_count - 1
-
-        def moved(steps: Sequence[Step]) -> tuple[Step, ...]:
-            return tuple(Step(s.operator + (1 if s.operator < last - 1 else 2), s.implementation) for s in steps)
-
-        backward = without_unreplayable_reruns(self.graph, moved(schedule.backward))
-        return Schedule((Step(0), *moved(schedule.forward), Step(last)), tuple(backward))
-
-    def to_original(self, schedule: Schedule) -> Schedule:
-        """The schedule of the original graph that does what ``schedule`` does in this one."""
-        last = self.graph.forward_count - 1
-
-        def moved(steps: Sequence[Step]) -> tuple[Step, ...]:
-            own = [s for s in steps if s.operator not in (0, last)]
-            return tuple(Step(s.operator - (1 if s.operator < last else 2), s.implementation) for s in own)
-
-        return Schedule(moved(schedule.forward), moved(schedule.backward))
+# Of the seconds, for the choice of the limits and for the solver; the rest is for graphs that may save more.
+_CHOICE, _SOLVING = 0.4, 0.5
 
 
 class SeparateRound:
@@ -180,7 +87,7 @@ class SeparateRound:
         least = tried = self.least_saving(options)
         if (peak_bytes := self._peak_bytes(schedules, least)) < high:
             best, high = least, peak_bytes
-        low = self._bound_bytes(high)
+        low = _bound_bytes(self, high)
         saved = {k: self._saved_bytes(k, schedule) for k, schedule in least.items()}
         for _ in range(_HALVINGS):
             target_bytes = (low + high) // 2
@@ -193,20 +100,13 @@ class SeparateRound:
                 low = target_bytes
         return best
 
-    def _bound_bytes(self, enough_bytes: int) -> int:
-        """A bound on the peak under any schedules, of which ``enough_bytes`` are enough for some.
-
-        No call saves less than nothing, nor needs less than its largest step.
-        """
-        limits = self._limits(enough_bytes, dict.fromkeys(self._calls, 0), self._record.events[slice(*self._bounds)])
-        spare_bytes = []
-        for k, of in limits.items():
-            limited = self._limited(k, replace(of, saved_bytes=enough_bytes))
-            spare_bytes.append(limited.budget_bytes - greedy.least_step_bytes(limited.graph, limited.costs))
-        return max(0, enough_bytes - min(spare_bytes))
-
     def solve(
-        self, schedules: Sequence[Schedule], budget_bytes: int, solver: Callable[..., Solution], options: Options
+        self,
+        schedules: Sequence[Schedule],
+        budget_bytes: int,
+        solver: Solver,
+        options: Options,
+        known: Sequence[Sequence[Schedule]] = (),
     ) -> dict[int, Schedule]:
         """Cheap schedules of this round's graphs within the budget; empty where none were found.
 
@@ -214,29 +114,36 @@ class SeparateRound:
             schedules: of all graphs; those of other rounds' graphs stay.
             budget_bytes: of the whole step.
             solver: for one graph.
-            options: two fifths of the seconds are for the choice of the limits.
+            options: of the seconds, two fifths are for the choice of the limits, and a tenth for what it has left.
+            known: schedules of all graphs to begin with; what is found is no dearer than those that fit.
         """
-        found = self._cheapest_share(schedules, budget_bytes, options)
-        if self._peak_bytes(schedules, {}) <= budget_bytes:
-            given = {k: schedules[k] for k in self._calls}
-            found = min((found or given, given), key=self._seconds)
-        if not found:
+        least = self.least_saving(options)
+        deadline = timing.now() + options.seconds
+        found = self._cheapest_share(schedules, budget_bytes, least, options)
+        starts = [{k: of_all[k] for k in self._calls} for of_all in dict.fromkeys(map(tuple, (schedules, *known)))]
+        fitting = [own for own in starts if self._peak_bytes(schedules, own) <= budget_bytes]
+        if not found and not fitting:
             return {}
+        found = min([found] * bool(found) + fitting, key=self._seconds)
+        found = _with_more_saved(self, schedules, budget_bytes, found, options, deadline - _SOLVING * options.seconds)
         # a graph that saves less than its share leaves the rest to all peaks
         saved = {k: self._saved_bytes(k, schedule) for k, schedule in found.items()}
         limits = self._limits(budget_bytes, saved, self._events(schedules, found))
-        own = replace(options, seconds=0.6 * options.seconds / len(self._calls))
+        own = replace(options, seconds=_SOLVING * options.seconds / len(self._calls))
         for k in self._calls:
-            found = _improved(self, schedules, budget_bytes, found, k, limits, solver, own)
-        return _with_more_saved(self, schedules, budget_bytes, found, replace(own, seconds=_QUICK_SECONDS))
+            found = _improved(self, schedules, budget_bytes, found, k, limits, solver, own, starts)
+        return _with_more_saved(self, schedules, budget_bytes, found, options, deadline)
 
     def _cheapest_share(
-        self, schedules: Sequence[Schedule], budget_bytes: int, options: Options
+        self, schedules: Sequence[Schedule], budget_bytes: int, tried: dict[int, Schedule], options: Options
     ) -> dict[int, Schedule]:
-        """The greedy solver's cheapest schedules within the budget, over shares of what can be saved."""
-        tries, tried = _SHARES + 2 * _HALVINGS, self.least_saving(options)
+        """The greedy solver's cheapest schedules within the budget, over shares of what can be saved.
+
+        ``tried``: those that save least.
+        """
+        tries = _SHARES + 2 * _HALVINGS
         least = {k: self._saved_bytes(k, schedule) for k, schedule in tried.items()}
-        quick = replace(options, seconds=min(_QUICK_SECONDS * len(self._calls), 0.4 * options.seconds / tries))
+        quick = replace(options, seconds=min(_QUICK_SECONDS * len(self._calls), _CHOICE * options.seconds / tries))
         found: dict[int, Schedule] = {}
         best_share = 0.0
 
@@ -253,7 +160,7 @@ class SeparateRound:
                 if not found or self._seconds(tried) < self._seconds(found):
                     found, best_share = tried, share
 
-        spacing = self._largest_share(budget_bytes, least, self._events(schedules, tried)) / (_SHARES - 1)
+        spacing = _largest_share(self, budget_bytes, least, self._events(schedules, tried)) / (_SHARES - 1)
         try_shares(i * spacing for i in range(_SHARES))
         for i in range(_HALVINGS):
             distance = 0.5 ** (i + 1) * spacing
@@ -279,18 +186,6 @@ class SeparateRound:
         """The bytes each graph may save: ``share`` of the way from the least to the most."""
         most = self._most_saved_bytes
         return {k: least[k] + int(share * (most[k] - least[k])) for k in self._calls}
-
-    def _largest_share(self, budget_bytes: int, least: Mapping[int, int], events: Sequence[Event]) -> float:
-        """The share at which the saved bytes are about all that may be allocated."""
-        low, high = 0.0, 1.0
-        for _ in range(20):
-            share = (low + high) / 2
-            limits = self._limits(budget_bytes, self._saved_at(share, least), events).values()
-            if all(of.saved_bytes <= min(of.forward_bytes, of.backward_bytes) for of in limits):
-                low = share
-            else:
-                high = share
-        return low
 
     def _events(self, schedules: Sequence[Schedule], own: Mapping[int, Schedule]) -> Sequence[Event]:
         """The round's events under ``schedules``, with ``own`` in place of some of them."""
@@ -337,6 +232,32 @@ def _with_own(schedules: Sequence[Schedule], own: Mapping[int, Schedule]) -> lis
     return [own.get(k, schedule) for k, schedule in enumerate(schedules)]
 
 
+def _bound_bytes(joint: SeparateRound, enough_bytes: int) -> int:
+    """A bound on the peak under any schedules, of which ``enough_bytes`` are enough for some.
+
+    No call saves less than nothing, nor needs less than its largest step.
+    """
+    limits = joint._limits(enough_bytes, dict.fromkeys(joint._calls, 0), joint._record.events[slice(*joint._bounds)])
+    spare_bytes = []
+    for k, of in limits.items():
+        limited = joint._limited(k, replace(of, saved_bytes=enough_bytes))
+        spare_bytes.append(limited.budget_bytes - greedy.least_step_bytes(limited.graph, limited.costs))
+    return max(0, enough_bytes - min(spare_bytes))
+
+
+def _largest_share(joint: SeparateRound, budget_bytes: int, least: Mapping[int, int], events: Sequence[Event]) -> float:
+    """The share at which the saved bytes are about all that may be allocated."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        share = (low + high) / 2
+        limits = joint._limits(budget_bytes, joint._saved_at(share, least), events).values()
+        if all(of.saved_bytes <= min(of.forward_bytes, of.backward_bytes) for of in limits):
+            low = share
+        else:
+            high = share
+    return low
+
+
 def _improved(
     joint: SeparateRound,
     schedules: Sequence[Schedule],
@@ -344,12 +265,14 @@ def _improved(
     found: dict[int, Schedule],
     k: int,
     limits: Mapping[int, GraphLimits],
-    solver: Callable[..., Solution],
+    solver: Solver,
     options: Options,
+    starts: Sequence[Mapping[int, Schedule]] = (),
 ) -> dict[int, Schedule]:
     """``found`` with graph ``k`` solved within its limits, where that is faster and the step still fits."""
     limited = joint._limited(k, limits[k])
-    schedule = solver(limited.graph, limited.costs, limited.budget_bytes, options).schedule
+    known = [limited.from_original(own[k]) for own in (found, *starts)]
+    schedule = solver(limited.graph, limited.costs, limited.budget_bytes, options, known).schedule
     if schedule is None:
         return found
     improved = {**found, k: limited.to_original(schedule)}
@@ -362,13 +285,17 @@ def _with_more_saved(
     schedules: Sequence[Schedule],
     budget_bytes: int,
     found: dict[int, Schedule],
-    quick: Options,
+    options: Options,
+    deadline: float,
 ) -> dict[int, Schedule]:
     """``found`` after one graph after the other was solved to save more, as much as fits beside the others."""
     for k in joint._calls:
         saved = {j: joint._saved_bytes(j, schedule) for j, schedule in found.items()}
         more = joint._most_saved_bytes[k] - saved[k]
-        for halvings in range(_HALVINGS):
+        for halvings in range(_HALVINGS if more > 0 else 0):
+            if (left := deadline - timing.now()) <= 0:
+                return found
+            quick = replace(options, seconds=min(_QUICK_SECONDS, left))
             more_saved = {**saved, k: saved[k] + (more >> halvings)}
             limits = joint._limits(budget_bytes, more_saved, joint._events(schedules, found))
             improved = _improved(joint, schedules, budget_bytes, found, k, limits, greedy.solve, quick)
@@ -378,6 +305,7 @@ def _with_more_saved(
     return found
 
 
+@functools.lru_cache(maxsize=128)
 def _least_saving(graph: Graph, costs: Costs, options: Options) -> Schedule:
     """The schedule found that saves least."""
     unlimited = sum(t.nbytes for t in graph.tensors) + max((max(row) for row in costs.workspace_bytes), default=0)

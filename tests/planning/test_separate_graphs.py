@@ -11,12 +11,13 @@ from monetrun.core.call_footprint import call_footprint
 from monetrun.core.errors import InfeasibleBudget, ScheduleError
 from monetrun.core.graph import BACKWARD, FORWARD, Implementation, Tensor
 from monetrun.core.options import Options
-from monetrun.core.plan import plain_schedule
+from monetrun.core.plan import Solution, plain_schedule
 from monetrun.core.round_graph import join_round
 from monetrun.core.simulate import simulate
 from monetrun.core.step import OUTSIDE, Event, replay
-from monetrun.planning import kept_parameters, planner
-from monetrun.planning.separate_graphs import GraphLimits, LimitedGraph
+from monetrun.planning import kept_parameters, planner, separate_graphs
+from monetrun.planning.limited_graph import GraphLimits, LimitedGraph
+from monetrun.solve import timing
 from monetrun.solve.cut import dropping
 from support.random_graphs import joint_graphs, schedules
 from support.step_records import chain_record
@@ -128,6 +129,48 @@ def test_a_longer_search_finds_the_same_lowest_peak_beside_large_weights():
         assert lower <= least + (base.frugal.peak_bytes - least) // 10
         found.append(lower - weights)
     assert found[0] == found[1]
+
+
+def nothing(graph, costs, budget_bytes, options, starts=()):
+    """A solver that finds nothing better than what it is given."""
+    fitting = [s for s in starts if simulate(graph, costs, s).peak_bytes <= budget_bytes]
+    best = min(fitting, key=lambda s: simulate(graph, costs, s).seconds, default=None)
+    return Solution(best, 0.0, "feasible" if fitting else "unknown", "nothing", 0.0)
+
+
+def test_what_is_found_is_no_dearer_than_what_is_known(monkeypatch):
+    record = looped()
+    (graph,) = record.graphs
+    again = [op for op in graph.operators[: graph.forward_count] if op.replayable and op.id != graph.forward_count - 1]
+    some = [dropping(graph, plain_schedule(graph), {op.outputs[0] for op in again[:n]}) for n in (2, 4, 6)]
+    joint = planner.baseline(record, [some[-1]]).rounds[0]
+    monkeypatch.setattr(separate_graphs.greedy, "solve", lambda *given: nothing(*given[:4]))
+    for known in some:
+        peak_bytes = replay(record, [known]).peak_bytes
+        found = joint.solve([some[-1]], peak_bytes, nothing, OPTIONS, [[known]])
+        assert replay(record, [found[0]]).peak_bytes <= peak_bytes
+        assert replay(record, [found[0]]).seconds <= replay(record, [known]).seconds
+
+
+def test_many_graphs_take_no_more_time_than_is_given(monkeypatch):
+    one, calls, now = chain_record(400), 12, [0.0]
+    forwards = [dataclasses.replace(one.events[0], graph=k) for k in range(calls)]
+    backwards = [dataclasses.replace(one.events[2], graph=k) for k in range(calls)]
+    events = (*forwards, *forwards, one.events[1], *backwards, *backwards, *one.events[3:])
+    record = dataclasses.replace(one, graphs=one.graphs * calls, costs=one.costs * calls, events=events)
+    joint, plain = planner.baseline(record, [plain_schedule(g) for g in record.graphs]).rounds[0], plain_schedule
+    least = joint.least_saving()
+
+    def spends(graph, costs, budget_bytes, options, starts=()):
+        now[0] += options.seconds
+        return nothing(graph, costs, budget_bytes, options, starts)
+
+    monkeypatch.setattr(separate_graphs.greedy, "solve", spends)
+    lowest = replay(record, [least[k] for k in range(calls)]).peak_bytes
+    budget_bytes = (lowest + replay(record, [plain(g) for g in record.graphs]).peak_bytes) // 2
+    with timing.override(clock=lambda: now[0]):
+        assert joint.solve([least[k] for k in range(calls)], budget_bytes, spends, Options(seconds=1.0))
+    assert 0.9 <= now[0] <= 1.1
 
 
 def test_a_round_of_two_graphs_one_of_which_is_called_twice_is_planned():
