@@ -19,9 +19,9 @@ from monetrun.core.reserved import Reserved, reserved
 from monetrun.core.step import StepRecord, replay
 from monetrun.planning import placement
 
-# The first target gets half of the solver's time, the others share the rest.
-_TARGETS = 6
-# Where schedules that fit and schedules that do not are this close, as a share of the budget, nothing more is tried.
+# The first target gets half of the parts of the solver's time, the others one each, or all that is left.
+_PARTS = 10
+# Where schedules that fit and schedules that do not are this close, as a share of the budget, no other target is tried.
 _UNUSED = 0.02
 # The first target leaves out at most this share of the budget: what is wasted without holds is no measure for more.
 _MOST_WASTE = 0.02
@@ -97,22 +97,23 @@ def found_within(
         raise OverBudget(None)
     plain = plain_step(record)
     waste = max(0, reserved(*plain).peak_bytes - replay(*plain).peak_bytes)
-    target, too_much = budget_bytes - min(waste, int(budget_bytes * _MOST_WASTE)), budget_bytes
-    target = max(target, lowest_bytes)
+    target = max(budget_bytes - min(waste, int(budget_bytes * _MOST_WASTE)), lowest_bytes)
+    too_much: int | None = None  # the lowest known that reserves more than the budget
     best: tuple[float, Found, Reserved] | None = None
     least: tuple[int, Sequence[Schedule]] | None = None
     kept = 0  # the highest target whose schedules reserve no more than the budget
     failures = 0  # targets whose schedules reserve more
     failure: NoPlanInTime | None = None
     tried: list[Sequence[Schedule]] = list(starts)
-    seconds = options.seconds / 2
-    for _ in range(_TARGETS):
+    left, parts = _PARTS, _PARTS // 2
+    while left > 0:
+        left -= parts
         try:
-            found = within(target, replace(options, seconds=seconds), tried)
+            found = within(target, replace(options, seconds=options.seconds * parts / _PARTS), tried)
         except NoPlanInTime as error:
             failure = error
             break
-        seconds = options.seconds / 2 / (_TARGETS - 1)
+        parts = 1
         tried.append(found.schedules)
         found = replace(found, schedules=placement.placed(record, found.schedules, options.seconds * _PLACING))
         timeline, taken = replay(record, found.schedules), reserved(record, found.schedules)
@@ -124,7 +125,7 @@ def found_within(
                 target = int(lowest_bytes * _FREEDOM)  # what a little more freedom gives may lie closer together
                 lowest_bytes = target
                 continue
-            too_much = min(too_much, target, timeline.peak_bytes)
+            too_much = min(too_much or target, target, timeline.peak_bytes)
             # whole pages are reserved: a little less allocated takes as many of them
             solved_for, target = target, max(too_much - (excess << failures), lowest_bytes)
             failures += 1
@@ -135,10 +136,16 @@ def found_within(
                 best = (timeline.seconds, found, taken)
             kept = max(kept, target)
             target = timeline.peak_bytes - excess
-        if kept and (target >= too_much or target <= kept):
-            target = (kept + too_much) // 2
-        if kept and too_much - kept <= _UNUSED * budget_bytes:
+        if best is None:
+            continue
+        if too_much is None:  # what is unused, and the time that is left, go to one more target
+            target, parts = min(target, budget_bytes), left
+            if target <= kept:
+                break
+        elif too_much - kept <= _UNUSED * budget_bytes:
             break
+        elif not kept < target < too_much:
+            target = (kept + too_much) // 2
     if best is not None:
         return _with_fewer_gaps(record, best[1], best[2], options.seconds)
     if failure is not None:

@@ -217,8 +217,8 @@ def _found_within(
     if base.frugal.peak_bytes > budget_bytes:
         raise BudgetBelowSmallest(record, budget_bytes, base, options)
 
-    def solved(options: Options) -> Found:
-        return _solve_rounds(record, budget_bytes, algorithm, options, base, starts)
+    def solved(options: Options, more_starts: Sequence[Sequence[Schedule]] = ()) -> Found:
+        return _solve_rounds(record, budget_bytes, algorithm, options, base, [*more_starts, *starts])
 
     inexact = any(_offers_inexact(g, options) for g in base.searched.graphs)
     found = _exact_where_nearly_as_fast(record, budget_bytes, options, solved) if inexact else solved(options)
@@ -297,20 +297,22 @@ def _allowed(record: StepRecord, schedules: Sequence[Schedule], options: Options
 
 
 def _exact_where_nearly_as_fast(
-    record: StepRecord, budget_bytes: int, options: Options, solved: Callable[[Options], Found]
+    record: StepRecord, budget_bytes: int, options: Options, solved: Callable[..., Found]
 ) -> Found:
     """Solve twice, the second time with exact implementations only; the others have to save ``INEXACT_MUST_SAVE``."""
     kinds = KINDS if options.implementations is None else options.implementations
     half = replace(options, seconds=options.seconds / 2)
     exact = replace(half, implementations=(*kinds, EXACT), on_progress=None)
     found = solved(half)
-    if _allowed(record, found.schedules, exact):
+    is_exact = _allowed(record, found.schedules, exact)
+    if is_exact and found.status == "optimal":
         return found
-    other = solved(exact)
-    timeline, seconds = replay(record, other.schedules), replay(record, found.schedules).seconds
+    other = solved(exact, [found.schedules] if is_exact else ())
+    first, timeline = replay(record, found.schedules), replay(record, other.schedules)
     if timeline.peak_bytes > budget_bytes or not _allowed(record, other.schedules, exact):
         return found
-    if timeline.seconds > seconds * (1 + INEXACT_MUST_SAVE):
+    as_fast = timeline.seconds <= first.seconds * (1 if is_exact else 1 + INEXACT_MUST_SAVE)
+    if first.peak_bytes <= budget_bytes and not as_fast:
         return found
     proven = timeline.seconds <= found.bound_seconds * (1 + options.gap)
     return replace(found, schedules=other.schedules, status=found.status if proven else "feasible")

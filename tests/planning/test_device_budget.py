@@ -84,6 +84,27 @@ def test_a_plain_run_fits_with_room():
     assert not peaks.fits(99 * MIB)
 
 
+def test_what_the_first_target_leaves_of_budget_and_time_goes_to_another_one(monkeypatch, record):
+    """As much is reserved as is allocated; by what the plain step wastes, the first target is 2% below the budget."""
+    tried = []
+
+    def within(target, options, starts):
+        tried.append((target / MIB, options.seconds, [schedules[0] / MIB for schedules in starts]))
+        return device_budget.Found((target,), 0.0, "feasible")
+
+    monkeypatch.setattr(device_budget, "plain_step", lambda record: (record, (300 * MIB,)))
+    monkeypatch.setattr(
+        device_budget, "reserved", lambda record, of, *_: Reserved(of[0], 0, of[0] + 9 * MIB * (of[0] == 300 * MIB))
+    )
+    monkeypatch.setattr(
+        device_budget, "replay", lambda record, of: SimpleNamespace(peak_bytes=of[0], seconds=-of[0] / MIB)
+    )
+    monkeypatch.setattr(device_budget.placement, "placed", lambda record, schedules, seconds: schedules)
+    found, reserve = device_budget.found_within(record, 200 * MIB, Options(seconds=8.0), within, 100 * MIB)
+    assert tried == [(196, 4.0, []), (200, 4.0, [196])]
+    assert found.schedules == (reserve.peak_bytes,) == (200 * MIB,)
+
+
 def test_targets_go_down_until_fewer_pages_are_reserved(monkeypatch, record):
     """Schedules that allocate up to 240 MiB reserve 270, and 20 more for each 20 of them; the budget is 287."""
     tried = []

@@ -97,6 +97,22 @@ def test_an_implementation_that_is_not_exact_has_to_save_a_twentieth_of_the_step
     assert Step(0) in exact.graphs[0].schedule.backward
 
 
+@pytest.mark.parametrize("status", ["feasible", "optimal"])
+def test_where_the_first_half_finds_exact_implementations_the_second_goes_on_from_them(monkeypatch, status):
+    rows = [(Implementation("conv:a", (0, 1), exact=False), 1.9, 8)]
+    record = graph_record(*one_operator(rows))
+    first, given = (Schedule((Step(0),), (Step(1),)),), []
+
+    def found(record, budget_bytes, algorithm, options, base, starts):
+        given.append((options.seconds, options.implementations, list(starts)))
+        return planner.Found(first, 0.0, status)
+
+    monkeypatch.setattr(planner, "_solve_rounds", found)
+    planner.plan_step(record, 12, options=Options(seconds=2.0, implementations=("conv",)))
+    goes_on = [(1.0, ("conv", "exact"), [first])] if status == "feasible" else []
+    assert given == [(1.0, ("conv",), []), *goes_on]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(joint_graphs(max_forward=4, max_backward=3), st.integers(3, 10), st.sampled_from([None, ("other",), ("exact",)]))
 def test_without_what_is_dominated_the_cheapest_schedule_costs_the_same(problem, tenths, kinds):
