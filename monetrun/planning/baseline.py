@@ -76,7 +76,10 @@ def baseline(
     record = _without_dominated(record)
     plain = replay(*plain_step(record))
     script, fast = plain_in_place(record), plain_in_place(record, of=each_once)
-    rounds = tuple(join_round(record, bounds) or SeparateRound(record, bounds, fast) for bounds in record.rounds)
+    # of rounds that are alike (an accumulation's) one is joined
+    alike = {record.events[slice(*bounds)]: bounds for bounds in record.rounds}
+    joined = {events: join_round(record, bounds) for events, bounds in alike.items()}
+    rounds = tuple(joined[record.events[slice(*b)]] or SeparateRound(record, b, fast) for b in record.rounds)
     pairs = zip(record.graphs, record.costs, strict=True)
     far_below_bytes, enough_bytes = _far_below(record, plain, budget_of), 0
     if len(record.graphs) == 1:  # what lies beside the graph does not depend on its schedule

@@ -338,14 +338,15 @@ def _solve_rounds(
     # by the graphs of a round: by how much more seconds they cost at least (negative: other implementations are faster)
     added: dict[tuple[int, ...], float] = {}
     status = "optimal"
-    pairs = zip(record.rounds, base.rounds, strict=True)
-    tight = [(b, joined) for b, joined in pairs if _peak_in(record, schedules, b) > budget_bytes]
+    pairs, peaks = zip(record.rounds, base.rounds, strict=True), _round_peaks(record, schedules)
+    tight = [(b, joined) for b, joined in pairs if peaks[b] > budget_bytes]
     # the round that needs most comes first: its schedules then fit most of the others too
-    tight.sort(key=lambda pair: -_peak_in(record, base.frugal_schedules, pair[0]))
+    peaks = _round_peaks(record, base.frugal_schedules)
+    tight.sort(key=lambda pair: -peaks[pair[0]])
     alike, searched = {tuple(calls_in_step(record, bounds)) for bounds, _ in tight}, set[tuple[int, ...]]()
     for bounds, joined in tight:
         candidates.append(schedules)
-        if _peak_in(record, schedules, bounds) <= budget_bytes:
+        if _round_peaks(record, schedules)[bounds] <= budget_bytes:
             continue
         # rounds of the same graphs (an accumulation's) mostly need one search: the others are tried for a moment
         calls = calls_in_step(record, bounds)
@@ -393,9 +394,7 @@ def _of_the_step(report: Progress | None, rest_seconds: float, calls: int) -> Pr
     return lambda seconds, best, bound: report(seconds, rest_seconds + calls * best, rest_seconds + calls * bound)
 
 
-def _peak_in(record: StepRecord, schedules: Sequence[Schedule], bounds: tuple[int, int]) -> int:
-    """The peak within one round."""
-    cut = replace(record, events=record.events[: bounds[1]])
-    timeline = replay(cut, schedules)
-    own = replace(record, events=record.events[slice(*bounds)], base_bytes=timeline.start_bytes[bounds[0]])
-    return replay(own, schedules).peak_bytes
+def _round_peaks(record: StepRecord, schedules: Sequence[Schedule]) -> dict[tuple[int, int], int]:
+    """The peak within each round."""
+    high_bytes = replay(record, schedules).high_bytes
+    return {bounds: max(high_bytes[slice(*bounds)]) for bounds in record.rounds}

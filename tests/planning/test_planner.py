@@ -250,7 +250,7 @@ def test_an_accumulations_rounds_of_one_graph_share_no_time(monkeypatch):
     """They need one search: it gets all of it."""
     one = chain_record(1 << 20)
     record = dataclasses.replace(one, events=one.events * 8)
-    given, solver = [], planner.solve.solver
+    given, replays, solver, replay = [], [], planner.solve.solver, planner.replay
 
     def noted(name):
         def run(graph, costs, budget_bytes, options, starts=()):
@@ -260,11 +260,14 @@ def test_an_accumulations_rounds_of_one_graph_share_no_time(monkeypatch):
         return run
 
     monkeypatch.setattr(planner.solve, "solver", noted)
+    monkeypatch.setattr(planner, "replay", lambda *step: replays.append(len(step[0].events)) or replay(*step))
     base = planner.baseline(record)
-    assert len(record.rounds) == 8
+    assert len(record.rounds) == len(base.rounds) == 8
+    assert len({id(joined) for joined in base.rounds}) == 1
     budget_bytes = (base.frugal.peak_bytes + base.plain.peak_bytes) // 2
     planner.plan_step(record, budget_bytes, "greedy", Options(seconds=2.0, implementations=("exact",)), base)
     assert given[0] == 2.0
+    assert len(replays) < 16  # not one for each round
 
 
 def test_without_recomputation_no_plan_has_another_algorithms_name():
