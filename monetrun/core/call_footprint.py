@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monetrun.core.freed import freed_after
+from monetrun.core.freed import freed_bytes
 from monetrun.core.graph import Costs, Graph
 from monetrun.core.plan import Schedule
 from monetrun.core.simulate import simulate
@@ -41,19 +41,13 @@ def call_footprint(graph: Graph, costs: Costs, schedule: Schedule, released: Seq
     timeline = simulate(graph, costs, schedule)
     cut = len(schedule.forward)
     saved = timeline.after_bytes[cut - 1] if cut else 0
-    forward, backward = timeline.during_bytes[:cut], list(timeline.during_bytes[cut:])
-    freed_before = [0] * (len(backward) + 1)  # each step, since the one before it; at last, since the last one
-    for t, last in freed_after(graph, schedule, released).items():
-        freed_before[last + 1] += graph.tensors[t].nbytes
-    freed = 0
-    for i, nbytes in enumerate(freed_before[:-1]):
-        freed += nbytes
-        backward[i] -= freed
-    freed += freed_before[-1]
+    freed = freed_bytes(graph, schedule, released)
+    forward = timeline.during_bytes[:cut]
+    backward = [high - before for high, before in zip(timeline.during_bytes[cut:], freed, strict=False)]
     high = (max(forward, default=0), max(backward, default=0))
     steps = (
         forward.index(high[0]) if forward else -1,
         cut + backward.index(high[1]) if backward else -1,
     )
     end = timeline.after_bytes[-1] if timeline.after_bytes else 0
-    return CallFootprint(high[0], saved, high[1] - saved, end - saved - freed, steps, timeline.seconds)
+    return CallFootprint(high[0], saved, high[1] - saved, end - saved - freed[-1], steps, timeline.seconds)

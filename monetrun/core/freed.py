@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from monetrun.core.graph import BACKWARD, Graph, Operator
@@ -24,6 +25,14 @@ def freed_after(graph: Graph, schedule: Schedule, released: Sequence[int]) -> di
     for t in gradients_among(graph, released):
         last[t] = turn = max(turn, last[t])
     return last
+
+
+def freed_bytes(graph: Graph, schedule: Schedule, released: Sequence[int]) -> list[int]:
+    """How many bytes of ``released`` are freed before each step of the backward, and, at last, at its end."""
+    found = [0] * (len(schedule.backward) + 1)
+    for t, last in freed_after(graph, schedule, released).items():
+        found[last + 1] += graph.tensors[t].nbytes
+    return list(itertools.accumulate(found))
 
 
 def given_with(graph: Graph, op: Operator) -> tuple[int, ...]:

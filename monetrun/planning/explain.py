@@ -6,13 +6,14 @@ seconds to the planned overhead.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from monetrun.core.errors import PlanMismatch, ScheduleError
 from monetrun.core.event import calls_of_graphs
-from monetrun.core.freed import freed_after
+from monetrun.core.freed import freed_after, freed_bytes
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph
 from monetrun.core.keeping import as_planned
 from monetrun.core.plain_step import plain_step
@@ -330,7 +331,8 @@ def _peak_step(graph: Graph, costs: Costs, schedule: Schedule, phase: str, relea
     part = range(cut) if phase == FORWARD else range(cut, len(during))
     if phase == FORWARD:
         return max(part, key=lambda i: (during[i], -i))
-    return max(part, key=lambda i: (during[i] - _bytes_freed_before(graph, schedule, i, released), -i))
+    freed = freed_bytes(graph, schedule, released)
+    return max(part, key=lambda i: (during[i] - freed[i - cut], -i))
 
 
 def _freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> set[int]:
@@ -339,27 +341,22 @@ def _freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[
     return {t for t, i in freed_after(graph, schedule, released).items() if cut + i < at}
 
 
-def _bytes_freed_before(graph: Graph, schedule: Schedule, at: int, released: Sequence[int]) -> int:
-    return sum(graph.tensors[t].nbytes for t in _freed_before(graph, schedule, at, released))
-
-
 def _profile(record: StepRecord, schedules: Sequence[Schedule]) -> tuple[int, ...]:
     """The most that is allocated during each step of the schedules and each stretch of the script."""
+
+    @functools.cache
+    def of_call(k: int, kind: str, released: tuple[int, ...]) -> list[int]:
+        """Of a call's steps, less what is allocated at its start."""
+        timeline, cut = simulate(record.graphs[k], record.costs[k], schedules[k]), len(schedules[k].forward)
+        if kind == FORWARD:
+            return list(timeline.during_bytes[:cut])
+        saved = timeline.after_bytes[cut - 1] if cut else 0
+        freed = freed_bytes(record.graphs[k], schedules[k], released)
+        return [high - saved - before for high, before in zip(timeline.during_bytes[cut:], freed, strict=False)]
+
     profile: list[int] = []
     starts = replay(record, schedules).start_bytes
     for start, event in zip(starts, events_under(record, schedules), strict=True):
-        if event.kind == OUTSIDE:
-            profile.append(start + event.peak_bytes)
-            continue
-        graph, schedule = record.graphs[event.graph], schedules[event.graph]
-        timeline = simulate(graph, record.costs[event.graph], schedule)
-        cut = len(schedule.forward)
-        if event.kind == FORWARD:
-            profile += [start + high for high in timeline.during_bytes[:cut]]
-        else:
-            saved = timeline.after_bytes[cut - 1] if cut else 0
-            profile += [
-                start - saved + high - _bytes_freed_before(graph, schedule, i, event.released)
-                for i, high in enumerate(timeline.during_bytes[cut:], start=cut)
-            ]
+        during = [event.peak_bytes] if event.kind == OUTSIDE else of_call(event.graph, event.kind, event.released)
+        profile += [start + high for high in during]
     return tuple(profile)

@@ -12,6 +12,7 @@ from monetrun.core.options import Options
 from monetrun.core.plan import plain_schedule
 from monetrun.core.simulate import simulate
 from monetrun.core.step import replay
+from monetrun.planning import explain as explaining
 from monetrun.planning import planner
 from monetrun.planning.explain import (
     GRADIENTS,
@@ -110,3 +111,12 @@ def test_the_record_of_a_plan_is_found_among_others_and_its_absence_is_an_error(
     assert "monetrun plan --out p.json" in refused.value.hint
     with pytest.raises(PlanMismatch):
         explain(plan, others[0])
+
+
+def test_calls_that_are_alike_are_replayed_once_for_the_profile(monkeypatch):
+    one = chain_record(100)
+    many = replace(one, events=one.events * 8)
+    schedules, replays, simulate = [plain_schedule(g) for g in one.graphs], [], explaining.simulate
+    monkeypatch.setattr(explaining, "simulate", lambda *given: replays.append(given) or simulate(*given))
+    assert max(explaining._profile(many, schedules)) == replay(many, schedules).peak_bytes
+    assert len(replays) == 2  # a forward and a backward
