@@ -116,7 +116,7 @@ def improve(
         return solution("optimal")
     if least_step_bytes(graph, costs) > budget_bytes:
         return solution("infeasible")
-    for schedule in _Search(graph, costs, options, began + allowance).towards(budget_bytes, start):
+    for schedule in _Search(graph, costs, options, began + allowance).towards(budget_bytes, start, best):
         offer(schedule)
     if best is None:
         return solution("unknown")
@@ -226,8 +226,11 @@ class _Search:
         steps = len(self.graph.operators) + 100
         return max(1000, int(seconds * _ITERATIONS_TIMES_STEPS_PER_SECOND / steps))
 
-    def towards(self, budget_bytes: int, start: Schedule | None) -> list[Schedule]:
-        """What greedy and every annealing run found; all within the budget, if the native core is right."""
+    def towards(self, budget_bytes: int, start: Schedule | None, known: Schedule | None = None) -> list[Schedule]:
+        """What greedy and every annealing run found; all within the budget, if the native core is right.
+
+        Where they do not reach it from ``start``, they go on from ``known``, which fits, or from a cut that does.
+        """
         if not native_search.available():
             return self.cuts_within(budget_bytes)
         total = self.iterations(self.options.seconds)
@@ -237,11 +240,16 @@ class _Search:
             if not fits and start is None and (cuts := self.cuts(budget_bytes)):
                 search.load(nearest(self.graph, self.costs, budget_bytes, cuts))
                 fits = search.greedy()
+            fitting = self.fitting(budget_bytes, [*cuts, *([known] if known else [])])
+            spared = self.left() / 2 if fitting else 0.0  # for going on from what fits
             for hot, cold in _REACH_RUNS:
-                left = self.left()
+                left = self.left() - spared
                 if fits or left <= 0:
                     break
                 fits = search.anneal(total // 4, hot, cold, left, until_it_fits=True)
+            if not fits and fitting:
+                search.load(nearest(self.graph, self.costs, budget_bytes, fitting))
+                fits = search.greedy()
             for kind, share, hot, cold in _RUNS:
                 left = self.left()
                 if not fits or left <= 0:
@@ -273,9 +281,13 @@ class _Search:
         """The minimum cuts within the budget, aimed at less where none is."""
         for share in (1.0, 0.9, 0.8, 0.6, 0.4):
             cuts = self.cuts(int(share * budget_bytes))
-            if found := [s for s in cuts if simulate(self.graph, self.costs, s).peak_bytes <= budget_bytes]:
+            if found := self.fitting(budget_bytes, cuts):
                 return found
         return []
+
+    def fitting(self, budget_bytes: int, schedules: Sequence[Schedule]) -> list[Schedule]:
+        """Those within the budget."""
+        return [s for s in schedules if simulate(self.graph, self.costs, s).peak_bytes <= budget_bytes]
 
     def _native(self, budget_bytes: int, start: Schedule) -> NativeSearch:
         return NativeSearch(self.allowed, budget_bytes, start, self.options.seed)

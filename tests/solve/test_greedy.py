@@ -203,7 +203,7 @@ def test_where_greedy_gives_up_the_search_starts_from_a_cut(monkeypatch):
     monkeypatch.setattr(NativeSearch, "greedy", lambda self: False)
     monkeypatch.setattr(NativeSearch, "load", lambda self, schedule: (loaded.append(schedule), load(self, schedule)))
     greedy.solve(graph, costs, budget_bytes, options)
-    assert loaded == [plain_schedule(graph), greedy.nearest(graph, costs, budget_bytes, cuts)]
+    assert loaded[:2] == [plain_schedule(graph), greedy.nearest(graph, costs, budget_bytes, cuts)]
 
 
 @needs_native
@@ -212,3 +212,16 @@ def test_greedy_stops_after_the_given_number_of_tries():
     with NativeSearch(Allowed.of(graph, costs, QUICK), 60, plain_schedule(graph), QUICK.seed) as search:
         assert not search.greedy(1)
         assert search.greedy()
+
+
+@needs_native
+def test_where_the_budget_is_not_reached_the_search_goes_on_from_what_is_known_to_fit(monkeypatch):
+    graph, costs = conv_norm_relu(12)
+    known = greedy.most_frugal(graph, costs, Options(seconds=0.5))
+    timeline = simulate(graph, costs, known)
+    budget = (timeline.peak_bytes + simulate(graph, costs, plain_schedule(graph)).peak_bytes) // 2
+    monkeypatch.setattr(greedy, "_REACH_RUNS", ())
+    monkeypatch.setattr(greedy._Search, "cuts", lambda self, budget_bytes: [])
+    monkeypatch.setattr(NativeSearch, "greedy", lambda search, tries=0: search.peak_bytes() <= budget)
+    solution = greedy.solve(graph, costs, budget, Options(seconds=0.5), [known])
+    assert simulate(graph, costs, solution.schedule).seconds < timeline.seconds
