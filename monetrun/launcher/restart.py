@@ -18,6 +18,7 @@ from typing import Any
 from monetrun.core import codec
 from monetrun.core.budget import format_bytes
 from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime, PlanningFault, own_faults
+from monetrun.core.keeping import as_planned
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_more_held
@@ -174,6 +175,7 @@ def tightened(
         restarts: so far.
         options: of the launch.
     """
+    record = as_planned(record, plan.keeps_parameters)
     planned = plan.planned_peak_bytes if plan.pool is None else plan.pool.planned_bytes
     lacking_bytes = max(0, shortage.needed_bytes - plan.budget_bytes)
     share = _FREE if lacking_bytes and not restarts else _MUCH_FREE * (restarts + 1)

@@ -11,11 +11,16 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from monetrun.core.budget import parse
+from monetrun.core.keeping import keeping
+from monetrun.core.options import Options
 from monetrun.launcher import agent, restart
 from monetrun.launcher.decision import Decision
 from monetrun.launcher.parser import launch_parser
 from monetrun.launcher.workers import Workers
+from monetrun.planning import planner
 from monetrun.runtime.settings import AS_IS_MARK, PLAIN, PROBED, RUN, Settings
+from support.sharded_steps import sharded_record
+from support.small_graphs import chain
 
 pytestmark = pytest.mark.usefixtures("plain_surroundings")
 
@@ -156,3 +161,16 @@ def test_files_that_the_system_removed_of_a_temporary_folder_are_written_again(t
     folder.rmdir()
     assert restarts.joined(None, 0, 1, False, 1) == environment
     assert (plan.read_text(), record.read_text()) == ("a plan", "a record")
+
+
+def test_a_tighter_plan_keeps_the_parameters_that_the_plan_keeps():
+    """The script frees them after the forward, the plan does not."""
+    record = sharded_record(modules=3, of=chain(12, 100))
+    kept = keeping(record, (1, 2))
+    budget_bytes = planner.baseline(kept).plain.peak_bytes
+    plan = planner.plan_step(kept, budget_bytes, "greedy", Options(seconds=0.1))
+    options = SimpleNamespace(algorithm="greedy", solver_options=lambda: Options(seconds=0.1))
+    made = restart.tightened(plan, record, restart.Shortage(0, 0), 0, options)
+    assert made.plan.keeps_parameters == plan.keeps_parameters == {"0:net.0": False, "0:net.1": True, "0:net.2": True}
+    assert made.record.sharding.kept == (1, 2)
+    assert made.plan.planned_peak_bytes <= budget_bytes
