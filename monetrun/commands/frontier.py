@@ -24,7 +24,7 @@ from monetrun.launcher.keys import smallest_budget_key
 from monetrun.launcher.parser import LaunchParser, command_parser
 from monetrun.launcher.progress import SolverProgress
 from monetrun.machine.named_file import STDOUT, check_file, write_file, writing_option
-from monetrun.planning import planner
+from monetrun.planning import kept_parameters, planner
 from monetrun.planning.baseline import more_frugal
 from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier, frontier, next_budget, spread
 from monetrun.planning.summary import ROUNDING
@@ -82,7 +82,7 @@ def _solved(job: Job, budgets: Sequence[Budget], points: int) -> Frontier:
     known = kept_schedules(job.store, smallest_budget_key(job.options, job.record_key, record), record.graphs)
     longer = replace(job.options.solver_options(), seconds=min(_SMALLEST_SECONDS, job.options.solver_seconds))
     base = more_frugal(record, planner.baseline(record, known), longer)  # as a launch does before it refuses
-    plain, least = planner.plain_bytes(record, base), planner.smallest_bytes(record, base)
+    plain, least = planner.plain_bytes(record, base), kept_parameters.smallest_bytes(record, base)
     wanted = [resolve(budget, None, plain) for budget in budgets] or spread(plain, least, points)
     with SolverProgress(job.console, base.plain.seconds, shown=not job.options.quiet) as progress:
         options = replace(job.options.solver_options(), on_progress=progress)

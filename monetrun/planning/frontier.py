@@ -1,7 +1,9 @@
 """Overhead against budget: a step's trade-off from its plain peak down to the smallest feasible budget.
 
 Each point is planned as a launch with that budget would be. A plan also fits every larger budget, and a bound also
-holds for every smaller one; with both applied the table is monotone, whatever the solver's time.
+holds for every smaller one; with both applied the table is monotone, whatever the solver's time. Where modules are
+sharded (FSDP2), plans are compared by the seconds of the step, and a bound is one of plans that keep the same modules'
+parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from monetrun.core.budget import format_budget
+from monetrun.core.clocks import sharded_clocks
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.keeping import as_planned
 from monetrun.core.options import Options
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
@@ -55,7 +59,7 @@ class Frontier:
         smallest_bytes: the smallest budget for which a plan is known.
         algorithm: name of the solver.
         device: for which the step was recorded.
-        points: by falling budget; overhead and bound never fall.
+        points: by falling budget; overhead and bound never fall, unless modules are sharded.
     """
 
     plain_peak_bytes: int
@@ -96,7 +100,7 @@ def frontier(
     options = options or Options()
     base = known or planner.baseline(record)
     descending = sorted({*budgets}, reverse=True)
-    smallest_bytes = planner.smallest_bytes(record, base)
+    smallest_bytes = kept_parameters.smallest_bytes(record, base)
     if not descending or descending[0] < smallest_bytes:
         raise planner.BudgetBelowSmallest(record, max(descending, default=0), base)
     until = time.monotonic() + options.seconds
@@ -118,27 +122,42 @@ def frontier(
     return Frontier(planner.plain_bytes(record, base), smallest_bytes, algorithm, record.device, points)
 
 
+def _seconds(record: StepRecord, plan: Plan) -> float:
+    """What plans are compared by: the step's seconds where modules are sharded, else those of its graphs."""
+    if record.sharding is None:
+        return plan.overhead
+    return sharded_clocks(as_planned(record, plan.keeps_parameters), [g.schedule for g in plan.graphs]).step_seconds
+
+
 def _monotone(
     budgets: Sequence[int], plans: Sequence[Plan | None], smallest_bytes: int, record: StepRecord
 ) -> tuple[Point, ...]:
-    """The points: at each budget the cheapest of the plans within it, and the highest of the bounds of larger ones."""
-    bounds: list[float] = []
+    """The points: at each budget the best of the plans within it, and the highest of the bounds of larger ones."""
+    bounds: list[dict[tuple[tuple[str, bool], ...], float]] = []  # by which parameters are kept
     for plan in plans:  # an overhead may be negative, where other implementations are faster, but not below -1
-        bounds.append(max([plan.bound if plan else -1.0, *bounds[-1:]]))
+        known = dict(bounds[-1]) if bounds else {}
+        if plan is not None:
+            known[_kept(plan)] = max(plan.bound, known.get(_kept(plan), -1.0))
+        bounds.append(known)
     points: list[Point] = []
     best: Plan | None = None
-    for budget_bytes, plan, bound in reversed(list(zip(budgets, plans, bounds, strict=True))):
-        if plan is not None and (best is None or plan.overhead <= best.overhead):
+    for budget_bytes, plan, known in reversed(list(zip(budgets, plans, bounds, strict=True))):
+        if plan is not None and (best is None or _seconds(record, plan) <= _seconds(record, best)):
             best = plan
         if best is None:
+            bound = max(known.values(), default=-1.0) if record.sharding is None else -1.0
             status = "infeasible" if budget_bytes < smallest_bytes else "unknown"
             points.append(Point(budget_bytes, None, None, bound, None, status))
             continue
-        proven = min(bound, best.overhead)
+        proven = min(known.get(_kept(best), -1.0), best.overhead)
         status = "optimal" if best.overhead <= proven else best.status
         gap, rounding = best.overhead - proven, inexact_runs(best, record)
         points.append(Point(budget_bytes, planned_bytes(best), best.overhead, proven, gap, status, rounding))
     return tuple(reversed(points))
+
+
+def _kept(plan: Plan) -> tuple[tuple[str, bool], ...]:
+    return tuple(sorted(plan.keeps_parameters.items()))
 
 
 def next_budget(found: Frontier) -> str:

@@ -71,6 +71,14 @@ def plan_step(
         return planned(replace(options, seconds=_REFUSAL_SECONDS))
 
 
+def smallest_bytes(record: StepRecord, base: Baseline) -> int:
+    """The smallest budget known to be feasible, as the script says or where no module keeps its parameters."""
+    smallest_bytes, least = planner.smallest_bytes(record, base), keeping(record, ())
+    if least is record:
+        return smallest_bytes
+    return min(smallest_bytes, planner.smallest_bytes(least, planner.baseline(least, base.frugal_schedules)))
+
+
 @dataclass(frozen=True)
 class _Tried:
     """A set of modules that keep their parameters, and the plan found for it.

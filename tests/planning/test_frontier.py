@@ -1,15 +1,20 @@
 """Overhead against budget: the first and last point, their order, and the budgets."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from monetrun.core.budget import parse
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
+from monetrun.core.keeping import keeping, over_link
+from monetrun.core.link import Link
 from monetrun.core.options import Options
 from monetrun.core.step import replay
-from monetrun.planning import planner
+from monetrun.planning import kept_parameters, planner
 from monetrun.planning.frontier import Frontier, Point, frontier, next_budget, spread
+from support.sharded_steps import sharded_record
+from support.small_graphs import chain
 from support.step_records import chain_record, on_a_device
 
 RECORD = chain_record(64)
@@ -107,3 +112,35 @@ def test_on_a_gpu_all_bytes_are_reserved_ones_and_the_smallest_budget_has_a_plan
     assert (found.plain_peak_bytes, found.smallest_bytes) == (budgets[0], budgets[-1])
     assert found.smallest_bytes > base.frugal.peak_bytes  # allocated
     assert all(p.planned_peak_bytes <= p.budget_bytes for p in found.points)
+
+
+def sharded(monkeypatch, seconds_by_kept):
+    """Plans of a sharded step by budget: which modules keep their parameters, as is written."""
+    record = over_link(sharded_record(modules=3, of=chain(12, 100)), Link(1e3, 0.0))
+    kept_at = dict(seconds_by_kept)
+
+    def plan_step(record, budget_bytes, algorithm, options, base, starts):
+        kept, bound = kept_at[budget_bytes]
+        of = keeping(record, kept)
+        plan = planner.plan_step(of, 1 << 40, "none", options)
+        return replace(plan, budget_bytes=budget_bytes, bound=bound, overhead=plan.overhead + 0.01 * len(kept))
+
+    monkeypatch.setattr(kept_parameters, "plan_step", plan_step)
+    return frontier(record, list(kept_at), "none", Options(seconds=1.0), planner.baseline(record)).points
+
+
+def test_where_modules_are_sharded_the_steps_seconds_decide_and_bounds_are_of_one_choice(monkeypatch):
+    """With every module that keeps its parameters there is more to compute, and less to gather."""
+    budgets = {1 << 32: ((0, 1, 2), -0.125), 1 << 31: ((0, 1), -0.25), 1 << 30: ((), -0.5)}
+    points = sharded(monkeypatch, budgets)
+    assert [round(p.overhead, 6) for p in points] == [0.03, 0.02, 0.0]
+    assert [p.bound for p in points] == [-0.125, -0.25, -0.5]
+
+
+def test_where_modules_are_sharded_the_smallest_budget_is_of_those_that_keep_nothing():
+    record = keeping(sharded_record(modules=3, kept=True, of=chain(12, 100)), (0, 1, 2))
+    base = planner.baseline(record)
+    smallest_bytes = kept_parameters.smallest_bytes(record, base)
+    assert smallest_bytes < planner.smallest_bytes(record, base)
+    (point,) = frontier(record, [smallest_bytes], "greedy", Options(seconds=1.0), base).points
+    assert point.planned_peak_bytes <= smallest_bytes
