@@ -215,6 +215,7 @@ class SearchState {
  private:
   static constexpr int32_t kHidden = 1 << 30;  // taken off an empty slot's bytes
   static constexpr int32_t kGap = 5;
+  static constexpr int32_t kMostLazy = kHidden / 4;
   static constexpr int32_t kBlock = 64;
 
   static constexpr int32_t kPut = -1, kSlid = -2;
@@ -321,8 +322,15 @@ class SearchState {
       }
       lazy_[k] += d;
       top_[k] += d;
+      if (lazy_[k] > kMostLazy || lazy_[k] < -kMostLazy) spread(k);
     }
     if (k == last) add_within(k, k * kBlock, b + 1, d);
+  }
+
+  // What whole blocks were given is taken off in parts, and the other way round: both grow, and would overflow.
+  void spread(int32_t k) {
+    for (int32_t s = k * kBlock; s < (k + 1) * kBlock; ++s) alive_[s] += lazy_[k];
+    lazy_[k] = 0;
   }
 
   void add_within(int32_t k, int32_t a, int32_t b, int32_t d) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from monetrun.solve.native_search import Allowed, NativeSearch
 from support.examples import examples
 from support.random_graphs import joint_graphs
 from support.small_graphs import chain, conv_norm_relu, make
+from support.step_records import chain_record
 
 needs_native = pytest.mark.skipif(core()[0] is None, reason=core()[1])
 QUICK = Options(seconds=0.02)
@@ -225,3 +228,19 @@ def test_where_the_budget_is_not_reached_the_search_goes_on_from_what_is_known_t
     monkeypatch.setattr(NativeSearch, "greedy", lambda search, tries=0: search.peak_bytes() <= budget)
     solution = greedy.solve(graph, costs, budget, Options(seconds=0.5), [known])
     assert simulate(graph, costs, solution.schedule).seconds < timeline.seconds
+
+
+@needs_native
+def test_a_long_search_still_counts_as_simulate_does():
+    """What is added to whole blocks of slots and taken off in parts grows: it once overflowed after so many changes."""
+    draw = random.Random(0)
+    widths = tuple(draw.choice((20, 40, 80, 160, 320)) for _ in range(100))
+    batch = (1 << 30) // (6 * sum(widths))
+    record = chain_record(batch, widths, tuple(draw.uniform(0.5, 3) for _ in widths))
+    graph, costs = record.graphs[0], record.costs[0]
+    plain = plain_schedule(graph)
+    budget = int(0.75 * simulate(graph, costs, plain).peak_bytes)
+    with NativeSearch(Allowed.of(graph, costs, Options()), budget, plain, 3) as search:
+        search.greedy()
+        search.ruin(20_000, 2.0, 2.0, 0.0)
+        assert simulate(graph, costs, search.best()).peak_bytes <= budget
