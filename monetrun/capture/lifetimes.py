@@ -180,8 +180,9 @@ class Lifetimes:
         self._saved += [StorageWeakRef(storage) for storage in saved if storage._cdata not in there]
 
     def forgotten(self) -> bool:
-        """Whether forwards have run, and the script has let go of all of them: no backward will come."""
-        return bool(self._saved) and all(storage.expired() for storage in self._saved)
+        """Whether forwards have run, and the script has let go of all they gave: no backward will come."""
+        outputs = (s for call in self._alive.values() for t, s in call.alive.items() if call.is_output(t))
+        return bool(self._saved) and all(storage.expired() for storage in (*self._saved, *outputs))
 
     def backward_begins(self, joint: JointGraph, stretch: int, arguments: Sequence[Any]) -> None:
         """A backward begins, in stretch ``stretch``: that of the latest forward without one. Tangents come last."""

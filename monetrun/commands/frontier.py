@@ -221,7 +221,7 @@ def show(found: Frontier, title: str, console: Console) -> None:
         start = (f"  {format_bytes(p.budget_bytes)}", report.share(p.budget_bytes, plain))
         if p.planned_peak_bytes is None or p.overhead is None or p.gap is None:
             why = "under the smallest" if p.status == "infeasible" else "no plan in time"
-            rows.add_row(*start, "-", "-", f"{p.bound:.1%}", "-", why)
+            rows.add_row(*start, "-", "-", "-" if p.bound <= -1 else f"{p.bound:.1%}", "-", why)
             continue
         figures = (f"{p.overhead:+.1%}", f"{p.bound:.1%}", f"{p.gap:.1%}")
         rows.add_row(*start, format_bytes(p.planned_peak_bytes), *figures, f"{p.rounding} round" if p.rounding else "")

@@ -149,7 +149,7 @@ def _monotone(
             status = "infeasible" if budget_bytes < smallest_bytes else "unknown"
             points.append(Point(budget_bytes, None, None, bound, None, status))
             continue
-        proven = min(known.get(_kept(best), -1.0), best.overhead)
+        proven = min(max(known.get(_kept(best), -1.0), best.bound), best.overhead)
         status = "optimal" if best.overhead <= proven else best.status
         gap, rounding = best.overhead - proven, inexact_runs(best, record)
         points.append(Point(budget_bytes, planned_bytes(best), best.overhead, proven, gap, status, rounding))

@@ -66,8 +66,10 @@ def _has_been_given_devices(settings: Settings) -> bool:
     name, before = "CUDA_VISIBLE_DEVICES", settings.visible_devices
     if not settings.report_folder:  # not monetrun's launcher: what the process was started with
         with contextlib.suppress(OSError):
-            start = dict(entry.partition("=")[::2] for entry in Path("/proc/self/environ").read_text().split("\0"))
-            before = start.get(name, "")
+            entries = Path("/proc/self/environ").read_text(errors="surrogateescape").split("\0")
+            start = dict(entry.partition("=")[::2] for entry in entries)
+            # a process that has changed its title has overwritten them
+            before = start.get(name, "") if "PATH" in start else os.environ.get(name, "")
     return os.environ.get(name, "") != before
 
 

@@ -48,10 +48,12 @@ class CallTiming:
         self._extra: dict[float, Stopwatch] = {}  # by the share of its time that is extra
 
     def costs_of(self, joint: JointGraph) -> Costs | None:
-        """The measured costs of a graph; None where some are missing."""
-        if not all(signature in self._known for row in joint.signatures for signature in row):
+        """The measured costs of a graph, the few that cannot be measured as they are estimated; None: none is known."""
+        signatures = {signature for row in joint.signatures for signature in row}
+        if self._known.keys().isdisjoint(signatures):
             return None
-        return cost.costs_of(joint, self._known, "measured")
+        known = {s: self._known.get(s) or cost.estimate(*joint.timed[s]) for s in signatures}
+        return cost.costs_of(joint, known, "measured")
 
     def extra(self, share: float) -> Stopwatch:
         """Runs in timed calls while they do what the plain step does not do, or ``share`` of it is."""

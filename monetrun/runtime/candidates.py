@@ -48,7 +48,8 @@ def _unfreeze() -> None:
     gc.unfreeze()
 
 
-# So many optimizers, each of one tensor of the same sizes, are looked for in vain, which takes 0.2 s each.
+# After so many optimizers, each of one parameter of the same sizes that no module has, the next ones are taken for such
+# without a look through all objects, which takes 0.2 s (an attack, or a latent code, for each batch).
 _MOST_ALONE = 4
 
 
@@ -65,10 +66,8 @@ class Owners:
         """The owners of an optimizer's parameters; of those that have none when they are looked for first, nothing."""
         known = self._unowned.setdefault(optimizer, set())
         parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-        sizes = tuple(p.shape for p in parameters)
-        if (
-            self._alone[sizes] >= _MOST_ALONE
-        ):  # one for each batch (an attack, a latent code): no look takes 0.2 s for it
+        sizes = tuple(p.shape for p in parameters if isinstance(p, nn.Parameter))
+        if self._alone[sizes] >= _MOST_ALONE:
             return []
         found = self.of(parameters)
         self._alone[sizes] += not found and len(sizes) == 1

@@ -34,6 +34,9 @@ from monetrun.runtime.settings import Settings
 # Another plan has to make the step faster by this share: it is compiled anew.
 _LEAST_GAIN = 0.02
 
+# What a rank says that has not heard which plan rank 0 has chosen: all keep theirs.
+_NOT_KNOWN = 2
+
 _log = logging.getLogger("monetrun")
 
 
@@ -138,9 +141,11 @@ def weighed(record: StepRecord, plan: Plan, settings: Settings, found: Collectiv
         chosen = agreement.plan_in_rank_0(make, json.dumps(found), record, present=plan)
     except MonetrunError as failure:  # the same in all ranks, whose plan runs on
         _log.warning("the plan is not weighed against the collectives' times: %s", failure.message)
+        agreement.largest(_NOT_KNOWN)
         return record, plan
     rank = agreement.place()[0]
-    if not agreement.largest(int(rank == 0 and chosen != plan)):
+    vote = int(chosen != plan) if rank == 0 else _NOT_KNOWN if chosen is plan else 0
+    if agreement.largest(vote) != 1:
         return known, plan  # also where this rank's is another one than rank 0's: it planned again, alone
     return known, chosen if rank == 0 else with_own_schedules(record, plan, chosen, settings)
 

@@ -36,7 +36,7 @@ from monetrun.runtime.backend import Backend, PlannedCallMeters
 from monetrun.runtime.budget_here import auto_is_no_limit, budget_here
 from monetrun.runtime.call_timing import CallTiming, OperatorTiming
 from monetrun.runtime.first_steps import FirstSteps
-from monetrun.runtime.recorder import Recorder, is_forgotten
+from monetrun.runtime.recorder import Recorder, begun_anew, is_forgotten
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.running_plan import RunningPlan, intervals_of
@@ -197,7 +197,7 @@ class Engine(WithRoom):
     def forward(self, hooked: Iterable[Any] | None = None) -> Iterator[None]:
         """A planned model is called in training; ``hooked``: the call's values, if hooks allocate before its graphs."""
         if is_forgotten(self.recorder):
-            self.recorder, self.generation = _recorder(self), self.generation + 1
+            self.recorder = begun_anew(self.recorder, _recorder(self))
         if self.recorder is not None and hooked is not None:
             self.recorder.forward_begins(hooked)
         with self.planned_forward():

@@ -165,6 +165,7 @@ class OtherShapes:
             InfeasibleBudget, NoPlanInTime: nothing fits.
         """
         joint, plan, graph = new.joint, new.plan, step.graphs[0]
+        self.given_up.discard(graph.fingerprint)
         if self.settings.plan_given and not self._held_more:  # the first such graph
             shapes = adaptation.input_shapes(joint)
             self.note(f"inputs of {shapes} are not the plan's, nor is its plain peak theirs: planned within its budget")

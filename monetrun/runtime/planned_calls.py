@@ -248,8 +248,12 @@ class PlannedCall(NotCopied):
         """Have the module run as it is; ``as_planned``: sharded ones keep or free parameters as the plan says."""
         for call in (self, *self.parts):
             if (module := call.module()) is not None and _stands_on(call, module):
-                left = resharding.left_as_planned(module, call.path, self.engine.plan if as_planned else None)
+                left = _left(call, module) if as_planned else None
                 module._compiled_call_impl = left  # type: ignore[assignment]
+
+
+def _left(call: PlannedCall, module: nn.Module) -> resharding.RunsAsPlanned | None:
+    return resharding.left_as_planned(module, call.nesting, call.path, call.engine.plan)
 
 
 def _stands_on(call: PlannedCall, module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -277,11 +277,20 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
     return events
 
 
-def is_forgotten(recorder: object) -> bool:
+def is_forgotten(recorder: object) -> TypeGuard[Recorder]:
     """Whether models were called, and the script has let go of what they gave: those calls are no training step."""
     if not isinstance(recorder, Recorder) or any(s.kind == BACKWARD or s.name for s in recorder.stretches):
         return False
     return recorder._lifetimes.forgotten()
+
+
+def begun_anew(recorder: Recorder, other: Recorder) -> Recorder:
+    """``other``, new, in the place of ``recorder``: compiled graphs know their numbers there."""
+    if recorder.memory is not None:
+        recorder.memory.stop()
+    recorder.sharding.stop()
+    other.joints, other.schedules, other._numbers = recorder.joints, recorder.schedules, recorder._numbers
+    return other
 
 
 def _of_weights(joint: JointGraph) -> set[fx.Node]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from monetrun.core.errors import is_out_of_memory
+from monetrun.runtime import probe
 from monetrun.runtime.recorder import Recorder
 from monetrun.runtime.second_step import SecondStep
 
@@ -22,6 +23,7 @@ class Recording:
     _step_recorded = _record_again = False
     refused = False  # no schedule fits the budget
     _waited = 0
+    _recorded_since: tuple[int, int] | None = None  # by which recorder, and how many backwards there had been
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """A graph is captured, while a step is recorded."""
@@ -64,6 +66,14 @@ class Recording:
         self._waited += not self._step_recorded
         self._record_again |= self._waited == _MOST_WAITED
         return self._waited == _MOST_WAITED
+
+    def waits_in_vain(self, backwards: int) -> bool:
+        """A backward begins, the ``backwards``-th: so many since a step is recorded that no step will end it."""
+        if self.recorder is None:
+            return False
+        if self._recorded_since is None or self._recorded_since[0] != id(self.recorder):
+            self._recorded_since = id(self.recorder), backwards
+        return backwards - self._recorded_since[1] > probe.MOST_ROUNDS
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``."""

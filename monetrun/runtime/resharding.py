@@ -22,7 +22,7 @@ from monetrun.core.plan import Plan
 from monetrun.core.sharding import ShardedModule
 from monetrun.runtime.collectives import through_gloo
 from monetrun.runtime.sharding import is_sharded, parameter_groups
-from monetrun.runtime.trigger import NotCopied, called
+from monetrun.runtime.trigger import Nesting, NotCopied, called
 
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that kept their parameters though the script has them freed
 
@@ -48,8 +48,8 @@ class RunsAsPlanned(NotCopied):
     Other ranks may run the plan: collectives have to match theirs.
     """
 
-    def __init__(self, module: nn.Module, keeps: bool) -> None:
-        self._module, self._keeps = weakref.ref(module), keeps
+    def __init__(self, module: nn.Module, nesting: Nesting, keeps: bool) -> None:
+        self._module, self._nesting, self._keeps = weakref.ref(module), nesting, keeps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -57,14 +57,15 @@ class RunsAsPlanned(NotCopied):
         module = called(own)
         if module is not own:
             return module._call_impl(*args, **kwargs)
-        with within_call(module, self._keeps if module.training and torch.is_grad_enabled() else None):
+        trains = torch.is_grad_enabled() and (module.training or self._nesting.any_mode)
+        with within_call(module, self._keeps if trains else None):
             return module._call_impl(*args, **kwargs)
 
 
-def left_as_planned(module: nn.Module, name: str, plan: Plan | None) -> RunsAsPlanned | None:
+def left_as_planned(module: nn.Module, nesting: Nesting, name: str, plan: Plan | None) -> RunsAsPlanned | None:
     """What runs a module from now on, none of whose calls is planned any more; None: nothing was chosen for it."""
     keeps = None if plan is None else plan.keeps_parameters.get(name)
-    return None if keeps is None else RunsAsPlanned(module, keeps)
+    return None if keeps is None else RunsAsPlanned(module, nesting, keeps)
 
 
 @contextlib.contextmanager

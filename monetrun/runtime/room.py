@@ -147,6 +147,11 @@ class Room:
         """A call has failed, and the script may go on: the step has had ``calls``."""
         self._calls = Counter(calls)
 
+    def step_left(self) -> None:
+        """The script has left the step: what it has called so far is no part of the next one."""
+        self._calls.clear()
+        self._dropped.clear()
+
     def gradients_dropped(self) -> None:
         """The script sets all gradients to nothing after a backward: a part of each step, or no optimizer steps."""
         self._dropped = self._calls.copy()

@@ -318,8 +318,8 @@ def _ends_without_steps(session: Session) -> None:
     """A backward begins before the first step: a trial, or what is recorded, ends once no step can be expected."""
     if session.settings.mode == PROBE:
         probe.leave_without_steps(session._backwards, bool(session.optimizers), session.settings.record_file)
-    elif session.engine is not None and session.engine.recorder is not None and session._backwards > probe.MOST_ROUNDS:
-        session.run_as_it_is(f"models run without a plan, their budget is not enforced: {probe.NO_STEP}")
+    elif session.engine is not None and session.engine.waits_in_vain(session._backwards):
+        session.run_as_it_is(unplannable_use.no_step_comes(session.settings))
 
 
 def _waits_for_others(session: Session, optimizer: Optimizer) -> None:

@@ -84,7 +84,7 @@ def is_training(module: nn.Module, any_mode: bool = False) -> bool:
     )
 
 
-_CALLS = nn.Module._wrapped_call_impl.__code__  # of the frame that calls what is put on a module
+_CALLS = nn.Module._wrapped_call_impl.__code__  # of nn.Module.__call__, by which its frame is recognized
 
 
 def called(own: nn.Module | None) -> nn.Module:

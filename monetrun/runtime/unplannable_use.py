@@ -91,6 +91,17 @@ def no_step(optimizers: bool, stepped: bool) -> str:
     return f"no optimizer of torch.optim {'has made a step' if optimizers else 'was made'}"
 
 
+def no_step_comes(settings: Settings) -> str:
+    """Why models run as they are from now on, of which a step is recorded that does not end.
+
+    Raises:
+        CaptureFailed: with ``strict``.
+    """
+    reason = f"models run without a plan, their budget is not enforced: {probe.NO_STEP}"
+    _end_trial_or_strict_run(reason, settings)
+    return reason
+
+
 def end_trial(settings: Settings) -> None:
     """End a trial run in which no model could be planned; the run itself warns why."""
     from monetrun.core.step import StepRecord  # not needed where models are planned

@@ -106,6 +106,7 @@ class WithRoom(Recording):
     def backward_failed(self) -> None:
         """A backward has failed, or was interrupted."""
         if self.running is not None:
+            self.running.room.step_left()
             self._leave(self.running)
 
     def _leave(self, running: RunningPlan) -> None:

@@ -186,10 +186,10 @@ def test_where_a_node_is_lost_the_others_meet_anew_a_few_times(monkeypatch):
 
 
 def test_nodes_of_a_static_rendezvous_that_start_late_are_waited_for(monkeypatch):
-    monkeypatch.setattr(nodes, "_SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(nodes, "_SILENCE_SECONDS", 1.5)
     members = [Nodes(Job("0.95x")) for _ in range(3)]
     joined = members[2].joined
-    monkeypatch.setattr(members[2], "joined", lambda *given: time.sleep(1) or joined(*given))
+    monkeypatch.setattr(members[2], "joined", lambda *given: time.sleep(4) or joined(*given))
     assert len({variables["PLAN"] for variables in meet(*members, fixed=True)}) == 1
 
 

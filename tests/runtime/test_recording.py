@@ -89,15 +89,17 @@ def test_a_model_with_parametrizations_is_copied_while_it_is_trained():
     assert torch.equal(copies[-1].weight, model.weight)
 
 
-@pytest.mark.parametrize("looks", [0, 2])
+@pytest.mark.parametrize("looks", [[], [1024, 512, 1024]], ids=str)
 def test_a_look_at_the_model_before_training_is_no_part_of_the_step(looks):
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU())]
     model = nn.Sequential(*layers)
     with opened_session(budget="0.7x", solver_seconds=1.0, implementations="exact") as opened:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for k in range(looks):
-            assert model(torch.randn(1024, 128) + k).shape == (1024, 128)
+        for batch in looks:
+            assert model(torch.randn(batch, 128)).shape == (batch, 128)
+        captured = opened.planned[0].captured if looks else 0
+        assert captured == len({*looks})  # each size once
         waiting = []
         for _ in range(4):
             for _ in range(2):  # outputs themselves are gone before their backward
@@ -107,4 +109,6 @@ def test_a_look_at_the_model_before_training_is_no_part_of_the_step(looks):
             optimizer.step()
             optimizer.zero_grad()
         events = opened.engine.running.record.events
+        assert opened.engine.plan.planned_peak_bytes <= opened.engine.plan.budget_bytes
+        assert opened.engine.peak_bytes == opened.engine.plan.planned_peak_bytes
     assert [e.kind for e in events if e.kind != OUTSIDE] == ["forward"] * 2 + ["backward"] * 2

@@ -123,8 +123,13 @@ def test_a_share_is_not_enforced_where_python_calls_a_part_more_often_than_in_th
     assert capsys.readouterr().err.count("planned for, but not enforced") == 1
 
 
-def test_a_loss_that_is_skipped_is_no_forward_of_the_next_step(capsys):
-    """Of a batch that gives no number, say."""
+def fail(gradient):
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["loss", "backward"])
+def test_what_is_skipped_is_no_forward_of_the_next_step(fails, capsys):
+    """A batch that gives no number, say."""
 
     def steps():
         torch.manual_seed(0)
@@ -134,6 +139,10 @@ def test_a_loss_that_is_skipped_is_no_forward_of_the_next_step(capsys):
         for step in range(7):
             loss = model(torch.randn(256, WIDTH)).square().mean()
             if step == 4:
+                if fails:
+                    loss.register_hook(fail)
+                    with pytest.raises(ArithmeticError):
+                        loss.backward()
                 del loss
                 optimizer.zero_grad()
                 continue
