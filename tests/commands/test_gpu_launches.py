@@ -298,7 +298,7 @@ model = Model().cuda()
     "model",
     [
         pytest.param("model = nn.Sequential(*layers).cuda()\n", marks=pytest.mark.nightly, id="whole"),
-        pytest.param(IN_PARTS, id="in_parts"),
+        pytest.param(IN_PARTS, marks=pytest.mark.nightly, id="in_parts"),
     ],
 )
 def test_gradients_that_accumulate_are_kept_until_they_are_freed(machine, tmp_path, model):

@@ -135,6 +135,7 @@ def test_transformers_trains_evaluates_accumulates_and_saves_as_without_the_call
     assert equal(state, found["plain"][3])
 
 
+@pytest.mark.nightly
 def test_transformers_ends_the_budget_when_training_raises(capsys):
     skip_without(("transformers", "accelerate"))
     with pytest.raises(Fails):

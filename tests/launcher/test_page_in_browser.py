@@ -147,6 +147,7 @@ def test_the_arrow_keys_go_through_the_step(tmp_path):
     assert shown("ArrowRight", "ArrowLeft", "ArrowLeft") == first - 1
 
 
+@pytest.mark.nightly
 def test_a_step_of_very_many_moments_is_shown(tmp_path):
     found = page()
     begin = found.index(">", found.index('id="data"')) + 1

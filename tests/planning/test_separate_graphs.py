@@ -222,6 +222,7 @@ def test_a_refusal_under_exact_implementations_names_what_is_enough_for_them():
     assert plan.planned_peak_bytes <= refused.value.smallest_bytes
 
 
+@pytest.mark.nightly
 def test_no_budget_is_refused_for_lack_of_time():
     record = with_inexact_implementations()
     options = [Options(seconds=seconds, implementations=("exact",)) for seconds in (0.0001, 10.0)]

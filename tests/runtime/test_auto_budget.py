@@ -61,7 +61,9 @@ def free(monkeypatch):
     ("free_bytes", "batches", "calls", "ends"),
     [
         (MIB, [512] * 4, 0, True),  # no schedule of the recorded step fits
-        (8 * MIB, [512, 512, 512, 8192, 512], 1, False),  # none of a larger batch
+        pytest.param(
+            8 * MIB, [512, 512, 512, 8192, 512], 1, False, marks=pytest.mark.nightly
+        ),  # none of a larger batch
         (8 * MIB, [512, 512, 512, -(2 << 20), *[512] * 5], 3, True),  # none beside what is held later, and stays
     ],
     ids=["first", "larger", "held"],

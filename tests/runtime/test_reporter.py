@@ -63,3 +63,14 @@ def test_quiet_hides_all_but_warnings_and_a_trial_run_these_too(settings, shown,
     reporter.note("n")
     reporter.note("warning: n")
     assert capsys.readouterr().err.splitlines() == [f"monetrun: {line}" for line in shown]
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0, 0), (0.3, 2)])
+def test_what_takes_long_is_told_when_it_does_and_how_long_it_took(seconds, told, monkeypatch, capsys):
+    monkeypatch.setattr("monetrun.runtime.reporter._SLOW_SECONDS", 0.1)
+    with Reporter(Settings(mode=RUN)).if_slow("compiling Net"):
+        time.sleep(seconds)
+        assert len(capsys.readouterr().err.splitlines()) == told // 2  # before it ends
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == told // 2
+    assert all(line.startswith("monetrun: compiling Net: 0.") for line in lines)
