@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import click
 import torch
 
-SCRIPT = Path(__file__).with_name("gpt.py")
+SCRIPT = Path(__file__).resolve().with_name("gpt.py")
 MODEL = "--layers 48 --width 1600 --heads 25 --length 1024 --batch-size 8 --bf16"
 
 
@@ -27,10 +28,10 @@ def planned(nodes: int, gpus: int, link: str, budget: str, cost_model: str) -> d
     """A row: the command's seconds, and what it says."""
     cluster = f"--nodes {nodes} --gpus {gpus} --link {link} --cost-model {cost_model} --budget {budget}"
     words = [*cluster.split(), "--no-cache", "--json", str(SCRIPT), *MODEL.split()]
+    command = [sys.executable, "-m", "monetrun", "plan", *words]
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "monetrun", "plan", *words], stdout=subprocess.PIPE, text=True, check=True
-    )
+    with tempfile.TemporaryDirectory() as folder:  # for plan.json
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=folder)
     seconds = time.perf_counter() - start
     plan = json.loads(done.stdout)
     names = ("plain_peak_bytes", "budget_bytes", "planned_peak_bytes", "overhead", "bound", "step")
