@@ -187,7 +187,9 @@ def launch_checks(report: Mapping[str, Any], training: Mapping[str, Any]) -> tup
     """Measured <= planned <= budget, reserved <= budget, no retries; a figure that is not reported is not checked."""
     budget, planned_bytes = report.get("budget_bytes"), report.get("planned_peak_bytes")
     planned_reserved = report.get("planned_reserved_bytes")
-    most = None if planned_bytes is None else int(planned_bytes * (1 + PEAK_TOLERANCE))
+    least, most = (
+        None if planned_bytes is None else int(planned_bytes * (1 + t)) for t in (-PEAK_TOLERANCE, PEAK_TOLERANCE)
+    )
     most_reserved = None
     if planned_reserved is not None:
         most_reserved = planned_reserved + max(int(planned_reserved * RESERVED_TOLERANCE), RESERVED_BYTES)
@@ -195,6 +197,7 @@ def launch_checks(report: Mapping[str, Any], training: Mapping[str, Any]) -> tup
     return (
         Check("planned peak <= budget", planned_bytes, budget),
         Check("measured peak <= planned peak + 0.5%", measured, most),
+        Check("planned peak - 0.5% <= measured peak", least, measured),
         Check("planned reserved <= budget", planned_reserved, budget),
         Check("measured reserved <= planned reserved + 2% or 32 MiB", reserved, most_reserved),
         Check("measured reserved <= budget", reserved, budget),

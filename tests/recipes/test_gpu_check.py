@@ -173,7 +173,8 @@ def failed_checks(report, training):
     [
         ({}, []),
         ({"measured_peak_bytes": 483 * MIB}, ["measured peak <= planned peak + 0.5%"]),
-        ({"planned_peak_bytes": 501 * MIB}, ["planned peak <= budget"]),
+        ({"measured_peak_bytes": 470 * MIB}, ["planned peak - 0.5% <= measured peak"]),
+        ({"planned_peak_bytes": 501 * MIB, "measured_peak_bytes": 501 * MIB}, ["planned peak <= budget"]),
         ({"planned_reserved_bytes": 501 * MIB}, ["planned reserved <= budget"]),
         ({"planned_reserved_bytes": 460 * MIB}, ["measured reserved <= planned reserved + 2% or 32 MiB"]),
         ({"measured_reserved_bytes": 500 * MIB + 1}, ["measured reserved <= budget"]),
