@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from monetrun.capture.storages import version_of
 
 
 class SavedValues:
@@ -18,7 +18,7 @@ class SavedValues:
     def __init__(self, fixed: Any, values: list[Any]) -> None:
         self.fixed = fixed
         self.values = values
-        self._versions = [_version(value) for value in values]
+        self._versions = [version_of(value) for value in values]
 
     def check(self) -> None:
         """Check that no value has changed.
@@ -27,7 +27,7 @@ class SavedValues:
             RuntimeError: one has, in place; torch's own error.
         """
         for value, version in zip(self.values, self._versions, strict=True):
-            if (now := _version(value)) != version:
+            if (now := version_of(value)) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation:"
                     f" [{value.type()} {list(value.shape)}] is at version {now}; expected version {version} instead."
@@ -36,8 +36,3 @@ class SavedValues:
     def drop(self) -> None:
         """No other backward follows."""
         self.values, self._versions = [], []
-
-
-def _version(value: Any) -> int:
-    """How often a tensor was changed in place; 0 for numbers, and for tensors that do not count it."""
-    return 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version

@@ -14,6 +14,7 @@ from monetrun.core.budget import format_bytes
 from monetrun.core.plan import Pool
 from monetrun.runtime import pool as reserved
 from monetrun.runtime.allocation_limit import set_limit
+from monetrun.runtime.reporter import WARNING
 
 # What a step may take beyond a share of the plain peak, on a CPU: the budget >> 10, 0.1% of it. The last step's loss,
 # which the script has dropped in the recorded step and holds in another one, is 4 bytes.
@@ -57,7 +58,7 @@ class Enforcement:
     def plan_is(self, budget_bytes: int, pool: Pool | None, libraries: bool) -> None:
         """Another plan runs from now on; on CUDA its pool is reserved."""
         if self.device.type == "cpu" and not self.meter.exact and not self._budget_bytes:
-            self.note(f"warning: the budget is planned for, but not enforced: {cpu_allocator.unavailable_reason()}")
+            self.note(f"{WARNING}the budget is planned for, but not enforced: {cpu_allocator.unavailable_reason()}")
         self._budget_bytes = budget_bytes
         self._plan_pool = self._pool = pool
         self._libraries = libraries
@@ -166,7 +167,7 @@ class Enforcement:
         set_limit(self.device, None)
         if not self.share_was_estimated:
             self.share_was_estimated = True
-            self.note(f"warning: {why}")
+            self.note(f"{WARNING}{why}")
 
     def lift(self) -> None:
         """A training step has ended: nothing is bounded until the next one."""
