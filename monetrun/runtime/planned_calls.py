@@ -114,6 +114,7 @@ class PlannedCall(NotCopied):
         module = called(own)
         if module is not own or torch.compiler.is_compiling():  # another module's graph includes this one
             return module._call_impl(*args, **kwargs)
+        resharding.forward_begins(module)
         if self.model is not None:  # Dynamo may be at work on what calls this
             return one_call.without_dynamo(self._run_part, module, args, kwargs)
         if not self.nesting.is_outermost_training(module) or _hooks_take_what_it_saves(self):
@@ -121,8 +122,7 @@ class PlannedCall(NotCopied):
                 self.engine.evaluates()
             return _unplanned(self, module, args, kwargs)
         result = self._run_outermost(module, args, kwargs)
-        if not self._said and not one_call.is_without_gradients(result):
-            self._said = _reported(self)
+        self._said = self._said or (not one_call.is_without_gradients(result) and _reported(self))
         return result
 
     @property

@@ -2,7 +2,9 @@
 
 ``fully_shard(reshard_after_forward=True)`` frees a module's gathered parameters after its forward, and gathers them
 again before its backward. Where they are kept, memory is held for one all-gather less; the results are the same. What
-is chosen holds within a planned call only: evaluation does as the script says.
+is chosen holds within a planned call only: evaluation does as the script says. So does what the script sees: where it
+says that they are freed, it finds a module's own part of the parameters after the forward, though the gathered ones are
+still there.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from monetrun.capture.gradient_terms import within_backward
 from monetrun.core.event import FREE, GATHER, OUTSIDE, REDUCE, WAIT, Action, Event, is_optimizer_step
 from monetrun.core.plan import Plan
 from monetrun.core.sharding import ShardedModule
@@ -28,6 +31,7 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that kept their parame
 
 # Attributes of torch's ``FSDPParamGroup``; in a torch where one is missing, modules do as the script says.
 _USED = ("post_forward_mesh_info", "mesh_info", "fsdp_params", "_training_state", "_all_gather_result", "is_unsharded")
+_USED_OF_PARAMETERS = ("_setattr_on_modules", "sharded_param")
 
 
 def within_planned_call(
@@ -48,7 +52,7 @@ class RunsAsPlanned(NotCopied):
     Other ranks may run the plan: collectives have to match theirs.
     """
 
-    def __init__(self, module: nn.Module, nesting: Nesting, keeps: bool) -> None:
+    def __init__(self, module: nn.Module, nesting: Nesting, keeps: bool | None) -> None:
         self._module, self._nesting, self._keeps = weakref.ref(module), nesting, keeps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,15 +61,21 @@ class RunsAsPlanned(NotCopied):
         module = called(own)
         if module is not own:
             return module._call_impl(*args, **kwargs)
+        forward_begins(module)
         trains = torch.is_grad_enabled() and (module.training or self._nesting.any_mode)
         with within_call(module, self._keeps if trains else None):
             return module._call_impl(*args, **kwargs)
 
 
 def left_as_planned(module: nn.Module, nesting: Nesting, name: str, plan: Plan | None) -> RunsAsPlanned | None:
-    """What runs a module from now on, none of whose calls is planned any more; None: nothing was chosen for it."""
-    keeps = None if plan is None else plan.keeps_parameters.get(name)
-    return None if keeps is None else RunsAsPlanned(module, nesting, keeps)
+    """What runs a module from now on, none of whose calls is planned any more; None: it runs as it is.
+
+    ``name``: in the plan, which has nothing of a root.
+    """
+    if plan is None or not plan.keeps_parameters or not is_sharded(module):
+        return None
+    keeps = plan.keeps_parameters.get(name)
+    return RunsAsPlanned(module, nesting, keeps) if keeps is not None or _is_root(module) else None
 
 
 @contextlib.contextmanager
@@ -83,9 +93,41 @@ def within_call(module: nn.Module, keeps: bool | None) -> Iterator[None]:
         yield
     finally:
         group.post_forward_mesh_info = scripted
+        if keeps and scripted is not None and not within_backward():
+            _have_own_parts_seen(group)
 
 
-def optimizer_ended() -> None:
+def _have_own_parts_seen(group: Any) -> None:
+    """Until something has the parameters gathered, the modules have this rank's part of them, as if they were freed."""
+    if not group.is_unsharded:
+        return
+    _set_parameters(group, "sharded_param")
+
+    def unshard(async_op: bool = False) -> None:
+        if group.__dict__.get("unshard") is unshard:
+            del group.unshard
+        if group.is_unsharded:
+            _set_parameters(group, "unsharded_param")
+        type(group).unshard(group, async_op)
+
+    group.unshard = unshard
+
+
+def _set_parameters(group: Any, which: str) -> None:
+    for parameter in group.fsdp_params:
+        parameter._setattr_on_modules(getattr(parameter, which))
+
+
+def forward_begins(module: nn.Module) -> None:
+    """Before a forward, in training or not: that of a root frees what no backward of an earlier one has freed.
+
+    So does FSDP2 after each forward: the script may have changed the parameters since.
+    """
+    if _kept and is_sharded(module) and _is_root(module) and not within_backward():
+        free_kept()
+
+
+def free_kept() -> None:
     """Free what no backward has freed (a forward without one): the gathered parameters are not those of now."""
     while _kept:
         group = _kept.pop()
@@ -104,7 +146,14 @@ def parameter_group(module: nn.Module) -> Any:
     groups, sharing = parameter_groups(module), module._get_fsdp_state()._modules  # type: ignore[operator]
     if len(groups) != 1 or len(sharing) != 1 or not all(hasattr(groups[0], name) for name in _USED):
         return None
+    if not all(hasattr(p, name) for p in groups[0].fsdp_params for name in _USED_OF_PARAMETERS):
+        return None
     return groups[0]
+
+
+def _is_root(module: nn.Module) -> bool:
+    """Whether a sharded module is in no other one, once FSDP2 has initialized that."""
+    return module._get_fsdp_state()._is_root is True  # type: ignore[operator, no-any-return]
 
 
 def is_choice(module: nn.Module) -> bool:

@@ -201,7 +201,7 @@ class RunningPlan:
         """
         self.room.optimizer_ended(optimizer)
         self.enforcement.lift()
-        resharding.optimizer_ended()
+        resharding.free_kept()
         guards.optimizer_ended()
         return _goes_back(self)
 

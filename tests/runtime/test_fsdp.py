@@ -297,6 +297,51 @@ def test_parameters_that_a_forward_without_a_backward_has_gathered_are_gathered_
     assert found == expected
 
 
+def zeroed_between_forward_and_backward(model, optimizer, step, saved):
+    loss = model(batch(step)).float().square().mean()
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def penalized(model, optimizer, step, saved):
+    loss = model(batch(step)).float().square().mean()
+    penalty = sum(block.up.weight.to_local().square().sum() for block in model.blocks)
+    (loss + penalty).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def rolled_back(model, optimizer, step, saved):
+    loss = model(batch(step)).float().square().mean()
+    if step == 3:  # this step's backward is left out
+        for parameter, before in zip(saved["parameters"], saved["copies"], strict=True):
+            parameter.detach().copy_(before)
+        return loss.item()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("take_step", [zeroed_between_forward_and_backward, penalized, rolled_back])
+def test_the_script_sees_parameters_freed_that_the_plan_keeps(group, take_step):
+    def losses():
+        torch.manual_seed(0)
+        model = gpt()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        parameters = list(model.parameters())
+        saved = {"parameters": parameters, "copies": [p.detach().clone() for p in parameters]}
+        return [take_step(model, optimizer, step, saved) for step in range(6)]
+
+    expected = losses()
+    with session(budget="1.2x") as opened:
+        assert losses() == expected
+        assert any(opened.engine.plan.keeps_parameters.values())
+
+
 def test_a_root_and_what_is_resharded_to_fewer_ranks_do_as_the_script_says(group):
     engine = check(lambda: gpt(reshard_after_forward=2), "0.9x")
     assert engine.plan.keeps_parameters == {}
@@ -320,15 +365,20 @@ def assert_peaks_are_as_planned(said, share):
         float(re.search(rf"{name} peak +([0-9.]+) MiB", said)[1]) for name in ("plain", "planned", "measured")
     )
     assert measured <= planned * 1.01 + 0.11  # printed to 0.1 MiB
-    assert measured >= planned * 0.9  # gloo's copies are held for longer or shorter
+    assert measured >= planned * 0.99 - 0.11
     assert measured <= share * plain * 1.001 + 0.1
     assert "sharded modules keep their parameters" in said
+
+
+BLOCKS = ("sharded.py", ("--length", "256", "--blocks", "4"))
+RESNET = ("sharded_network.py", ("--size", "160", "--steps", "3"))
+KEPT = ("sharded_network.py", ("--keep", "--size", "112", "--steps", "3"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "words", "ranks", "share"),
-    [("sharded.py", (), 4, 0.6), ("sharded_network.py", ("--keep", "--size", "112", "--steps", "3"), 2, 0.8)],
+    [*((*of, ranks, share) for of in (BLOCKS, RESNET) for ranks in (2, 4) for share in (0.8, 0.6)), (*KEPT, 2, 0.8)],
 )
 def test_ranks_train_as_under_torchrun_at_the_planned_peak(tmp_path, monkeypatch, script, words, ranks, share):
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
