@@ -5,6 +5,9 @@ that branches on them computes by another program than in eager (an attention wi
 Torch's own code is answered as before: where it asks, its eager branch cannot be traced. So is monetrun's, and other
 code that asks for that reason alone, and computes the same either way.
 
+Random numbers that a graph cannot draw in each call break it (all but those of ``random.random`` and a few more):
+Dynamo would draw them once, when it traces, and set the generator back in each call.
+
 A call of a logger would break the graph: one that is not logged at the logger's level does nothing, and one that logs
 each message once (transformers' ``warning_once``) does so where it is traced.
 """
@@ -27,6 +30,7 @@ _OWN_WAY_FOR_TRACING = "transformers.utils.output_capturing"
 class _State(threading.local):
     tracing = False
     as_eager = False
+    whole = False
     asked = False
 
 
@@ -34,15 +38,18 @@ _state = _State()
 
 
 @contextlib.contextmanager
-def eager_answers(as_eager: bool = True) -> Iterator[None]:
-    """What Dynamo traces meanwhile, in this thread, is answered as in eager; with False as in compiled code."""
+def eager_answers(as_eager: bool = True, whole: bool = False) -> Iterator[None]:
+    """What Dynamo traces meanwhile, in this thread, is answered as in eager; ``as_eager=False``: as in compiled code.
+
+    ``whole``: nothing of it has run while Dynamo traces, so that it can be called again (``cached_functions``).
+    """
     _install()
-    before = _state.tracing, _state.as_eager
-    _state.tracing, _state.as_eager, _state.asked = True, as_eager, False
+    before = _state.tracing, _state.as_eager, _state.whole
+    _state.tracing, _state.as_eager, _state.whole, _state.asked = True, as_eager, whole, False
     try:
         yield
     finally:
-        _state.tracing, _state.as_eager = before
+        _state.tracing, _state.as_eager, _state.whole = before
 
 
 def was_asked() -> bool:
@@ -54,10 +61,16 @@ def was_asked() -> bool:
 def _install() -> None:
     from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
     from torch._dynamo.variables import ConstantVariable
-    from torch._dynamo.variables.misc import LoggingLoggerVariable
+    from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+    from torch._dynamo.variables.misc import LoggingLoggerVariable, RandomVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    from monetrun.capture.cached_functions import with_its_cache
+
     LoggingLoggerVariable.call_method = _logging(LoggingLoggerVariable.call_method)  # type: ignore[method-assign]
+    cached = WrapperUserFunctionVariable
+    cached.call_function = with_its_cache(cached.call_function, _state)  # type: ignore[method-assign]
+    RandomVariable.call_method = _drawing(RandomVariable.call_method)  # type: ignore[method-assign]
     handlers: dict[Callable[..., Any], Callable[..., Any]] = TorchInGraphFunctionVariable._get_handlers()
     for question in (
         torch.compiler.is_compiling,
@@ -86,6 +99,22 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
         return ConstantVariable.create(False)
 
     return answer
+
+
+def _drawing(original: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.exc import unimplemented
+
+    def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if not _state.tracing or variable.source is None:  # one that the forward makes itself draws the same each time
+            return original(variable, tx, name, args, kwargs)
+        unimplemented(
+            gb_type="random numbers that are drawn when they are traced",
+            context=name,
+            explanation=f"random's {name} would give the same in each call of a graph",
+            hints=[],
+        )
+
+    return call_method
 
 
 def _logging(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -250,7 +250,8 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, turn: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.turn = call, turn
-        return inputs  # autograd makes aliases of them
+        # as inputs themselves they would be views, of which no base may change before the backward, read or not
+        return tuple(tensor.detach() for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
@@ -268,8 +269,14 @@ def _behind_gates(inputs: Sequence[Any], turns: Sequence[Sequence[int]]) -> Sequ
         later = [given[i] for i in dict.fromkeys(turn) if given[i] is not inputs[i]]
         aliases = _Gate.apply(call, k, *[inputs[i] for i in turn], *later)  # type: ignore[no-untyped-call]
         for i, alias in zip(turn, aliases, strict=False):
+            alias.monetrun_owner = inputs[i]
             given[i] = alias
     return given
+
+
+def owner(tensor: torch.Tensor) -> torch.Tensor:
+    """The input of which ``tensor`` is an alias that lives for one call, or itself."""
+    return getattr(tensor, "monetrun_owner", tensor)
 
 
 def brings_other_terms(roots: Sequence[Any], sums: Iterable[Edge]) -> bool:

@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map_only
 
+from monetrun.capture.gradient_order import owner
 from monetrun.capture.storages import version_of
 from monetrun.core.errors import GuardFailed
 from monetrun.core.graph import Graph
@@ -214,7 +215,7 @@ class Guards:
 
     def _remember(self, arguments: Sequence[Any]) -> bool:
         """Remember the inputs; gives whether those of an earlier call were the same."""
-        owners = {p: _owner(arguments[p]) for p in self._positions}
+        owners = {p: owner(arguments[p]) for p in self._positions}
         key = tuple(map(id, owners.values()))
         weights = self._known.get(key)
         if weights is not None and weights.are_there():
@@ -274,12 +275,6 @@ def _copied(on_device: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 def _versions(inputs: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
     return tuple(map(version_of, inputs.values()))
-
-
-def _owner(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter of which ``tensor`` is an alias that lives for one call (see ``gradient_order``), or itself."""
-    base = tensor._base
-    return base if base is not None and base.is_set_to(tensor) else tensor
 
 
 def _without_data(tensor: torch.Tensor) -> bool:

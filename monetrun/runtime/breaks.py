@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from monetrun.capture.cached_functions import CacheFilled
 from monetrun.capture.storages import results_of
 from monetrun.core.errors import CaptureFailed
 from monetrun.core.step import Break
@@ -42,6 +43,15 @@ class FollowsData(CaptureFailed):
         super().__init__(f"{where}: {_ON_DATA}")
         self.where = where
         self.only_read = only_read
+
+
+def is_for_another_call(error: Exception) -> bool:
+    """Whether what was traced has to be called again: a cache was filled meanwhile, with which the call goes on."""
+    filled = CacheFilled.behind(error)
+    if filled is None:
+        return False
+    filled.restore()
+    return True
 
 
 def check(module: fx.GraphModule) -> None:

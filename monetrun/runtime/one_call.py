@@ -38,3 +38,10 @@ def without_dynamo(run: Callable[..., Any], *args: Any) -> Any:
     from torch._dynamo.eval_frame import DisableContext
 
     return DisableContext()(run)(*args)
+
+
+def capture_errors() -> tuple[type[Exception], ...]:
+    """What Dynamo raises where it cannot capture a model whole; the second is raised as it is by its bookkeeping."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode

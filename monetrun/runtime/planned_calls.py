@@ -31,6 +31,7 @@ from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
 from monetrun.runtime.smaller_sizes import SmallerSizes, is_small
 from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, called, frozen, is_one_call, is_training
+from monetrun.runtime.unguarded import Unguarded
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
     from monetrun.runtime.backend import Backend
@@ -90,13 +91,13 @@ class PlannedCall(NotCopied):
         self.backend: Backend | None = None
         self.parts: list[PlannedCall] = []
         self.broken: Break | None = None
-        self._generation = -1
+        self._generation, self._said = -1, False
         self.as_compiled, self._open_sizes = False, True  # sizes that vary are traced once for all
         self._run: Any = None
         self.settling: Settling = Settling() if model is None else model.settling
         # of a model and its parts, by class, since many are alike: generation, backend, and what Dynamo compiles
         self._compiled: dict[tuple[Any, ...], tuple[int, Backend, Any, Any]] = {}
-        self._said, self._frozen, self.sizes = False, frozen(module), SmallerSizes()
+        self._frozen, self.unguarded, self.sizes = frozen(module), Unguarded(module), SmallerSizes()
         self.sharded = self._without_hooks = sharding.is_sharded(module)  # then the forward alone is captured
         if path in engine.breaks:
             self._break(engine.breaks[path])
@@ -166,7 +167,7 @@ class PlannedCall(NotCopied):
                 return run_as_it_is(*args, **kwargs)
             if is_small(self, args, kwargs):
                 return run_as_it_is(*args, **kwargs)
-            _compile_anew_for_others_trained(self, module)
+            _compile_anew_where_changed(self, module)
             if self._generation == engine.generation and self.backend and (failed := self.backend.failed_guards()):
                 engine.plan_without(failed)
             slow: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -182,7 +183,7 @@ class PlannedCall(NotCopied):
                 engine.plan_without(failure.failed)
             except MemoryShort as failure:  # ends: each time there is room for what is held, or an error
                 engine.make_room(failure.shortage)
-            except _capture_errors() as error:
+            except one_call.capture_errors() as error:
                 from monetrun.runtime import breaks
 
                 if self.broken is not None:
@@ -213,7 +214,7 @@ class PlannedCall(NotCopied):
 
         generation, whole = self.engine.generation, self.broken is None
         shared = (self.model or self)._compiled
-        state = (whole, self._open_sizes, self.as_compiled, self._without_hooks, self._frozen)
+        state = (whole, self._open_sizes, self.as_compiled, self._without_hooks, self.unguarded.now, self._frozen)
         key = (self.model is None, type(self.module()), *state)
         if key not in shared or shared[key][0] != generation or shared[key][1].kept_nodes > MOST_TRACED_NODES:
             backend = self.engine.backend(self.name)
@@ -287,9 +288,12 @@ def _carries_gradients(call: PlannedCall, module: nn.Module, args: Any, kwargs: 
     return any(p.requires_grad for p in given if isinstance(p, torch.Tensor))
 
 
-def _compile_anew_for_others_trained(call: PlannedCall, module: nn.Module) -> None:
+def _compile_anew_where_changed(call: PlannedCall, module: nn.Module) -> None:
+    """Where other parameters are trained than before, or what has no guard was changed."""
     if (now := frozen(module)) != call._frozen:
         call._frozen, call._generation = now, -1
+    if call.unguarded.changed():
+        call._generation = -1
 
 
 def _make_parts(call: PlannedCall) -> None:
@@ -366,13 +370,6 @@ def _reported(call: PlannedCall) -> bool:
     return True
 
 
-def _capture_errors() -> tuple[type[Exception], ...]:
-    """What Dynamo raises where it cannot capture a model whole; the second is raised as it is by its bookkeeping."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    return torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode
-
-
 def _with_own_errors(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Run what Dynamo compiles; an error of monetrun's is raised without the one of Dynamo's that wraps it."""
     from monetrun.runtime import breaks
@@ -380,7 +377,7 @@ def _with_own_errors(call: PlannedCall, module: nn.Module, args: Any, kwargs: An
     pieces = contextlib.nullcontext() if call.broken is None else breaks.in_pieces()
     before, running = call.captured, call.engine.running
     try:
-        with eager_answers(not call.as_compiled), dynamo_settings.ManyShapes(), pieces:
+        with eager_answers(not call.as_compiled, call.broken is None), dynamo_settings.ManyShapes(), pieces:
             result = call._run(module, args, kwargs)
         if running is not None and call.captured > before:
             call.sizes.captured(running.room.began, call.engine.generation, args, kwargs)
@@ -393,3 +390,7 @@ def _with_own_errors(call: PlannedCall, module: nn.Module, args: Any, kwargs: An
         if is_refusal(error.inner_exception):
             raise error.inner_exception from None
         raise
+    except torch._dynamo.exc.TorchDynamoException as error:
+        if not breaks.is_for_another_call(error):
+            raise
+    return _with_own_errors(call, module, args, kwargs)

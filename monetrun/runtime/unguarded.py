@@ -1,0 +1,49 @@
+"""What a module computes by, and TorchDynamo has no guard for: its classes' functions, and the kernels of attention."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+_ALWAYS = ("forward", "__call__")
+_ALLOWED = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+
+
+class Unguarded:
+    """The functions in the classes of a module and of the modules in it, of torch's own classes the forward and call.
+
+    And which kernels ``scaled_dot_product_attention`` may use, on a CPU too.
+
+    Attributes:
+        now: what they are, since the last ``changed``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        classes = {base: None for child in module.modules() for base in type(child).__mro__ if base is not object}
+        self._places: list[tuple[Callable[[str], Any], str]] = [
+            (vars(base).get, name) for base in classes for name in _names(base)
+        ]
+        self.now = self._read()
+
+    def changed(self) -> bool:
+        """Whether something has changed since the last call, or since this was made."""
+        before, self.now = self.now, self._read()
+        return before != self.now
+
+    def _read(self) -> tuple[Any, ...]:
+        return tuple([get(name) for get, name in self._places] + [allowed() for allowed in _ALLOWED])
+
+
+def _names(base: type) -> list[str]:
+    if base.__module__.partition(".")[0] == "torch":
+        return list(_ALWAYS)
+    return list(dict.fromkeys([*_ALWAYS, *(n for n, v in vars(base).items() if isinstance(v, types.FunctionType))]))

@@ -1,0 +1,218 @@
+"""What TorchDynamo does not look at again, or would draw or compute once for all, is as in eager in each step."""
+
+import functools
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from support.sessions import opened_session
+
+WIDTH, STEPS, CHANGES_AT = 32, 6, 3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def activated(self, x):
+        return torch.tanh(x)
+
+    def forward(self, x):
+        return x + self.down(self.activated(self.up(x)))
+
+
+class Scaled(nn.Module):
+    """Blocks whose result is multiplied by what ``factor`` gives for the module and its input."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.blocks, self.factor = nn.Sequential(Block(), Block()), factor
+        self.random = random.Random(1)
+
+    def forward(self, x):
+        return self.blocks(x) * self.factor(self, x)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        nn.init.normal_(self.qkv.weight)  # so that kernels differ in the bits of the loss
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(0, (2, 64)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+def blocks():
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 4))
+
+
+def trained(build, change=None):
+    """Losses, the script's own numbers between the steps, and those that torch draws after the training."""
+    torch.manual_seed(0)
+    random.seed(0)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    found = []
+    for step in range(STEPS):
+        if step == CHANGES_AT and change is not None:
+            change()
+        optimizer.zero_grad()
+        loss = model(torch.randn(128, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append((loss.item(), random.random()))
+    return found, torch.rand(3).tolist()
+
+
+def check(build, change=None, undo=None, budget="0.95x"):
+    expected = trained(build, change)
+    if undo is not None:
+        undo()
+    with opened_session(budget=budget, solver_seconds=0.5, implementations="exact", quiet=True) as opened:
+        found = trained(build, change)
+        assert opened.engine.plan is not None
+    assert found == expected
+    return opened
+
+
+REPLACED = {
+    "forward": (Block, "forward", lambda self, x: x + 3 * self.down(F.silu(self.up(x)))),
+    "helper": (Block, "activated", lambda self, x: F.silu(x)),
+    "of torch": (nn.Linear, "forward", lambda self, x: F.linear(x, self.weight * 2, self.bias)),
+    "call": (Block, "__call__", lambda self, x: 2 * nn.Module.__call__(self, x)),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_method_that_is_replaced_on_a_class_in_the_middle_of_training_is_called(name):
+    cls, method, other = REPLACED[name]
+    with pytest.MonkeyPatch.context() as patch:
+        check(blocks, lambda: patch.setattr(cls, method, other, raising=False), patch.undo)
+
+
+def test_the_kernels_of_attention_that_are_allowed_may_change_in_the_middle_of_training():
+    before = torch.backends.cuda.flash_sdp_enabled()
+    try:
+        switch = functools.partial(torch.backends.cuda.enable_flash_sdp, not before)
+        check(Attention, switch, functools.partial(torch.backends.cuda.enable_flash_sdp, before), "1.2x")
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before)
+
+
+def test_attention_under_another_kernel_from_the_beginning_trains_as_in_eager():
+    with sdpa_kernel(SDPBackend.MATH):
+        check(Attention, budget="1.2x")
+
+
+def shuffled(model, x):
+    numbers = [1.0, 2.0, 3.0]
+    random.shuffle(numbers)
+    return numbers[0]
+
+
+def seeded(model, x):
+    random.seed(3)
+    return random.random()
+
+
+DRAWN = {
+    "sample": lambda model, x: random.sample([1.0, 2.0, 3.0], 2)[0],
+    "shuffle": shuffled,
+    "seed": seeded,
+    "sample of its own": lambda model, x: model.random.sample([1.0, 2.0, 3.0], 2)[0],
+    "number of its own": lambda model, x: model.random.random(),
+    "number": lambda model, x: random.random(),
+    "made there": lambda model, x: random.Random(4).sample([1.0, 2.0, 3.0], 1)[0],
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_pythons_random_numbers_are_drawn_in_each_forward_and_go_on_from_there(name):
+    check(lambda: Scaled(DRAWN[name]))
+
+
+@functools.lru_cache
+def projection(width):
+    return torch.randn(width)
+
+
+@functools.lru_cache
+def pair(width):
+    return torch.randn(width), 2.0
+
+
+@functools.lru_cache
+def number(width):
+    return 1 + random.random()
+
+
+class OfItsOwn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    @functools.cache  # noqa: B019 - scripts do so
+    def scales(self, width):
+        return torch.randn(width)
+
+    def forward(self, x):
+        return self.blocks(x) * self.scales(WIDTH)
+
+
+CACHED = {
+    "tensor": lambda model, x: projection(WIDTH),
+    "by a size": lambda model, x: projection(x.size(1)),
+    "pair": lambda model, x: pair(WIDTH)[0] * pair(WIDTH)[1],
+    "number": lambda model, x: torch.full((WIDTH,), number(WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_function_with_a_cache_is_computed_once(name):
+    def build():
+        for function in (projection, pair, number):
+            function.cache_clear()
+        return Scaled(CACHED[name])
+
+    assert check(build).engine.breaks == {}
+
+
+def test_a_method_with_a_cache_is_computed_once_for_each_module():
+    assert check(OfItsOwn).engine.breaks == {}
+
+
+def test_a_cached_tensor_that_the_script_changes_later_has_its_new_value():
+    def build():
+        projection.cache_clear()
+        return Scaled(CACHED["tensor"])
+
+    check(build, lambda: projection(WIDTH).mul_(0.5))
+
+
+def test_a_bias_may_be_changed_between_forward_and_backward():
+    def trained_with_clamps():
+        torch.manual_seed(0)
+        model = blocks()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        losses = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(torch.randn(128, WIDTH)).square().mean()
+            with torch.no_grad():
+                model[2].bias.clamp_(-0.01, 0.01)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = trained_with_clamps()
+    with opened_session(budget="0.95x", solver_seconds=0.5, quiet=True) as opened:
+        assert trained_with_clamps() == expected
+        assert opened.engine.plan is not None
