@@ -64,6 +64,7 @@ class Again:
         versions: of the inputs, before the call.
         watched: what is called with the gradients of outputs, as ``register_hook`` has it: by the output's index.
         freed: the node's outputs whose backward has run, and its graph was not kept.
+        kept: those whose backward has run, and its graph was kept.
     """
 
     module: fx.GraphModule
@@ -77,11 +78,18 @@ class Again:
     versions: tuple[int, ...]
     watched: dict[int, OrderedDict[int, Callable[..., Any]]] = field(default_factory=dict)
     freed: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
 
     @property
     def incomplete(self) -> bool:
         """Whether the script has dropped an input."""
         return any(isinstance(value, weakref.ref) and value() is None for value in self.inputs)
+
+    @property
+    def weights_changed(self) -> bool:
+        """Whether the script has written to an input with a gradient since the call."""
+        tensors = ((v(), version) for v, version in zip(self.inputs, self.versions, strict=True) if _is_reference(v))
+        return any(t is not None and t.requires_grad and version_of(t) != version for t, version in tensors)
 
     def unchanged(self) -> list[Any]:
         """The inputs as they were in the call; ``ABSENT`` for those that the script has dropped or written to since."""
@@ -238,3 +246,7 @@ class _From(fx.Interpreter):
 
 def _versions(value: Any) -> list[int]:
     return [version_of(leaf) for leaf in torch.utils._pytree.tree_leaves(value)]
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, weakref.ref)

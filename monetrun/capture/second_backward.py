@@ -4,7 +4,9 @@ To eager such outputs (an actor's and a critic's, a probe's on detached features
 each has its own backward. AOTAutograd makes one node of them, which frees what it has saved after its first backward.
 Here the call runs again then, as it is, and the gradients are those of that run.
 
-Where the script keeps the graph (``retain_graph``), the first backward writes over nothing that is saved.
+Where the script keeps the graph (``retain_graph``), the first backward writes over nothing that is saved. If it then
+changes weights that only the first outputs depend on (an optimizer's step for the critic), eager's second backward does
+not read them, but that node has saved them: there, too, the call runs again.
 """
 
 from __future__ import annotations
@@ -68,13 +70,15 @@ def repeat_backwards(function: Any) -> None:
         of_outputs = gradients[0] if getattr(function, "boxed_grads_call", False) else gradients
         arriving = {place for place, gradient in enumerate(of_outputs) if gradient is not None}
         ends = set() if _keeps_graph() else arriving or {_NONE}
-        if again.freed and _is_freed(node) and not again.freed & arriving:
+        of_others = again.freed and _is_freed(node) and not again.freed & arriving
+        if of_others or (again.kept and not again.kept & arriving and again.weights_changed):
             given = _gradients_again(node, again, of_outputs)
             if given is not None:
                 again.freed.update(ends)
                 return given
         else:
             again.freed.update(ends)
+        again.kept.update(arriving if _keeps_graph() else ())
         return once(node, *gradients)
 
     setattr(backward, _REPEATED, True)
@@ -109,7 +113,10 @@ def _gradients_again(node: Any, again: Again, of_outputs: Sequence[Any]) -> tupl
     earlier, later = ({*nodes_behind([results[number_of[place]] for place in of], ends)} for of in (freed, places))
     if any(_saves(shared) for shared in earlier & later):
         return None
-    if again.apart(bool(freed)) and not unknown.isdisjoint(number_of[place] for place in places):
+    is_unknown = not unknown.isdisjoint(number_of[place] for place in places)
+    if is_unknown and not again.freed:
+        return None  # torch says which tensor has been changed
+    if again.apart(bool(freed or again.kept)) and is_unknown:
         raise CaptureFailed(
             "a second backward pass runs through a model, for other outputs than the first, and an input or a weight"
             " that they depend on has been changed or dropped since the forward",

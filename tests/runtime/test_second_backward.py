@@ -195,3 +195,45 @@ def test_a_second_run_on_other_values_is_not_taken_for_the_first(writes):
         with pytest.raises(CaptureFailed, match="changed or dropped since the forward"):
             other.square().sum().backward()
         rest.zero_grad()
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_the_critic_may_take_its_step_before_the_backward_of_the_actor(first):
+    """Eager's second backward does not read the critic's weights, which the one node of both has saved."""
+
+    def losses():
+        model = made("features")
+        critic = torch.optim.SGD(model.critic.parameters(), 0.05)
+        actor = torch.optim.SGD([*model.trunk.parameters(), *model.actor.parameters()], 0.05)
+        found = []
+        for step in range(7):
+            action, value = model(torch.randn(256, 16))
+            critic.zero_grad()
+            actor.zero_grad()
+            if step >= first:
+                value.square().mean().backward(retain_graph=True)
+                critic.step()
+                action.square().mean().backward()
+            else:
+                (value.square().mean() + action.square().mean()).backward()
+                critic.step()
+            actor.step()
+            found.append((action.sum().item(), value.sum().item()))
+        return found
+
+    expected = losses()
+    with opened_session(budget="1.5x", solver_seconds=0.5, quiet=True) as opened:
+        assert losses() == expected
+        assert opened.engine.plan is not None
+        assert opened.engine.breaks
+
+
+def test_an_output_whose_weights_were_changed_has_torchs_own_error():
+    model = made("features")
+    with opened_session(budget="1.5x", solver_seconds=0.5, quiet=True):
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        action, value = model(torch.randn(256, 16))
+        value.square().mean().backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            action.square().mean().backward()
