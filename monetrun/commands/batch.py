@@ -22,7 +22,7 @@ from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.parser import LaunchParser, command_parser
-from monetrun.planning.batch import MOST_OVERHEAD, Found, find
+from monetrun.planning.batch import MOST_OVERHEAD, Found, feeds_only, find
 from monetrun.planning.batch_prediction import SMALLEST_TRIAL, BatchRequest
 from monetrun.planning.batch_sizes import Sizes, divisors
 
@@ -269,5 +269,6 @@ def show(found: Found, step: Accumulation, console: Console) -> None:
         console.print("  no larger one: it is all that a device has in a step")
         return
     refused = {v.batch: v.reason for v in found.verified if not v.fits}
-    why = refused.get(found.next_batch, "predicted not to fit")
+    ends = feeds_only(found.batch)
+    why = refused.get(found.next_batch, ends if ends in refused.values() else "predicted not to fit")
     console.print(f"  batch {found.next_batch}: {why}")

@@ -15,7 +15,7 @@ from rich.markup import escape
 from monetrun.commands.dry_run import parse_dry_run
 from monetrun.core import budget as budget_grammar
 from monetrun.core import codec
-from monetrun.core.budget import Budget, format_bytes, resolve
+from monetrun.core.budget import Budget, format_bytes, format_share, resolve
 from monetrun.core.errors import UsageError
 from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
@@ -214,11 +214,11 @@ def show(found: Frontier, title: str, console: Console) -> None:
     console.print(f"[bold]{escape(title)}[/bold]")
     console.print(
         f"  plain peak {format_bytes(plain)} | smallest feasible {format_bytes(smallest)} "
-        f"({report.share(smallest, plain)}) | {found.algorithm}, costs of {found.device}"
+        f"({format_share(smallest, plain)}) | {found.algorithm}, costs of {found.device}"
     )
     rows = report.table("  budget", "share", "planned", "overhead", "bound", "gap", "<")
     for p in found.points:
-        start = (f"  {format_bytes(p.budget_bytes)}", report.share(p.budget_bytes, plain))
+        start = (f"  {format_bytes(p.budget_bytes)}", format_share(p.budget_bytes, plain))  # to be typed: rounded up
         if p.planned_peak_bytes is None or p.overhead is None or p.gap is None:
             why = "under the smallest" if p.status == "infeasible" else "no plan in time"
             rows.add_row(*start, "-", "-", "-" if p.bound <= -1 else f"{p.bound:.1%}", "-", why)

@@ -60,9 +60,12 @@ def check_script(options: LaunchOptions, commands: Iterable[str] = ()) -> None:
         _check_module(name)
     elif name != "-":  # Python reads a script from stdin
         _check_file(name, commands)
-    for word in options.script_args:
-        if word.partition("=")[0] == "--budget" and options.budget == AUTO:
-            report.warn(f"{word} goes to {name}: monetrun's own options come before the script")
+    for i, word in enumerate(options.script_args):
+        option, _, value = word.partition("=")
+        if option == "--budget" and options.budget == AUTO:
+            given = f"--budget {value or ''.join(options.script_args[i + 1 : i + 2])}"
+            before = f"monetrun's own options come before the script (monetrun {given} {name} ...)"
+            report.warn(f"{word} goes to {name}, and the budget is auto: {before}")
             return
 
 

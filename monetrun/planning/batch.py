@@ -41,6 +41,11 @@ class Script(Protocol):
         """
 
 
+def feeds_only(batch: int) -> str:
+    """Why a larger batch than this one does not fit: the script's data ends there."""
+    return f"the script feeds {batch} only"
+
+
 @dataclass(frozen=True)
 class Verified:
     """One batch that was tried.
@@ -220,7 +225,7 @@ class _Search:
             return None, "its step has another structure"
         if fed < _MIN_FED * batch:
             self.samples[fed], self.smallest_failing = record, self.request.sizes.next_after(fed)
-            return None, f"the script feeds {fed} only"
+            return None, feeds_only(fed)
         self.samples[batch] = record
         plan = self.script.plan(batch)
         if plan.overhead > self.request.max_overhead:

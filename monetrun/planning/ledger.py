@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from monetrun.core.budget import format_bytes
 from monetrun.core.step import BUCKETS, StepRecord, StepTimeline
 
-WEIGHTS = ("parameters", "gradients", "optimizer state", BUCKETS)  # what a plan cannot change
+_WEIGHTS = ("parameters", "gradients", "optimizer state", BUCKETS)  # what a plan cannot change
 GATHERED = "parameters and gradients in FSDP2's collectives"
 OWN, FRAGMENTATION = "activations and workspace", "fragmentation"
 
@@ -32,6 +32,6 @@ def _gathered_bytes(record: StepRecord, peak_event: int) -> int:
 
 def ledger_line(rows: Mapping[str, int]) -> str:
     """The rows in one line, always in the same order: a file's are in another one than a new record's."""
-    between = sorted(rows.keys() - {*WEIGHTS, OWN, FRAGMENTATION})
-    names = [name for name in (*WEIGHTS, *between, OWN, FRAGMENTATION) if name in rows]
+    between = sorted(rows.keys() - {*_WEIGHTS, OWN, FRAGMENTATION})
+    names = [name for name in (*_WEIGHTS, *between, OWN, FRAGMENTATION) if name in rows]
     return " + ".join(f"{name} {format_bytes(rows[name])}" for name in names)

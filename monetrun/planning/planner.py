@@ -21,7 +21,7 @@ from monetrun.planning.baseline import lowered
 from monetrun.planning.baseline import more_frugal as more_frugal
 from monetrun.planning.baseline import plain_in_place as plain_in_place
 from monetrun.planning.device_budget import Found, plain_allocated_bytes, plain_reserved_bytes
-from monetrun.planning.ledger import FRAGMENTATION, WEIGHTS, ledger, ledger_line
+from monetrun.planning.ledger import FRAGMENTATION, ledger, ledger_line
 from monetrun.planning.round_bounds import calls_in_step, disjoint_sum, least_more, seconds_of
 from monetrun.planning.separate_graphs import SeparateRound
 
@@ -46,8 +46,6 @@ class BudgetBelowSmallest(InfeasibleBudget):
         smallest, plain, of_it = smallest_bytes(record, base), plain_bytes(record, base), ""
         if record.memory is not None:
             of_it = f" reserved, of it {format_bytes(base.frugal.peak_bytes)} allocated"
-        parts = ledger(record, base.frugal)
-        mostly_weights = 2 * sum(parts.get(name, 0) for name in WEIGHTS) > base.frugal.peak_bytes
         with_spare = max(smallest, min(plain, smallest + (smallest >> _ADVISED_SHIFT) + 1))
         if smallest <= plain:
             fits = f"fits: --budget {format_budget(with_spare, plain)} or {format_share(with_spare, plain)}"
@@ -58,7 +56,7 @@ class BudgetBelowSmallest(InfeasibleBudget):
         super().__init__(
             f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}"
             f"{of_it}{_restriction(options)}\n"
-            f"  floor: {base.frugal.peak_name}" + f"\n  of it: {ledger_line(parts)}" * mostly_weights,
+            f"  floor: {base.frugal.peak_name}\n  of it: {ledger_line(ledger(record, base.frugal))}",
             hint,
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,

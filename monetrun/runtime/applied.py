@@ -15,7 +15,7 @@ from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 
 
-def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
+def apply(model: nn.Module, budget_or_plan: Any = None, *, budget: Any = None, **options: Any) -> nn.Module:
     """Train ``model`` under a budget from its next training forward on, in this process; gives ``model`` back.
 
     The first step runs on the schedules with the least peak, and is measured (the second too, where the script holds
@@ -28,6 +28,7 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
     Args:
         model: already on its device. What wraps it (DistributedDataParallel) may be put around it before or after.
         budget_or_plan: ``"12GiB"``, ``"0.6x"``, ... (``--budget``'s grammar), bytes as an int, or a ``Plan``.
+        budget: the same, by its name.
         options: ``apply_arguments.OPTIONS`` (``algorithm``, ``solver_seconds``, ``strict``, ...).
 
     Raises:
@@ -36,7 +37,7 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
         BudgetSyntaxError: the budget is malformed.
         CaptureFailed: ``model`` is of a kind that cannot be planned.
     """
-    budget, plan = apply_arguments.budget_and_plan(budget_or_plan, model)
+    text, plan = apply_arguments.budget_and_plan(budget_or_plan, budget, model)
     given = apply_arguments.checked_options(options)
     if process._launched:
         return model
@@ -44,7 +45,7 @@ def apply(model: nn.Module, budget_or_plan: Any, **options: Any) -> nn.Module:
         raise CaptureFailed(f"{type(model).__name__} cannot be planned: {reason}")
     rank, world_size = agreement.place()
     given |= {"rank": rank, "world_size": world_size, "plan_given": plan is not None}
-    settings = Settings(mode=RUN, budget=budget, **given)
+    settings = Settings(mode=RUN, budget=text, **given)
     again: list[nn.Module] = []
     session = process._session
     if session is not None and (session.settings, session.plan) != (settings, plan):

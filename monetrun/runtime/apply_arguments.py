@@ -22,8 +22,10 @@ _CALL = 'monetrun.apply(model, "0.6x")'
 _LOAD = "monetrun.core.plan.parse_plan(pathlib.Path({path!r}).read_text())"
 
 
-def budget_and_plan(budget_or_plan: Any, model: Any) -> tuple[str, Plan | None]:
+def budget_and_plan(budget_or_plan: Any, by_name: Any, model: Any) -> tuple[str, Plan | None]:
     """The budget in ``--budget``'s grammar, and the plan, if that was given.
+
+    ``by_name``: what was given as ``budget=``.
 
     Raises:
         TypeError: ``model`` is no module, or ``budget_or_plan`` is neither a budget nor a plan.
@@ -34,7 +36,9 @@ def budget_and_plan(budget_or_plan: Any, model: Any) -> tuple[str, Plan | None]:
         raise TypeError(f"the model comes first, and then the budget or the plan: {_CALL}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"the first argument is {_shown(model)}, expected the model, a torch.nn.Module: {_CALL}")
-    return checked_budget(budget_or_plan)
+    if budget_or_plan is not None and by_name is not None:
+        raise TypeError(f"the budget is given twice, {_shown(budget_or_plan)} and budget={by_name!r}: {_CALL}")
+    return checked_budget(budget_or_plan if by_name is None else by_name)
 
 
 def checked_budget(budget_or_plan: Any) -> tuple[str, Plan | None]:

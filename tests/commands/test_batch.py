@@ -9,7 +9,7 @@ from rich.console import Console
 
 from monetrun.commands.batch import Accumulation, prepare_parser, read_limits, show, with_batch
 from monetrun.core.errors import UsageError
-from monetrun.planning.batch import Found
+from monetrun.planning.batch import Found, Verified, feeds_only
 from monetrun.planning.batch_sizes import Sizes
 
 pytestmark = pytest.mark.usefixtures("plain_surroundings")
@@ -88,6 +88,13 @@ def test_the_script_is_told_the_passes_and_the_samples_of_a_step():
 def test_a_step_that_cannot_be_divided_is_refused(words, world_size, message):
     with pytest.raises(UsageError, match=message):
         read_limits(*parsed(*words), 99, world_size)
+
+
+def test_where_the_scripts_data_ends_that_is_why_no_larger_batch_fits():
+    out = Console(file=io.StringIO(), width=120)
+    failed = Verified(4509, False, feeds_only(2048))
+    show(Found(2048, 2049, 99, 0.2, 200, 90, 0.1, 0.05, (failed,)), Accumulation(0, 1), out)
+    assert "batch 2049: the script feeds 2048 only" in out.file.getvalue()
 
 
 def test_what_makes_up_a_step_is_shown():

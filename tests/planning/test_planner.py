@@ -197,14 +197,14 @@ def test_a_search_for_the_lowest_peak_ends_far_below_the_budget(monkeypatch):
     assert plan.planned_peak_bytes <= loose.plain.peak_bytes
 
 
-@pytest.mark.parametrize(("weights", "listed"), [(100, False), (100_000, True)])
-def test_a_refusal_names_the_share_that_fits_and_what_weights_leave(weights, listed):
+@pytest.mark.parametrize("weights", [100, 100_000])
+def test_a_refusal_names_the_share_that_fits_and_what_the_peak_is_made_of(weights):
     record = chain_record(64)
     grown = {**record.ledger, "parameters": weights}
     record = dataclasses.replace(record, base_bytes=weights + 7000, ledger=grown)
     with pytest.raises(planner.BudgetBelowSmallest) as refused:
         planner.plan_step(record, 5000, "greedy", Options(seconds=1.0))
-    assert (f"of it: parameters {format_bytes(weights)} + " in refused.value.message) == listed
+    assert f"of it: parameters {format_bytes(weights)} + " in refused.value.message
     share = re.search(r"or (\d\.\d\dx) \(the plain step", refused.value.hint)[1]
     budget_bytes = resolve(parse(share), None, refused.value.plain_bytes)
     smallest, plain = refused.value.smallest_bytes, refused.value.plain_bytes

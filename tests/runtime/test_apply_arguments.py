@@ -44,6 +44,16 @@ def test_a_wrong_model_or_budget_is_refused_at_the_call(model, budget, kind, sai
     assert process._session is None
 
 
+def test_a_budget_may_be_given_by_its_name_but_not_twice():
+    with pytest.raises(TypeError, match=r"given twice, '0\.6x', a str and budget='0\.8x'"):
+        monetrun.apply(nn.Linear(2, 2), "0.6x", budget="0.8x")
+    try:
+        monetrun.apply(nn.Linear(2, 2), budget="0.6x")
+        assert process._session.settings.budget == "0.6x"
+    finally:
+        monetrun.close()
+
+
 @pytest.mark.parametrize(("options", "kind", "said"), _OPTIONS)
 def test_a_wrong_option_is_refused_at_the_call(options, kind, said):
     model = nn.Linear(2, 2)
