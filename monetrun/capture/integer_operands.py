@@ -1,13 +1,15 @@
 """What made-up integers may be: indices, counts, permutations. An operator that trusts them may write anywhere.
 
 CUDA's kernels check their indices by an assertion that ends all that the process does on the device, or not at all:
-zeros are a valid index into anything, but no valid pivot, and no number of repeats that add up to a size.
+zeros are a valid index into anything, but no valid pivot, and no number of repeats that add up to a size. Where they
+say how long groups are, a kernel that is given zeros has nothing to do, and seems to be free.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,6 +178,54 @@ def _bags(given: dict[str, Any]) -> dict[Any, Fill]:
     return {given[name]: fill for name, fill in fill_by_name.items() if name in given}
 
 
+_GRAIN = 16  # rows of a group: kernels ask that groups begin at multiples of bytes
+
+
+def _groups(given: dict[str, Any]) -> dict[Any, Fill]:
+    """Groups of the same size, of the dimension that the matrices without a dimension of groups have for them."""
+    one, other = _shape(given["self"]), _shape(given["mat2"])
+    if len(one) == 2:
+        total = one[0] if len(other) == 3 else one[1]
+    else:
+        total = other[-1]
+
+    def fill(ends: torch.Tensor) -> None:
+        even = _even(len(ends) + 1, total, len(ends), ends.device)
+        ends.copy_(even[1:].div_(_GRAIN, rounding_mode="floor").mul_(_GRAIN))
+        ends[-1:].fill_(total)
+
+    return {given.get("offs"): fill}
+
+
+def _sequences(prefix: str, dimension: int, longest: str = "max") -> Callable[[dict[str, Any]], dict[Any, Fill]]:
+    """Sequences of the same length, of the ``dimension`` of queries and keys, from the first place to behind the last.
+
+    Args:
+        prefix: of the arguments that say where they begin.
+        dimension: in which they follow each other.
+        longest: what the arguments begin with that say how long the longest is.
+    """
+
+    def find(given: dict[str, Any]) -> dict[Any, Fill]:
+        found: dict[Any, Fill] = {}
+        for side, of in (("q", "query"), ("k", "key")):
+            starts, total, most = (
+                given.get(f"{prefix}_{side}"),
+                _shape(given[of])[dimension],
+                given[f"{longest}_{side}"],
+            )
+            if isinstance(total, int) and isinstance(most, int):
+                found.setdefault(starts, partial(_fill_starts, total=total, most=most))
+        return found
+
+    return find
+
+
+def _fill_starts(starts: torch.Tensor, total: int, most: int) -> None:
+    parts = max(1, len(starts) - 1)
+    starts.copy_(_even(len(starts), min(total, parts * most), parts, starts.device))
+
+
 _FILLS: dict[str, Callable[[dict[str, Any]], dict[Any, Fill]]] = {
     "aten::repeat_interleave": _repeats,
     "aten::linalg_lu_solve": _pivots("pivots"),
@@ -186,6 +236,17 @@ _FILLS: dict[str, Callable[[dict[str, Any]], dict[Any, Fill]]] = {
     "aten::_embedding_bag_backward": _bags,
     "aten::_embedding_bag_dense_backward": _bags,
     "aten::_embedding_bag_per_sample_weights_backward": _bags,
+    "aten::_grouped_mm": _groups,
+    "aten::_scaled_grouped_mm": _groups,
+    "aten::_scaled_grouped_mm_v2": _groups,
+    "aten::_flash_attention_forward": _sequences("cum_seq", 0),
+    "aten::_flash_attention_backward": _sequences("cum_seq", 0),
+    "aten::_cudnn_attention_forward": _sequences("cum_seq", 0),
+    "aten::_cudnn_attention_backward": _sequences("cum_seq", 0),
+    "aten::_efficient_attention_forward": _sequences("cu_seqlens", 1, "max_seqlen"),
+    "aten::_efficient_attention_backward": _sequences("cu_seqlens", 1, "max_seqlen"),
+    "torch_attn::_varlen_attn": _sequences("cu_seq", 0),
+    "torch_attn::_varlen_attn_backward": _sequences("cu_seq", 0),
 }
 _NO_ZEROS = {"aten::repeat_interleave", "aten::linalg_lu_solve", "aten::linalg_ldl_solve", "aten::lu_unpack"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import weakref
 
 import pytest
@@ -141,6 +142,73 @@ def test_made_up_repeats_add_up_to_the_size_that_is_given():
     assert integer_operands.may_be_made_up(of, "cuda")
     unknown = call(aten.repeat_interleave.Tensor, integers(7))
     assert not any(integer_operands.may_be_made_up(unknown, device) for device in ("cpu", "cuda"))
+
+
+def matrices(*shapes):
+    return [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+
+
+def ends(count):
+    return integers(count, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        (((100, 32), (4, 32, 48)), [16, 48, 64, 100]),  # groups of rows
+        (((4, 24, 32), (32, 100)), [16, 48, 64, 100]),  # of columns
+        (((24, 100), (100, 48)), [16, 48, 64, 100]),  # of terms
+    ],
+)
+def test_made_up_groups_are_about_as_large_as_each_other(shapes, expected):
+    """With zeros all are empty, and the dearest operator of a mixture of experts seemed to be free."""
+    of = call(aten._grouped_mm.default, *matrices(*shapes), ends(4))
+    assert [x.tolist() for x in made(of)] == [expected]
+    assert all(integer_operands.may_be_made_up(of, device) for device in ("cpu", "cuda"))
+
+
+rows_of_heads, heads_of_one = torch.empty(50, 2, 8), torch.empty(1, 50, 2, 8)
+seed = torch.empty(2, dtype=torch.uint64)
+RAGGED = {
+    "flash": lambda starts: call(
+        aten._flash_attention_forward.default, *[rows_of_heads] * 3, starts, starts, 20, 20, 0.0, False, False
+    ),
+    "flash, backward": lambda starts: call(
+        aten._flash_attention_backward.default,
+        *([rows_of_heads] * 5 + [torch.empty(2, 50), starts, starts, 20, 20, 0.0, False, seed, seed]),
+    ),
+    "efficient": lambda starts: call(
+        aten._efficient_attention_forward.default, *[heads_of_one] * 3, None, starts, starts, 20, 20, 0.0, 0
+    ),
+    "efficient, backward": lambda starts: call(
+        aten._efficient_attention_backward.default,
+        *([heads_of_one] * 4 + [None, heads_of_one, starts, starts, 20, 20, torch.empty(1, 2, 50), 0.0]),
+        *(torch.empty(()), torch.empty(()), 0, False),
+    ),
+}
+if importlib.util.find_spec("torch.nn.attention.varlen"):
+    importlib.import_module("torch.nn.attention.varlen")
+    RAGGED["varlen"] = lambda starts: call(
+        torch.ops.torch_attn._varlen_attn.default, *[rows_of_heads] * 3, starts, starts, 20, 20
+    )
+
+
+@pytest.mark.parametrize("make", RAGGED.values(), ids=RAGGED)
+def test_made_up_sequences_are_about_as_long_as_each_other(make):
+    one = ends(4)
+    of = make(one)
+    assert [x.tolist() for x in made(of) if x.dtype == torch.int32] == [[0, 16, 33, 50]] * 2
+    assert integer_operands.may_be_made_up(of, "cuda")
+    of = make(ends(3))  # none is longer than the longest
+    assert [x.tolist() for x in made(of) if x.dtype == torch.int32] == [[0, 20, 40]] * 2
+
+
+def test_sequences_of_unknown_length_are_not_made_up():
+    used = integers(3, dtype=torch.int32)
+    given = [*[rows_of_heads] * 3, ends(4), ends(4), 20, 20, 0.0, False, False]
+    assert not integer_operands.may_be_made_up(
+        call(aten._flash_attention_forward.default, *given, seqused_k=used), "cuda"
+    )
 
 
 def test_made_up_bags_are_of_the_same_size():
