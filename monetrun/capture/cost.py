@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from monetrun.capture import data_sheet, operands, roofline
+from monetrun.capture import data_sheet, integer_operands, operands, roofline
 from monetrun.capture.allocator_history import requests_of
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
@@ -129,7 +129,8 @@ def measure(
 
     Operands are made up (see ``operands``), and only one call's are allocated at a time. The random number generators
     are left as they were. A call that fails on such operands, or for lack of memory, is estimated by the device's
-    roofline, with a workspace as large as its results; so are collectives, which other ranks do not measure as often.
+    roofline, with a workspace as large as its results; so are collectives, which other ranks do not measure as often,
+    and what could write anywhere with made-up integers (see ``integer_operands``).
 
     Args:
         joint: the captured graph.
@@ -150,7 +151,7 @@ def measure(
     timer = timer or timer_for(meter, device)
     seconds: dict[str, list[float]] = {signature: [] for signature in todo}
     memory: dict[str, tuple[int, Requests]] = {}  # workspace, requests
-    estimated = {s: _estimate_alone(*joint.timed[s], device) for s, call in todo.items() if _must_not_run(call.target)}
+    estimated = {s: _estimate_alone(*joint.timed[s], device) for s, call in todo.items() if _must_not_run(call, device)}
     devices = [device.index or 0] if device.type == "cuda" else []
     # the script may be under an autocast now: graphs have their casts
     with torch.random.fork_rng(devices=devices), torch.no_grad(), torch._C._DisableAutocast():
@@ -180,12 +181,14 @@ def measure(
     return {**measured, **estimated}
 
 
-def _must_not_run(target: Any) -> bool:
+def _must_not_run(call: Call, device: torch.device) -> bool:
     """Whether a call cannot be tried alone: other ranks would have to make it, too, or values decide whether it fails.
 
     On CUDA an assertion that fails on made-up values ends all that the process does on the device.
     """
-    return is_collective(target) or getattr(target, "overloadpacket", None) in _ASSERTIONS
+    if is_collective(call.target) or getattr(call.target, "overloadpacket", None) in _ASSERTIONS:
+        return True
+    return not integer_operands.may_be_made_up(call, device.type)
 
 
 def _estimate_alone(call: Call, like: fx.Node, device: torch.device) -> OperatorCost:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from monetrun.capture import integer_operands
 from monetrun.capture.kernel_storages import with_kernels_storage
 from monetrun.capture.strides import alike, dense, is_dense
 from monetrun.core.errors import CaptureFailed, is_out_of_memory
@@ -154,7 +155,11 @@ def _orders(func: Any, args: Any, kwargs: Any, expected: Sequence[Sequence[int]]
     key = (func, repr(others))
     if key in _asked:
         return _asked[key]
-    operands = [(_form(a), a.element_size()) for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    device_type = "cuda" if any(t.device.type == "cuda" for t in tensors) else "cpu"
+    if not integer_operands.zeros_are_valid(func, tensors, device_type):
+        return None
+    operands = [(_form(a), a.element_size()) for a in tensors]
     forms = [(form, nbytes) for form, nbytes in operands if form is not None]
     if len(forms) < len(operands) or sum(nbytes * _span(form) for form, nbytes in forms) > _MOST_BYTES:
         return None
@@ -206,7 +211,7 @@ def _filled(sizes: Sequence[int], strides: Sequence[int], like: torch.Tensor) ->
     order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
     whole = [1 if strides[d] == 0 else n for d, n in enumerate(sizes)]
     value = torch.empty_strided(whole, dense(whole, order), dtype=like.dtype, device=like.device)
-    value.fill_(0.5 if like.dtype.is_floating_point or like.dtype.is_complex else 0)  # 0 is a valid index
+    value.fill_(0.5 if like.dtype.is_floating_point or like.dtype.is_complex else 0)  # see _orders
     return value.expand(sizes)
 
 

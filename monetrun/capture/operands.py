@@ -7,12 +7,13 @@ wait for each other. So where asked for, indices are valid and spread over their
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from monetrun.capture.integer_operands import Fill, fills, index_bounds
 from monetrun.ops.registry import Call
 
 
@@ -34,7 +35,8 @@ def make(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``call``, with a made-up tensor for each node.
 
-    Floating-point and complex numbers are 0.5. Integers are zero, which is a valid index everywhere.
+    Floating-point and complex numbers are 0.5. Integers are zero, or what ``integer_operands.fills`` says: whether an
+    operator may run with these, ``integer_operands.may_be_made_up`` says.
 
     Args:
         call: with fake tensors in its nodes.
@@ -45,7 +47,7 @@ def make(
         new: gives a tensor of a fake one's form.
     """
     bounds = index_bounds(call) if spread_indices else {}
-    maker = _Maker({} if made is None else made, bounds, random, new)
+    maker = _Maker({} if made is None else made, bounds, fills(call), random, new)
     return fx.map_arg((call.args, call.kwargs), maker.operand)  # type: ignore[return-value]
 
 
@@ -55,9 +57,17 @@ class _Maker:
     Not a function with functions in it: they would refer to each other, and so keep the tensors after the call.
     """
 
-    def __init__(self, made: dict[fx.Node, Any], bounds: dict[fx.Node, int], random: bool, new: New) -> None:
+    def __init__(
+        self,
+        made: dict[fx.Node, Any],
+        bounds: Mapping[fx.Node, int],
+        fills: Mapping[fx.Node, Fill],
+        random: bool,
+        new: New,
+    ) -> None:
         self.made = made
         self.bounds = bounds
+        self.fills = fills
         self.random = random
         self.new = new
 
@@ -76,7 +86,9 @@ class _Maker:
         if not isinstance(value, torch.Tensor):
             return value
         tensor = self._tensor(value)
-        if node in self.bounds:
+        if node in self.fills:
+            self.fills[node](tensor)
+        elif node in self.bounds:
             spread(tensor, self.bounds[node])
         return tensor
 
@@ -141,109 +153,3 @@ def spread(tensor: torch.Tensor, bound: int) -> None:
     while math.gcd(step, bound) != 1:
         step += 1
     whole.copy_(torch.arange(whole.numel(), device=tensor.device).mul_(step).remainder_(bound))
-
-
-def index_bounds(call: Call) -> dict[fx.Node, int]:
-    """For each operand of ``call`` that holds indices: one more than the largest valid index.
-
-    Operands that are not known to hold indices, and those with an empty range, are left out.
-    """
-    find = _INDICES.get(_name(call.target))
-    found: dict[fx.Node, int] = {}
-    for node, bound in () if find is None else find(_arguments(call)):
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64) or bound < 1:
-            continue
-        found[node] = min(bound, found.get(node, bound))
-    return found
-
-
-def _name(target: Any) -> str:
-    return str(getattr(getattr(target, "_schema", None), "name", ""))
-
-
-def _arguments(call: Call) -> dict[str, Any]:
-    """By the names in the operator's schema."""
-    names = [a.name for a in call.target._schema.arguments]
-    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-
-
-def _shape(node: Any) -> Sequence[int]:
-    return node.meta["val"].shape  # type: ignore[no-any-return]
-
-
-Bounds = list[tuple[Any, int]]
-
-
-def _of_dimension(index: str) -> Callable[[dict[str, Any]], Bounds]:
-    """Indices into the dimension ``dim`` of ``self``."""
-
-    def find(given: dict[str, Any]) -> Bounds:
-        shape = _shape(given["self"])
-        return [(given[index], shape[given["dim"]] if shape else 1)]
-
-    return find
-
-
-def _of_each_dimension(given: dict[str, Any]) -> Bounds:
-    """``self[indices]``: each index is into the next dimension; a mask stands for as many as it has itself."""
-    shape, found, dimension = _shape(given["self"]), [], 0
-    for index in given["indices"]:
-        value = None if index is None else index.meta["val"]
-        if value is not None and value.dtype in (torch.bool, torch.uint8):
-            dimension += value.dim()
-            continue
-        found.append((index, shape[dimension]))
-        dimension += 1
-    return found
-
-
-def _of_classes(scores: str) -> Callable[[dict[str, Any]], Bounds]:
-    """``target`` names a class of each row of ``scores``, [N, C, ...] or [C]."""
-
-    def find(given: dict[str, Any]) -> Bounds:
-        shape = _shape(given[scores])
-        return [(given["target"], shape[min(1, len(shape) - 1)])]
-
-    return find
-
-
-def _of_pixels(dimensions: int) -> Callable[[dict[str, Any]], Bounds]:
-    """``indices`` into an image of ``self``, flat."""
-    return lambda given: [(given["indices"], math.prod(_shape(given["self"])[-dimensions:]))]
-
-
-def _of_all_elements(given: dict[str, Any]) -> Bounds:
-    """``index`` into ``self``, flat."""
-    return [(given["index"], math.prod(_shape(given["self"])))]
-
-
-# operator -> its operands that hold indices, and their bounds
-_INDICES: dict[str, Callable[[dict[str, Any]], Bounds]] = {
-    "aten::embedding": lambda given: [(given["indices"], _shape(given["weight"])[0])],
-    "aten::embedding_dense_backward": lambda given: [(given["indices"], given["num_weights"])],
-    "aten::_embedding_bag": lambda given: [(given["indices"], _shape(given["weight"])[0])],
-    "aten::take": _of_all_elements,
-    "aten::put": _of_all_elements,
-    "aten::max_pool2d_with_indices_backward": _of_pixels(2),
-    "aten::max_pool3d_with_indices_backward": _of_pixels(3),
-    **dict.fromkeys(("aten::index", "aten::index_put", "aten::index_put_"), _of_each_dimension),
-    **dict.fromkeys(
-        (
-            *("aten::gather", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce"),
-            *("aten::index_select", "aten::index_add", "aten::index_copy", "aten::index_fill"),
-        ),
-        _of_dimension("index"),
-    ),
-    **dict.fromkeys(
-        (
-            *("aten::nll_loss_forward", "aten::nll_loss_backward"),
-            *("aten::nll_loss2d_forward", "aten::nll_loss2d_backward"),
-            *("aten::multi_margin_loss", "aten::multi_margin_loss_backward"),
-        ),
-        _of_classes("self"),
-    ),
-    **dict.fromkeys(
-        ("monet::log_softmax_nll_backward", "monet::log_softmax_nll_backward_"), _of_classes("log_probabilities")
-    ),
-}

@@ -20,7 +20,7 @@ def set_limit(device: torch.device, nbytes: int | None) -> None:
     """Limit what torch allocates (CPU) or reserves (CUDA) on ``device``; None lifts the limit.
 
     Never beyond what the script itself allows (``torch.cuda.set_per_process_memory_fraction``, or in
-    ``PYTORCH_ALLOC_CONF``). Does nothing on a CPU whose allocations cannot be counted.
+    ``PYTORCH_ALLOC_CONF``). Does nothing on a CPU whose allocations cannot be counted, nor on any other device.
     """
     if device.type == "cuda":
         index = _index(device)
@@ -30,7 +30,7 @@ def set_limit(device: torch.device, nbytes: int | None) -> None:
         # torch multiplies again and drops what is behind the comma
         _allowed[index] = 1.0 if nbytes is None else min(1.0, (nbytes + 0.5) / total)
         torch.cuda.memory.set_per_process_memory_fraction(min(_allowed[index], _scripted[index]), index)
-    elif cpu_allocator.install():
+    elif device.type == "cpu" and cpu_allocator.install():
         cpu_allocator.set_limit(nbytes)
 
 

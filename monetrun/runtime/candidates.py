@@ -158,17 +158,17 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device of the module's parameters: the first that is not the CPU, or the CPU."""
+    """``device_of_parameters`` of the module's."""
     return device_of_parameters(module.parameters())
 
 
 def of_another_kind(module: nn.Module) -> str:
     """Why a module cannot be planned that is called in training, as only that shows; empty where it can.
 
-    It is a stage of a pipeline, or its memory is not of torch's caching allocator's own pool; or it was split among
-    ranks after its optimizer was made, as Accelerate does.
+    It is on another accelerator, a stage of a pipeline, or its memory is not of torch's caching allocator's own pool;
+    or it was split among ranks after its optimizer was made, as Accelerate does.
     """
-    if reason := unplannable(module):
+    if (reason := unplannable(module)) or (reason := _on_another_device(module)):
         return reason
     if sharding.is_flattened(module):
         return sharding.FLATTENED
@@ -181,9 +181,23 @@ def of_another_kind(module: nn.Module) -> str:
     return ""
 
 
+# "meta": nothing is allocated there, which is no other accelerator's rules
+_KINDS = ("cpu", "cuda", "meta")
+
+
+def _on_another_device(module: nn.Module) -> str:
+    """Why a module cannot be planned that has tensors where neither the CPU's nor CUDA's rules hold; else empty."""
+    kinds = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+    if others := sorted(kinds.difference(_KINDS)):
+        return f"it is on {', '.join(others)}, and monetrun plans for CPUs and CUDA devices only"
+    if "cuda" in kinds and torch.version.hip:
+        return "nothing is planned on ROCm yet: memory is read, and kernels are counted, as on CUDA devices of NVIDIA"
+    return ""
+
+
 def device_of_parameters(parameters: Iterable[torch.Tensor]) -> torch.device:
-    """The first device that is not the CPU, or the CPU."""
+    """The first device for which can be planned and that is not the CPU, or the CPU."""
     for parameter in parameters:
-        if parameter.device.type != "cpu":
+        if parameter.device.type in _KINDS and parameter.device.type != "cpu":
             return parameter.device
     return torch.device("cpu")

@@ -125,25 +125,33 @@ SETTINGS = [
 ]
 
 
+VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_LAUNCH_BLOCKING": "1",  # the host then waits for each kernel, between the events around it, too
+}
+
+
 def test_costs_on_cuda_are_kept_apart_for_all_that_decides_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     device = torch.device("cuda", 0)
     keys = {cost_store._key(device)}
     for owner, name, value in SETTINGS:
         with monkeypatch.context() as changed:
             changed.setattr(owner, name, value)
             keys.add(cost_store._key(device))
-    with monkeypatch.context() as changed:
-        changed.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        keys.add(cost_store._key(device))
+    for name, value in VARIABLES.items():
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            keys.add(cost_store._key(device))
     try:
         torch.backends.cuda.matmul.allow_tf32 = True
         keys.add(cost_store._key(device))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
-    assert len(keys) == 1 + len(SETTINGS) + 2
+    assert len(keys) == 1 + len(SETTINGS) + len(VARIABLES) + 1
 
 
 def test_costs_on_a_cpu_are_kept_apart_for_what_decides_its_kernels(monkeypatch):

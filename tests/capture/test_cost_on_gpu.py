@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from support import standin_gpu
+from support.on_stand_in import needs_stand_in, printed_by
 from support.paths import ROOT, python_path
 
 KERNEL_US = 200.0
@@ -72,6 +73,55 @@ def test_a_calls_requests_are_known_in_their_order(measured):
 def test_the_roofline_is_that_of_the_gpu(measured):
     assert measured["roofline"] == pytest.approx(67e12, rel=0.01)  # an H100's, whose architecture the stand-in has
     assert measured["estimate"] == 5e-6
+
+
+ANOTHER_LIBRARYS = """
+import json, torch
+from torch import nn
+from monetrun.capture import cost
+from monetrun.capture.meter import meter_for
+from monetrun.runtime.backend import Backend
+from support.captured import Chooser
+
+ran = []
+
+@torch.library.custom_op("shop::weigh", mutates_args=())
+def weigh(lengths: torch.Tensor) -> torch.Tensor:
+    ran.append("weigh")
+    return torch.ones(len(lengths), device=lengths.device)
+
+@torch.library.custom_op("shop::scale", mutates_args=())
+def scale(x: torch.Tensor) -> torch.Tensor:
+    ran.append("scale")
+    return x.clone()
+
+weigh.register_fake(lambda lengths: torch.ones(len(lengths), device=lengths.device))
+scale.register_fake(lambda x: torch.empty_like(x))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("lengths", torch.ones(4, dtype=torch.int32))
+
+    def forward(self, x):
+        return self.linear(scale(x)) * weigh(self.lengths)
+
+device, chooser = torch.device("cuda", 0), Chooser()
+x = torch.randn(3, 8, device=device)
+torch.compile(Net().to(device), backend=Backend(chooser, "net"))(x)
+ran.clear()
+known = cost.measure(chooser.joint, {}, meter_for(device), device)
+estimated = [str(call.target) for s, (call, _) in chooser.joint.timed.items() if not known[s].measured]
+print(json.dumps([sorted(set(ran)), estimated]))
+"""
+
+
+@needs_stand_in
+def test_another_librarys_integers_are_not_made_up():
+    """Zero lengths: its kernel could write anywhere, or seem to be free."""
+    path = f"import sys; sys.path.append({str(ROOT / 'tests')!r})"
+    assert printed_by(path + ANOTHER_LIBRARYS) == [["scale"], ["shop.weigh.default"]]
 
 
 def test_an_error_of_the_device_ends_the_measurement():

@@ -58,6 +58,19 @@ def test_a_fake_result_has_the_kernels_strides(name):
         assert strides() == expected
 
 
+def test_a_kernel_to_which_zeros_are_no_pivots_is_not_asked(monkeypatch):
+    """It would exchange rows with the memory before the block."""
+    ran = []
+    monkeypatch.setattr(kernel_strides, "_asked", {})
+    monkeypatch.setattr(kernel_strides, "_run", lambda func, *given: ran.append(func))
+    with FakeTensorMode(), as_kernels_give_them():
+        pivots = torch.empty(4, dtype=torch.int32)
+        aten.linalg_lu_solve.default(torch.empty(4, 4).t(), pivots, torch.empty(4, 3))
+        aten._weight_norm_interface.default(torch.empty(5, 4).t(), torch.empty(4, 1), 0)
+    assert aten._weight_norm_interface.default in ran
+    assert aten.linalg_lu_solve.default not in ran
+
+
 def test_without_memory_to_ask_the_kernel_nothing_is_traced_and_nothing_kept(monkeypatch):
     call, arguments = CALLS["group norm"]
 
