@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from types import CodeType
 
 from monetrun.capture.warned import let_models_warn
@@ -12,8 +13,8 @@ _RECOMPILE_LIMIT = 1 << 14
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
-def prepare_dynamo(within: CodeType, undo: contextlib.ExitStack) -> None:
-    """Have Dynamo keep models as they are; it may be at work where the code ``within`` is called.
+def prepare_dynamo(within: Iterable[CodeType], undo: contextlib.ExitStack) -> None:
+    """Have Dynamo keep models as they are; it may be at work where the codes ``within`` are called.
 
     Closing ``undo`` restores the settings.
     """
@@ -33,7 +34,8 @@ def prepare_dynamo(within: CodeType, undo: contextlib.ExitStack) -> None:
     config.skip_nnmodule_hook_guards = False  # hooks that are added later run
     config.allow_unspec_int_on_nn_module = True  # a module's counter of steps is no other model in each step
     config.use_numpy_random_stream = True  # NumPy's numbers come from NumPy, not from torch's generator
-    torch._dynamo.eval_frame.skip_code(within)
+    for code in within:
+        torch._dynamo.eval_frame.skip_code(code)
     let_models_warn()
 
 

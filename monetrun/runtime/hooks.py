@@ -9,6 +9,7 @@ import importlib
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -313,6 +314,13 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
         functools.update_wrapper(function, original)
         undo.enter_context(patched(owner, name, function))
     _known_to_torchscript({observed_backward: "aten::backward", observed_grad: "aten::grad"}, undo)
+
+
+def codes_that_observe_gradients() -> list[CodeType]:
+    """Of what now stands for torch's functions: Dynamo must not compile it, since a graph keeps no ``retain_grad``."""
+    functions = torch.autograd.backward, torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return [code for code in codes if code is not None and code.co_filename == __file__]
 
 
 def _known_to_torchscript(operators: Mapping[Callable[..., Any], str], undo: contextlib.ExitStack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,16 @@ def without_dynamo(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def capture_errors() -> tuple[type[Exception], ...]:
-    """What Dynamo raises where it cannot capture a model whole; the second is raised as it is by its bookkeeping."""
+    """What Dynamo raises where it cannot capture a model whole; the second is raised as it is by its bookkeeping.
+
+    And its own assertions, where the exception that is being handled is one that it came upon as it traced.
+    """
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode
+    found = torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode
+    traceback = sys.exc_info()[2]
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__name__") == "torch._dynamo.symbolic_convert":
+            return *found, AssertionError
+        traceback = traceback.tb_next
+    return found

@@ -307,7 +307,7 @@ def _engine(session: Session, module: nn.Module) -> Engine:
         from monetrun.runtime.engine import Engine
     if session.settings.mode == PROBE:
         probe.begin(session.settings.record_file)
-    prepare_dynamo(PlannedCall.__call__.__code__, session._undo)
+    prepare_dynamo([PlannedCall.__call__.__code__, *hooks.codes_that_observe_gradients()], session._undo)
     breaks.quiet_failures(session._undo)
     device = candidates.device_of_parameters(session.trained_parameters() or module.parameters())
     allocator_history.graphs_run_on_the_current_stream(device)

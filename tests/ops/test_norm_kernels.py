@@ -85,6 +85,20 @@ def test_the_native_batch_norm_is_exact_where_torch_uses_fused_multiply_add():
         assert normalization.batch_norm_act_is_exact(dtype, True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_fused_batch_norm_is_called_exact_only_where_it_gives_the_bits_of_every_channel(dtype):
+    if not normalization.batch_norm_act_is_exact(dtype, True, parameters=dtype):
+        assert dtype == torch.float16  # of which ATen rounds the shift otherwise, in one channel of a hundred
+        return
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        x = (torch.randn(8, 64, 3, 3, generator=generator) * 100 + 50).to(dtype, memory_format=torch.channels_last)
+        weight, bias = (torch.randn(64, generator=generator).to(dtype) for _ in range(2))
+        y, mean, invstd = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
+        found = torch.ops.monet.batch_norm_act(x, weight, bias, mean, invstd, None, math.nan, math.nan)
+        assert torch.equal(found, y)
+
+
 # --- backward from output
 
 

@@ -82,14 +82,18 @@ def batch_norm_act(
 
 @functools.cache
 def batch_norm_act_is_exact(
-    dtype: torch.dtype, channels_last: bool, device: torch.device = CPU, dimensions: int = 4, by_cudnn: bool = False
+    dtype: torch.dtype,
+    channels_last: bool,
+    device: torch.device = CPU,
+    dimensions: int = 4,
+    by_cudnn: bool = False,
+    parameters: torch.dtype | None = None,
 ) -> bool:
     """Whether ``batch_norm_act`` is bitwise identical to torch's batch norm in training, followed by add and relu.
 
     That depends on torch's version and on the instructions that its dispatch picked, so both run here, on ``device``,
     on the same numbers. Their mean is large against their spread, so that one rounding more or less also shows in the 8
-    bits of bfloat16. Parameters of the dtype of ``x``, and of float32, are tried. Where the device is not there or
-    refuses the trial it is False.
+    bits of bfloat16. Where the device is not there or refuses the trial it is False.
 
     Args:
         dtype: of ``x``.
@@ -97,13 +101,14 @@ def batch_norm_act_is_exact(
         device: of ``x``.
         dimensions: of ``x``.
         by_cudnn: compare with cuDNN's batch norm, not with ATen's.
+        parameters: the dtype of weight and bias; None: float32, or float64 for such an ``x``.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         return False
     kernels.load(device.type)
     try:
         with torch.no_grad():
-            return _agrees_with_torch(dtype, channels_last, device, dimensions, by_cudnn)
+            return _agrees_with_torch(dtype, channels_last, device, dimensions, by_cudnn, parameters)
     except RuntimeError as error:
         if device.type == "cpu" or device_errors.is_sticky(error, lambda: torch.cuda.synchronize(device)):
             raise
@@ -112,7 +117,12 @@ def batch_norm_act_is_exact(
 
 
 def _agrees_with_torch(
-    dtype: torch.dtype, channels_last: bool, device: torch.device, dimensions: int, by_cudnn: bool
+    dtype: torch.dtype,
+    channels_last: bool,
+    device: torch.device,
+    dimensions: int,
+    by_cudnn: bool,
+    parameters: torch.dtype | None,
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
 
@@ -120,12 +130,11 @@ def _agrees_with_torch(
         return (torch.randn(shape, generator=generator, device="cpu") * 3 + mean).to(device, dtype)
 
     form = memory_format(dimensions, channels_last)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    sizes = (17, 19, 5)[: dimensions - 2]
-    for channels, parameters in ((3, dtype), (40, dtype), (40, wide)):
-        if by_cudnn and parameters != wide:
-            continue  # torch does not give these to cuDNN
-        x = draw(dtype, 4, channels, *sizes, mean=60).contiguous(memory_format=form)
+    parameters = parameters or (torch.float64 if dtype == torch.float64 else torch.float32)
+    sizes, small = (17, 19, 5)[: dimensions - 2], (3, 3, 3)[: dimensions - 2]
+    # of parameters in 16 bits one channel in a hundred may round otherwise
+    for channels, shape in ((3, sizes), (40, sizes), (4096, small)):
+        x = draw(dtype, 4, channels, *shape, mean=60).contiguous(memory_format=form)
         weight, bias = draw(parameters, channels), draw(parameters, channels)
         if by_cudnn:
             y, mean, invstd, _ = monet.cudnn_batch_norm_again(x, weight, bias, 1e-5, 0)
@@ -136,6 +145,10 @@ def _agrees_with_torch(
             if not torch.equal(monet.batch_norm_act(x, weight, bias, mean, invstd, *bounds), expected):
                 return False
     return True
+
+
+def _dtype_of(weight: Any) -> torch.dtype | None:
+    return weight.meta["val"].dtype if isinstance(weight, fx.Node) else None
 
 
 def _batch_norm(node: Any) -> fx.Node | None:
@@ -181,7 +194,7 @@ def _fused(node: fx.Node, norm: fx.Node, residual: Any, low: float, high: float)
     by_cudnn = norm.target is monet.cudnn_batch_norm.default
     with real_tensors():
         exact = batch_norm_act_is_exact(
-            value.dtype, not value.is_contiguous(), value.device, max(3, value.dim()), by_cudnn
+            value.dtype, not value.is_contiguous(), value.device, max(3, value.dim()), by_cudnn, _dtype_of(weight)
         )
     call = Call(monet.batch_norm_act.default, (x, weight, bias, mean, invstd, residual, low, high))
     yield Alternative("fused:batch-norm", call, exact=exact)
