@@ -59,7 +59,7 @@ def _takes_values(target: Any) -> bool:
     return (
         torch.Tag.pointwise in target.tags
         or target.namespace in ("prims", "monet")
-        or (target.namespace == "aten" and target.overloadpacket.__name__ in _VALUES)
+        or (target.namespace == "aten" and target.overloadpacket.__name__.rstrip("_") in _VALUES)
     )
 
 

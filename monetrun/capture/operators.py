@@ -35,6 +35,8 @@ _ATOMIC = {
     aten.scatter.reduce,
     aten.scatter.value_reduce,
 }
+# A single row is scanned in parts, which are combined as they come.
+_SCANS = {aten.cumprod.default, aten.logcumsumexp.default}
 _PUTS = (aten.index_put.default, aten.put.default)  # with atomics on a CPU; or the value that comes last stays
 _KEEPS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
@@ -192,8 +194,12 @@ def _is_in_any_order(node: fx.Node) -> bool:
     place, which a script's indices may have, another one may stay.
     """
     value = node.meta.get("val")
+    if node.target is aten.nll_loss2d_forward.default:  # (loss, total weight): without a reduction nothing is added
+        return bool(node.meta["val"][0].is_cuda and node.args[3])
     if not isinstance(value, torch.Tensor):
         return False
+    if node.target in _SCANS and value.is_cuda and value.is_floating_point() and value.dim():
+        return bool(value.numel() == value.shape[node.args[1]])  # type: ignore[index]
     adds = value.is_floating_point() and value.is_cuda and node.target in _ATOMIC
     if node.target in _PUTS:
         accumulates = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)

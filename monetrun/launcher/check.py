@@ -12,12 +12,13 @@ from monetrun.core import codec
 from monetrun.core.errors import BudgetExceeded, MonetrunError, NeverTrained, PlanMismatch, ScriptFailed, UsageError
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
+from monetrun.launcher.allocator import allocator_variables
 from monetrun.launcher.differences import Values, difference, read_values, same_bits
 from monetrun.launcher.job import Job, not_here
 from monetrun.launcher.plan_file import check_options, read_plan
 from monetrun.launcher.progress import status
 from monetrun.launcher.trial import how_it_failed, read_own_error, run_process
-from monetrun.launcher.trial_environment import allocator_variables, trial_environment
+from monetrun.launcher.trial_environment import trial_environment
 from monetrun.planning.check import (
     CheckedRun,
     CheckReport,
@@ -152,7 +153,9 @@ def _run(job: Job, mode: str, what: str, plan: Plan | None = None) -> tuple[Chec
         step_file.write_text(codec.dumps(job.record))
         settings = replace(settings, plan_given=True, budget_bytes=plan.budget_bytes)
         settings = replace(settings, plan_file=str(plan_file), step_file=str(step_file))
-    environment = trial_environment(options, job.ranks, settings, error_file) | allocator_variables(job.ranks.kind)
+    environment = trial_environment(options, job.ranks, settings, error_file) | allocator_variables(
+        job.ranks.kind, settings
+    )
     environment.setdefault("PYTHONHASHSEED", "0")  # the same order of sets in each run
     with status(job.console, what, shown=not options.quiet):
         code = run_process(options, environment, stderr_file, str(result))

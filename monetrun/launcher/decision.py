@@ -13,7 +13,7 @@ from monetrun.core.plan import Plan
 from monetrun.core.sources import Sources
 from monetrun.core.step import StepRecord
 from monetrun.core.step_changes import with_more_held
-from monetrun.launcher.trial_environment import allocator_variables
+from monetrun.launcher.allocator import allocator_variables
 from monetrun.runtime.settings import PLAIN, RUN, Settings
 
 
@@ -75,7 +75,7 @@ class Decision:
             plan_file=_written(folder / "plan.json", self.plan),
             record_file=_written(folder / "record.json", self.held_record),
         )
-        return {**found.to_environment(), **allocator_variables(kind)}
+        return {**found.to_environment(), **allocator_variables(kind, settings)}
 
 
 def _written(path: Path, value: Plan | StepRecord | None) -> str:

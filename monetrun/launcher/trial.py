@@ -26,13 +26,14 @@ from monetrun.core.errors import CaptureFailed, MonetrunError, NeverTrained, Scr
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
 from monetrun.launcher import stdin
+from monetrun.launcher.allocator import allocator_variables
 from monetrun.launcher.libraries import build_ahead
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.process import check_space
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.report import warn
-from monetrun.launcher.trial_environment import allocator_variables, trial_environment
+from monetrun.launcher.trial_environment import trial_environment
 from monetrun.runtime import trial_files
 from monetrun.runtime.probe import BEGUN, NO_OPTIMIZER, UNSEEN
 from monetrun.runtime.settings import PREFIX, TRIAL, Settings, check_hook, why_no_hook
@@ -88,7 +89,7 @@ def run_trial(
         MonetrunError: monetrun ended the trial run with this error.
     """
     error_file, stderr_file = folder / "probe_error.json", folder / "probe_stderr.txt"
-    environment = trial_environment(options, ranks, settings, error_file) | allocator_variables(ranks.kind)
+    environment = trial_environment(options, ranks, settings, error_file) | allocator_variables(ranks.kind, settings)
     build_ahead(ranks.kind)
     unseen: Mapping[str, object] = {} if needed else _unseen(str(folder / PLAIN_FILE))
     code = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.ranks import Ranks
 from monetrun.runtime.autoload import NO_RANK_YET
-from monetrun.runtime.settings import PREFIX, TRIAL, Settings
+from monetrun.runtime.settings import TRIAL, Settings
 
 
 def trial_environment(options: LaunchOptions, ranks: Ranks, settings: Settings, error_file: Path) -> dict[str, str]:
@@ -64,16 +64,6 @@ def trial_environment(options: LaunchOptions, ranks: Ranks, settings: Settings, 
     if getattr(args, "virtual_local_rank", False) and ranks.kind == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     return environment
-
-
-def allocator_variables(kind: str) -> dict[str, str]:
-    """The variables that configure torch's allocator, unless the user has configured it.
-
-    On CUDA they make its segments expandable, which keeps reserved memory close to allocated memory.
-    """
-    if kind != "cuda" or "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
-        return {}
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", PREFIX + "OWN_ALLOCATOR": "1"}
 
 
 def _free_port() -> int:

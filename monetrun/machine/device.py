@@ -21,6 +21,7 @@ import pynvml
 from monetrun.core.errors import DeviceQueryFailed
 from monetrun.machine.cgroup import BYTES_HINT, CGROUP_ROOT, PROC, cgroup_limit
 from monetrun.machine.driver import DriverFailed, list_devices
+from monetrun.machine.store import key
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,16 @@ def default_kind(environ: Mapping[str, str] | None = None) -> str:
         return "cuda" if list_devices(environ, 0) else "cpu"
     except DriverFailed:
         return "cpu"
+
+
+def driver_key(environ: Mapping[str, str]) -> str:
+    """A key of the CUDA driver and of the devices that it shows: what it can do stays as it is for one."""
+    try:
+        with _nvml():
+            found: list[str] = [str(pynvml.nvmlSystemGetDriverVersion()), *_find_visible(environ).uuids]
+    except (pynvml.NVMLError, DeviceQueryFailed) as failure:
+        found = [str(failure), environ.get("CUDA_VISIBLE_DEVICES", "")]
+    return key("driver", os.uname().release, os.uname().nodename, found)
 
 
 # ---- CUDA: which devices ---------------------------------------------------------------------------------------------

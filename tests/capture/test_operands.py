@@ -239,6 +239,7 @@ ON_CUDA = {
         *(places.float(), image, [2, 2], [2, 2], [0, 0], [1, 1], False, places),
     ),
     "an unpooling's places": call(aten.max_unpool2d.default, places.float(), places, [8, 8]),
+    "a counter's new value": call(aten.copy_.default, one, one),
     "sums": call(aten.cumsum.default, pair, 1),
     "comparisons": call(aten.eq.Tensor, pair, pair),
     "masks of integers": call(aten.masked_fill.Scalar, pair, pair > 0, 0),

@@ -89,6 +89,21 @@ def test_a_plain_run_that_fits_is_not_planned(machine, plain):
     assert "fits: nothing to plan" in done.stderr
 
 
+def test_a_driver_that_maps_no_memory_trains_under_a_plan_without_expandable_segments(tmp_path):
+    """With them the first tensor on the device failed, where torchrun trains."""
+    unable = {
+        **os.environ,
+        **environment(gib=4.0, refused="cuMemSetAccess"),
+        "MONETRUN_CACHE": str(tmp_path),
+        "PYTHONPATH": python_path(ROOT),
+    }
+    done = launch(unable, "--budget", "0.8x", SCRIPT)
+    (found,), figures = held(done), report(done)
+    assert found["reserved"] <= figures["budget_bytes"]
+    assert figures["measured_peak_bytes"] <= figures["planned_peak_bytes"] < figures["plain_peak_bytes"]
+    assert done.stderr.count("segments are not expandable") == 1
+
+
 @pytest.mark.nightly
 def test_two_ranks_keep_the_budget_on_their_own_devices(machine):
     done = launch(machine, "--budget", "0.7x", SCRIPT, ranks=2)

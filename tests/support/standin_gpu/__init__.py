@@ -48,6 +48,7 @@ def environment(
     cudnn_workspace_mib: float = 8.0,
     kernel_us: float = 0.0,
     fault_at_launch: int = 0,
+    refused: str = "",
     counters: Path | None = None,
     state: Path | None = None,
 ) -> dict[str, str]:
@@ -64,6 +65,7 @@ def environment(
         cudnn_workspace_mib: workspace of every cuDNN plan.
         kernel_us: how long each launch keeps its stream busy.
         fault_at_launch: number of the kernel launch after which the device fails for good; 0: never.
+        refused: ``"cuMemCreate"`` or ``"cuMemSetAccess"``, which the driver then does not support; empty: none.
         counters: folder into which each process that used a device writes ``PID.json`` when it ends.
         state: file through which processes see each other's use; a new one if None, removed when this process ends.
 
@@ -92,6 +94,7 @@ def environment(
         "STANDIN_GPU_CUDNN_MIB": str(cudnn_workspace_mib),
         "STANDIN_GPU_KERNEL_US": str(kernel_us),
         "STANDIN_GPU_FAULT_AT": str(fault_at_launch),
+        "STANDIN_GPU_REFUSED": refused,
         "STANDIN_GPU_COUNTERS": "" if counters is None else str(counters),
         "STANDIN_GPU_STATE": str(state),
     }

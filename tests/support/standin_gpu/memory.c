@@ -101,6 +101,11 @@ struct mapping { char *start; size_t nbytes; struct pages *pages; struct mapping
 static struct mapping *mappings[BUCKETS];
 static struct mapping **bucket(uintptr_t start) { return &mappings[start / ALIGN % BUCKETS]; }
 
+static int refused(const char *name) { /* as by drivers of some virtual machines, which say that they can */
+    const char *call = getenv("STANDIN_GPU_REFUSED");
+    return call && !strcmp(call, name);
+}
+
 static void drop(struct pages *pages) { /* the caller holds the mutex */
     if (--pages->holders) return;
     standin_give(pages->device, pages->nbytes);
@@ -126,6 +131,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t n, const CUmem
     (void)f;
     int device = p->location.id;
     if (standin_failed()) return FAULT;
+    if (refused("cuMemCreate")) return CUDA_ERROR_NOT_SUPPORTED;
     if (!n || n % ALIGN || p->location.type != CU_MEM_LOCATION_TYPE_DEVICE || standin_board(device) < 0)
         return CUDA_ERROR_INVALID_VALUE;
     if (!standin_take(device, n)) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -186,5 +192,5 @@ CUresult cuMemUnmap(CUdeviceptr p, size_t n) {
 }
 CUresult cuMemSetAccess(CUdeviceptr p, size_t n, const CUmemAccessDesc *d, size_t count) {
     (void)p, (void)n, (void)d, (void)count;
-    return 0;
+    return refused("cuMemSetAccess") ? CUDA_ERROR_NOT_SUPPORTED : 0;
 }
