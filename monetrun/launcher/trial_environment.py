@@ -9,6 +9,7 @@ from pathlib import Path
 
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.ranks import Ranks
+from monetrun.runtime.autoload import NO_RANK_YET
 from monetrun.runtime.settings import PREFIX, TRIAL, Settings
 
 
@@ -57,6 +58,7 @@ def trial_environment(options: LaunchOptions, ranks: Ranks, settings: Settings, 
         "NEPTUNE_MODE": "debug",
         "CLEARML_OFFLINE_MODE": "1",
     }
+    environment.pop(NO_RANK_YET, None)  # of --run-path's workers; a trial has its rank from the beginning
     if ranks.local > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     if getattr(args, "virtual_local_rank", False) and ranks.kind == "cuda":

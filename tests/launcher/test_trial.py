@@ -28,6 +28,7 @@ from monetrun.launcher.parser import launch_parser
 from monetrun.launcher.ranks import Ranks
 from monetrun.runtime.probe import UNSEEN
 from monetrun.runtime.settings import MEASURE, PROBE, Settings
+from support.launcher import MONETRUN, run
 
 pytestmark = pytest.mark.usefixtures("plain_surroundings")
 
@@ -166,6 +167,22 @@ def test_a_trial_whose_optimizer_makes_no_step_ends(script, capfd):
     )
     assert main([script(text)]) == 0
     assert "no optimizer of torch.optim makes a step in 256 backward passes" in capfd.readouterr().err
+
+
+def test_where_nodes_run_a_path_the_trial_ends_as_elsewhere_and_trains_nothing_to_its_end(script, tmp_path):
+    """The agent has told workers by then that they have no rank yet."""
+    text = (
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(4):\n"
+        "    optimizer.zero_grad()\n    model(torch.ones(4096, 64)).sum().backward()\n    optimizer.step()\n"
+        "open(f'ended_{where}', 'w').close()\n"
+    )
+    endpoint = ("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=last_call_timeout=1")
+    done = run(MONETRUN, "--budget=1GiB", *endpoint, "--run-path", script(text))
+    assert [path.name for path in tmp_path.glob("ended_*")] == ["ended_0"]
+    assert "planning at the first step" not in done.stderr
+    assert "4 training steps" in done.stderr
 
 
 def test_a_script_that_updates_its_parameters_itself_is_told_that_nothing_is_planned(script, capfd):
