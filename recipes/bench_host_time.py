@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gpu_training
 from monetrun.capture import program
-from monetrun.launcher.trial_environment import allocator_variables
+from monetrun.launcher.allocator import allocator_variables
 from monetrun.runtime.plain_run import PlainRun
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import PLAIN, RUN, Settings
@@ -102,7 +102,7 @@ def operators(step: Callable[[], object]) -> int:
 def worker(name: str, budget: str) -> Iterator[Connection]:
     """Such a process; it ends with the context."""
     ours, theirs = multiprocessing.Pipe()
-    environment = {} if budget in (EAGER, AUTO) else allocator_variables("cuda")
+    environment = {} if budget in (EAGER, AUTO) else allocator_variables("cuda", Settings())
     with contextlib.ExitStack() as undo:
         for key, value in environment.items():
             undo.callback(os.environ.pop, key)

@@ -21,11 +21,9 @@ import torch
 from monetrun.core import native
 from monetrun.core.patched import patched
 from monetrun.runtime.settings import Settings
-from monetrun.runtime.trial_files import NAMES, by_a_tracker
+from monetrun.runtime.trial_files import NAMES, by_a_tracker, is_a_cache
 
 _EVENTS = ("open", "os.mkdir", "os.rename")
-# Where torch.compile keeps what it has compiled.
-_COMPILED, _COMPILED_IN = "torchinductor_", ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _ENDINGS = (".bin", ".ckpt", ".distcp", ".metadata", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 
 
@@ -58,7 +56,7 @@ def end_before(end: Callable[[], None], undo: contextlib.ExitStack, settings: Se
             return
         if any(Path(path).is_relative_to(folder) for folder in own):
             return
-        if not _is_a_cache(path) and not by_a_tracker() and (ends := known()) is not None:
+        if not is_a_cache(path) and not by_a_tracker() and (ends := known()) is not None:
             begin(False)  # ``end`` itself writes
             ends()
 
@@ -105,10 +103,3 @@ def _in_memory(f: Any) -> bool:
         return not isinstance(f, NAMES) and f.fileno() < 0
     except (OSError, ValueError, AttributeError):  # as of io.BytesIO
         return True
-
-
-def _is_a_cache(path: str) -> bool:
-    """Whether a library keeps something there, such as what it has compiled."""
-    if any(path.startswith(os.path.join(folder, "")) for name in _COMPILED_IN if (folder := os.environ.get(name))):
-        return True
-    return any("cache" in part.lower() or part.startswith(_COMPILED) for part in path.split(os.sep))

@@ -1,9 +1,10 @@
 """Files that a trial run must not leave: trackers' logs, locks and temporary files. They are removed after it.
 
 Without this a logger that numbers its runs would give the run itself the second number, and a lock whose owner was
-ended would never be released. Nor does an empty folder stay that the script may demand to be new, as by
-``os.makedirs(out)``. All else that a script writes before its first step stays, as after a run that was stopped there:
-data sets that it downloads, caches, folders for its results.
+ended would never be released. Nor does a folder stay that the script may demand to be new, as by ``os.makedirs(out)``,
+if it is empty, or holds only what the trial has written into it, and little: ``out/args.json``. All else that a script
+writes before its first step stays, as after a run that was stopped there: data sets that it downloads, caches, folders
+for its results.
 """
 
 from __future__ import annotations
@@ -13,13 +14,22 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # What is added to the path of a trial's record, for the file that lists these.
 LIST = ".files"
 
+# A new folder that holds more than this stays, with all that is in it: it may have been downloaded.
+_LITTLE_BYTES = 1 << 20
+
+# How a path is listed: to be removed; a folder that had to be new; what was made in such a folder, and goes with it.
+_Kind = Literal["left", "new", "within"]
+
 NAMES = (str, bytes, os.PathLike)
 """Types of a file's name."""
+
+# Where torch.compile keeps what it has compiled.
+_COMPILED, _COMPILED_IN = "torchinductor_", ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 # Checkpoints that Lightning's tuners write before the first step, and remove at their end.
 _OF_TUNERS = (".lr_find_", ".scale_batch_size_")
@@ -39,8 +49,8 @@ class TrialFiles:
     """Lists what this process creates and has to be removed.
 
     These are files and folders that a tracker or ``tempfile`` creates, files within such folders, and files that are
-    created with the demand that they do not exist yet, as locks are; and folders of which that is demanded, without
-    what is in them. What code outside of Python creates is not seen.
+    created with the demand that they do not exist yet, as locks are; and folders of which that is demanded, with what
+    this process creates in them. What code outside of Python creates is not seen.
 
     Args:
         record_file: of the trial run.
@@ -49,6 +59,8 @@ class TrialFiles:
     def __init__(self, record_file: str) -> None:
         self._list = os.open(record_file + LIST, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._folders: set[str] = set()
+        self._new: set[str] = set()  # folders that had to be new, and are in no other one
+        self._listed: set[str] = set()
 
     def watch(self) -> None:
         """Begin; there is no end but the process's."""
@@ -62,7 +74,7 @@ class TrialFiles:
         elif event == "os.mkdir":
             path, flags = args[0], 0
         elif event == "os.rename":
-            self._renamed(args[1])
+            self._renamed(args[0], args[1])
             return
         else:
             return
@@ -75,19 +87,33 @@ class TrialFiles:
             left = flags & os.O_EXCL or os.path.dirname(full) in self._folders or by_a_tracker()
             if left and event == "os.mkdir":
                 self._folders.add(full)
-            if left or (event == "os.mkdir" and _is_to_be_new()):
-                self._add(full)
+            is_new = event == "os.mkdir" and _is_to_be_new()
+            if left or (is_new and is_a_cache(full)):
+                self._add("left", full)
+            elif is_new:
+                self._new.update(() if self._is_within(full) else (full,))
+                self._add("new", full)
+            elif self._is_within(full):
+                self._add("within", full)
 
-    def _renamed(self, target: Any) -> None:
-        """A temporary file gets its name: those of a tuner's checkpoints."""
-        if isinstance(target, NAMES):
+    def _renamed(self, source: Any, target: Any) -> None:
+        """A temporary file gets its name: those of a tuner's checkpoints, and this process's own in a new folder."""
+        if isinstance(source, NAMES) and isinstance(target, NAMES):
             with contextlib.suppress(OSError, ValueError):
-                new = os.path.abspath(os.fsdecode(target))
-                if os.path.basename(new).startswith(_OF_TUNERS) and not os.path.lexists(new):
-                    self._add(new)
+                old, new = (os.path.abspath(os.fsdecode(name)) for name in (source, target))
+                if os.path.lexists(new):
+                    return
+                if os.path.basename(new).startswith(_OF_TUNERS):
+                    self._add("left", new)
+                elif old in self._listed and self._is_within(new):
+                    self._add("within", new)
 
-    def _add(self, path: str) -> None:
-        os.write(self._list, (json.dumps(path) + "\n").encode())
+    def _is_within(self, path: str) -> bool:
+        return any(path.startswith(folder + os.sep) for folder in self._new)
+
+    def _add(self, kind: _Kind, path: str) -> None:
+        self._listed.add(path)
+        os.write(self._list, (json.dumps([kind, path]) + "\n").encode())
 
 
 def _is_to_be_new() -> bool:
@@ -108,10 +134,52 @@ def by_a_tracker() -> bool:
     return False
 
 
+def is_a_cache(path: str) -> bool:
+    """Whether a library keeps something there, such as what it has compiled."""
+    if any(path.startswith(os.path.join(folder, "")) for name in _COMPILED_IN if (folder := os.environ.get(name))):
+        return True
+    return any("cache" in part.lower() or part.startswith(_COMPILED) for part in path.split(os.sep))
+
+
 def remove(record_file: str) -> None:
-    """Remove what a trial run's processes have listed, the last first; folders only if nothing else is in them."""
-    with contextlib.suppress(FileNotFoundError):
-        listed = Path(record_file + LIST).read_text().splitlines()
-        for path in reversed([json.loads(line) for line in listed]):
-            with contextlib.suppress(OSError):
-                os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+    """Remove what a trial run's processes have listed, the last first.
+
+    Folders are removed if nothing else is in them; one that had to be new, with what was made in it, if all of that is
+    listed and little. It goes or stays as a whole: a script that finds it does not make what is missing in it.
+    """
+    try:
+        lines = Path(record_file + LIST).read_text().splitlines()
+    except FileNotFoundError:
+        return
+    entries: list[tuple[_Kind, str]] = [(kind, path) for kind, path in map(json.loads, lines)]
+    for kind, path in reversed(entries):
+        if kind == "left" or (kind == "new" and not os.path.islink(path)):
+            _remove(path)
+    listed, new = {path for _, path in entries}, {path for kind, path in entries if kind == "new"}
+    for folder in new:
+        if new.isdisjoint(map(str, Path(folder).parents)) and (found := _own_and_little(folder, listed)) is not None:
+            for path in found:
+                _remove(path)
+
+
+def _own_and_little(folder: str, listed: set[str]) -> list[str] | None:
+    """All that is in a folder, and at last itself; None where something is not ``listed``, or is much."""
+    found: list[str] = []
+    nbytes = 0
+    if os.path.islink(folder):
+        return None
+    for parent, folders, files in os.walk(folder, topdown=False):
+        paths = [os.path.join(parent, name) for name in (*files, *folders)]
+        if not listed.issuperset(paths) or any(map(os.path.islink, paths)):
+            return None
+        with contextlib.suppress(FileNotFoundError):  # the process that is ended removes it itself
+            nbytes += sum(os.lstat(path).st_size for path in paths[: len(files)])
+        if nbytes > _LITTLE_BYTES:
+            return None
+        found += [*paths[: len(files)], parent]
+    return found
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)

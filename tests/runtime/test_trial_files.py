@@ -23,7 +23,7 @@ from tensorboardX import log
 log("logs")
 open("logs/version_0/parameters", "w").close()  # by the script, in the tracker's folder
 open("logs/by_the_script", "w").close()
-os.makedirs("data/images")
+os.makedirs("data/images", exist_ok=True)
 open("data/images/1", "w").close()
 os.makedirs("out/run")
 pathlib.Path("out/run/weights").mkdir()
@@ -72,6 +72,60 @@ def test_trackers_files_locks_and_temporary_files_are_removed_and_all_else_stays
     assert [(tmp_path / name).exists() for name in ("results", "out", "plain")] == [True, False, False]
     assert [path.name for path in (tmp_path / "logs").iterdir() if path.is_dir()] == []
     trial_files.remove(str(record))  # nothing listed: nothing to do
+
+
+NEW_FOLDERS = """
+import os, pathlib, shutil, subprocess, sys, tempfile
+from monetrun.runtime.trial_files import TrialFiles
+TrialFiles(sys.argv[1]).watch()
+def fill(name, folders="", nbytes=2, how=os.makedirs):
+    how(name)
+    os.makedirs(f"{name}/{folders}", exist_ok=True)
+    pathlib.Path(name, folders, "args.json").write_text("x" * nbytes)
+fill("little")
+fill("deep/in/it", "logs/more", how=lambda name: pathlib.Path(name).mkdir(parents=True) or os.makedirs(f"{name}/new"))
+fill("saved")
+with tempfile.NamedTemporaryFile(dir="saved", delete=False) as part:
+    part.write(b"1")
+os.replace(part.name, "saved/whole")
+fill("much", nbytes=(1 << 20) + 1)
+fill("much/new")  # a script that finds "much" does not make what is missing in it
+fill("summed", nbytes=1 << 19)
+fill("summed/a", nbytes=1 << 19)
+fill("summed/b", nbytes=1 << 19)
+fill("cache_of_a_library")
+fill("with_anothers")
+subprocess.run(["touch", "with_anothers/file"])
+fill("with_moved")
+os.rename("of_the_user", "with_moved/of_the_user")
+fill("with_link")
+os.symlink(os.path.abspath("data"), "with_link/data")
+fill("replaced")
+shutil.rmtree("replaced")
+os.symlink("empty", "replaced")
+open("replaced/args.json", "w").close()
+fill("may_be_there", how=lambda name: os.makedirs(name, exist_ok=True))
+fill("data/new")
+fill("data/kept", how=lambda name: None)
+"""
+
+
+def test_a_folder_that_had_to_be_new_is_removed_with_the_little_that_the_trial_alone_has_written_into_it(tmp_path):
+    (tmp_path / "script.py").write_text(NEW_FOLDERS)
+    (tmp_path / "of_the_user").write_text("kept")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "data" / "kept").mkdir(parents=True)
+    (tmp_path / "data" / "kept" / "before").write_text("kept")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run([sys.executable, "script.py", "list"], cwd=tmp_path, env=environment, check=True)
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    trial_files.remove(str(tmp_path / "list"))
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert written - left == {
+        *("little", "little/args.json", "saved", "saved/args.json", "saved/whole", "data/new", "data/new/args.json"),
+        *("deep/in/it", "deep/in/it/new", "deep/in/it/logs", "deep/in/it/logs/more", "deep/in/it/logs/more/args.json"),
+    }
+    assert (tmp_path / "with_moved" / "of_the_user").read_text() == "kept"
 
 
 def test_wandb_and_mlflow_are_silent_whatever_the_script_says(tmp_path):
