@@ -200,7 +200,7 @@ def test_a_model_in_ddp_is_one_graph_and_its_gradients_are_eagers():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     undo = contextlib.ExitStack()
     try:
-        dynamo_settings.prepare_dynamo(PlannedCall.__call__.__code__, undo)
+        dynamo_settings.prepare_dynamo([PlannedCall.__call__.__code__], undo)
         torch.manual_seed(0)
         module = Layers(*[Layer(360) for _ in range(3)])
         x = torch.randn(2, 9, 360)
