@@ -88,7 +88,8 @@ class Again:
     @property
     def weights_changed(self) -> bool:
         """Whether the script has written to an input with a gradient since the call."""
-        tensors = ((v(), version) for v, version in zip(self.inputs, self.versions, strict=True) if _is_reference(v))
+        given = zip(self.inputs, self.versions, strict=True)
+        tensors = ((v(), version) for v, version in given if isinstance(v, weakref.ref))
         return any(t is not None and t.requires_grad and version_of(t) != version for t, version in tensors)
 
     def unchanged(self) -> list[Any]:
@@ -246,7 +247,3 @@ class _From(fx.Interpreter):
 
 def _versions(value: Any) -> list[int]:
     return [version_of(leaf) for leaf in torch.utils._pytree.tree_leaves(value)]
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, weakref.ref)

@@ -7,11 +7,13 @@ from torch import nn
 from support.sessions import opened_session
 
 
-class Retains(nn.Module):
+class Pair(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
 
+
+class Retains(Pair):
     def forward(self, x):
         y = self.first(x)
         torch._dynamo.graph_break()
@@ -20,11 +22,7 @@ class Retains(nn.Module):
         return self.second(F.gelu(y))
 
 
-class RemovesItsHook(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
+class RemovesItsHook(Pair):
     def forward(self, x):
         y = self.first(x)
         hook = y.register_hook(lambda gradient: gradient * 2)
