@@ -28,7 +28,7 @@ from monetrun.core.step import StepRecord
 from monetrun.launcher import stdin
 from monetrun.launcher.libraries import build_ahead
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.process import check_space
+from monetrun.launcher.process import check_space, outlived_by_none_of
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.report import warn
@@ -204,7 +204,8 @@ def run_process(
         except OSError as error:
             raise UsageError(f"{command[0]} cannot be started: {error.strerror}", _HOW_TO_START) from error
         try:
-            code = _wait(process, found, Path(record_file + BEGUN), most_seconds)
+            with outlived_by_none_of(process.pid):
+                code = _wait(process, found, Path(record_file + BEGUN), most_seconds)
         finally:
             _end(process, record_file)
             trial_files.remove(record_file)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -224,6 +225,23 @@ def test_processes_that_a_trial_leaves_are_ended_before_the_workers_start(sessio
     )
     assert main(["--quiet", path]) == 0
     assert (tmp_path / "state").read_text() in ("gone", "Z")
+
+
+@pytest.mark.skipif(not os.path.exists("/bin/sh"), reason="no shell ends it")
+def test_a_trial_ends_with_a_launcher_that_is_killed(script, tmp_path):
+    path = script("import time\nopen('pid', 'w').write(f'{os.getpid()} ')\nwhile True: time.sleep(0.01)\n")
+    seen = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-m", "monetrun", path], stderr=subprocess.DEVNULL) as launcher:
+        while not (seen.exists() and seen.read_text().endswith(" ")):
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        tried = psutil.Process(int(seen.read_text()))
+        launcher.kill()
+    try:
+        assert psutil.wait_procs([tried], timeout=60)[1] == []
+    finally:
+        if tried.is_running():
+            tried.kill()
 
 
 def test_a_launch_within_a_trial_ends_that_trial(tmp_path, monkeypatch):
