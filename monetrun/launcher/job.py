@@ -44,7 +44,7 @@ def open_job(options: LaunchOptions) -> Iterator[Job]:
     """A job that is closed at the end, on signals too; then this process's environment is restored."""
     end_outer_trial()
     with (
-        exit_on_signals(),
+        exit_on_signals(named=options.torchrun.signals_to_handle),
         full_disks_explained(),
         restored_environment(),
         timing.within(options.solver_seconds),
