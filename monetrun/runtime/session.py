@@ -248,7 +248,7 @@ class Session:
         all_stepped = (self.engine is None or self.engine.running is None) and _all_stepped(self)
         if self.engine is not None:
             self.engine.optimizer_ended(optimizer, all_stepped)
-            self.reporter.write_now_and_then(self.engine.findings)
+            self.reporter.write_now_and_then(self.engine.findings, settled=self.engine.meters.steps.settled)
             if all_stepped and self.engine.records_again():
                 self.stepped.clear()
         elif self.settings.mode == PROBE and all_stepped:

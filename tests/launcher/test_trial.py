@@ -210,6 +210,19 @@ def test_where_nodes_run_a_path_the_trial_ends_as_elsewhere_and_trains_nothing_t
     assert "4 training steps" in done.stderr
 
 
+@pytest.mark.parametrize(("steps", "told"), [(5, "3 training steps, as far as it was told"), (1, "left no report (")])
+def test_a_script_that_ends_by_exit_of_os_is_not_told_that_nothing_was_planned(script, steps, told):
+    text = (
+        "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"for _ in range({steps}):\n"
+        "    optimizer.zero_grad()\n    model(torch.ones(512, 64)).sum().backward()\n    optimizer.step()\n"
+        "os._exit(0)\n"
+    )
+    done = run(MONETRUN, "--budget=1GiB", script(text))
+    assert told in done.stderr
+    assert "nothing was planned" not in done.stderr
+
+
 def test_a_script_that_updates_its_parameters_itself_is_told_that_nothing_is_planned(script, capfd):
     text = (
         "import torch\nmodel = torch.nn.Linear(8, 8)\n"
