@@ -65,12 +65,12 @@ def start(environ: Mapping[str, str], kind: Callable[[Settings], Session] | None
 
     install_excepthook(_out_of_memory)
     if settings.mode in TRIALS:
-        from monetrun.runtime import silent_trackers, trial_files, trial_sources
+        from monetrun.runtime import silent_trackers, trial_files, trial_renames, trial_sources
 
         silent_trackers.silence()
         trial_sources.watch()
         if settings.record_file:
-            trial_files.TrialFiles(settings.record_file).watch()
+            trial_renames.watch(settings, trial_files.TrialFiles(settings.record_file).watch())
     if settings.mode in (MEASURE, PLAIN):
         from monetrun.runtime.plain_run import PlainRun
 
