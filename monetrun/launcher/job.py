@@ -256,7 +256,7 @@ def _print_outcome(job: Job, outcome: report.Outcome, exit_code: int) -> None:
     for warning in outcome.warnings if job.options.hides_warnings and job.node == 0 else ():
         report.warn(warning)
     if not job.options.quiet:
-        for line in report.outcome_lines(outcome, exit_code):
+        for line in report.outcome_lines(outcome, exit_code, planned=job.plan is not None):
             job.console.print(line)
 
 

@@ -193,6 +193,7 @@ def run_process(
     """
     command = _command(options)
     found = (Path(record_file), Path(record_file + UNSEEN))
+    trial_files.begin(record_file)
     with stderr_file.open("wb") as stderr, stdin.lent() as standard_input:
         try:
             process = subprocess.Popen(

@@ -210,6 +210,37 @@ def test_where_nodes_run_a_path_the_trial_ends_as_elsewhere_and_trains_nothing_t
     assert "4 training steps" in done.stderr
 
 
+def test_what_a_script_keeps_of_the_last_run_by_another_name_is_kept(script, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "train.log").write_text("of the last run")
+    text = (
+        "import torch\nos.replace('train.log', 'train.log.1')\nopen('train.log', 'w').write(where)\n"
+        "model = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    optimizer.zero_grad()\n    model(torch.ones(512, 64)).sum().backward()\n    optimizer.step()\n"
+    )
+    done = run(MONETRUN, "--budget=1GiB", script(text))
+    assert (tmp_path / "train.log.1").read_text() == "of the last run"
+    assert (tmp_path / "train.log").read_text() == "0"
+    assert f"it renames {tmp_path}/train.log, which was there before" in done.stderr
+    assert "planning at the first step instead" in done.stderr
+    assert "planned peak" in done.stderr
+
+
+@pytest.mark.parametrize(("steps", "told"), [(5, "3 training steps, as far as it was told"), (1, "left no report (")])
+def test_a_script_that_ends_by_exit_of_os_is_not_told_that_nothing_was_planned(script, steps, told):
+    text = (
+        "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"for _ in range({steps}):\n"
+        "    optimizer.zero_grad()\n    model(torch.ones(512, 64)).sum().backward()\n    optimizer.step()\n"
+        "os._exit(0)\n"
+    )
+    done = run(MONETRUN, "--budget=1GiB", script(text))
+    assert told in done.stderr
+    assert "nothing was planned" not in done.stderr
+
+
 def test_a_script_that_updates_its_parameters_itself_is_told_that_nothing_is_planned(script, capfd):
     text = (
         "import torch\nmodel = torch.nn.Linear(8, 8)\n"
