@@ -91,7 +91,8 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
         if ranks > 1 and "OMP_NUM_THREADS" not in os.environ and not options.quiet:
             print("monetrun: OMP_NUM_THREADS=1 in each worker, as under torchrun; set it to change it", file=sys.stderr)
         try:
-            with exit_on_signals(_stopped):  # torch leaves the rendezvous open to the other nodes then
+            # torch leaves the rendezvous open to the other nodes then
+            with exit_on_signals(_stopped, named=args.signals_to_handle):
                 # record() writes the reason to the error file that a scheduler may have given to this process.
                 record(run.run)(args)
         except ChildFailedError as error:
@@ -169,7 +170,8 @@ def _agreeing(options: LaunchOptions, joined: Joined | None, workers: Workers) -
                 if joined is None:
                     return met
                 try:
-                    with exit_on_signals():  # planning takes an Exception for a fault of monetrun's
+                    # planning takes an Exception for a fault of monetrun's
+                    with exit_on_signals(named=options.torchrun.signals_to_handle):
                         _restore(given, before)
                         ended = workers.exit_code(float(options.torchrun.monitor_interval))
                         variables = joined(met.store, met.rank, met.world_size, own.get_backend() == "static", ended)

@@ -44,7 +44,7 @@ def open_job(options: LaunchOptions) -> Iterator[Job]:
     """A job that is closed at the end, on signals too; then this process's environment is restored."""
     end_outer_trial()
     with (
-        exit_on_signals(),
+        exit_on_signals(named=options.torchrun.signals_to_handle),
         full_disks_explained(),
         restored_environment(),
         timing.within(options.solver_seconds),
@@ -256,7 +256,7 @@ def _print_outcome(job: Job, outcome: report.Outcome, exit_code: int) -> None:
     for warning in outcome.warnings if job.options.hides_warnings and job.node == 0 else ():
         report.warn(warning)
     if not job.options.quiet:
-        for line in report.outcome_lines(outcome, exit_code):
+        for line in report.outcome_lines(outcome, exit_code, planned=job.plan is not None):
             job.console.print(line)
 
 

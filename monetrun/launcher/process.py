@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import NoReturn
 from monetrun.core.errors import StorageFailed
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_NOT_HANDLED = (signal.SIGINT, signal.SIGKILL, signal.SIGSTOP)  # Python does the first, none can do the others
 _FEW_BYTES = 64 << 10
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
@@ -45,13 +47,16 @@ def restored_signal_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exit_on_signals(error: Callable[[int], BaseException] = lambda number: SystemExit(128 + number)) -> Iterator[None]:
+def exit_on_signals(
+    error: Callable[[int], BaseException] = lambda number: SystemExit(128 + number), *, named: str = ""
+) -> Iterator[None]:
     """Raise an error on signals that end a process, so that what was begun is cleaned up, as it is on Ctrl-C.
 
     A signal that is ignored stays so (``nohup``). After the first one, no further one interrupts the cleaning up.
 
     Args:
         error: gives it, from the signal's number.
+        named: further signals, as in ``--signals-to-handle``. Names that cannot be handled are left to torch's warning.
     """
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -59,7 +64,7 @@ def exit_on_signals(error: Callable[[int], BaseException] = lambda number: Syste
             signal.signal(other, signal.SIG_IGN)
         raise error(number)
 
-    found = {number: signal.getsignal(number) for number in _ENDING_SIGNALS}
+    found = {number: signal.getsignal(number) for number in {*_ENDING_SIGNALS, *_numbers(named)}}
     before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, stop)
@@ -68,6 +73,39 @@ def exit_on_signals(error: Callable[[int], BaseException] = lambda number: Syste
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def outlived_by_none_of(group: int) -> Iterator[None]:
+    """Have the processes of a group killed where this process ends within the context, be it by SIGKILL.
+
+    A shell does it that waits for the end of a pipe whose other end only this process has. Where there is none, as in a
+    container without a system, they are left.
+    """
+    try:
+        guard = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r _ || kill -s KILL -- "-$0"', str(group)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.communicate()
+
+
+def _numbers(names: str) -> Iterator[signal.Signals]:
+    """The signals of these names that can be handled here."""
+    for name in names.split(","):
+        number = getattr(signal, name.strip(), None)
+        if isinstance(number, signal.Signals) and number not in _NOT_HANDLED:
+            yield number
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from monetrun.planning.summary import planned_bytes, summary_lines
 from monetrun.planning.summary import share as share
 
 _LEAST_WIDTH = 200
+_NO_END = "(did the script end with os._exit?)"
 
 
 class _PipeConsole(Console):
@@ -171,6 +172,7 @@ class Outcome:
             trained: a step for which more is held is planned again.
         ranks: the figures of each.
         evaluating: a run without a plan has ended in an evaluation.
+        interim: a worker has left no report at its end, only one before.
     """
 
     plan: Plan | None
@@ -190,6 +192,7 @@ class Outcome:
     enforced: bool = True
     unplanned: str = ""
     evaluating: bool = False
+    interim: bool = False
 
     def planned(self, plan: Plan) -> tuple[int, int]:
         """``most_planned``, and at least what ``plan`` has."""
@@ -226,6 +229,7 @@ def read_outcome(folder: Path) -> Outcome:
         held=short.get("held", {}),
         unplanned=next((str(r["unplanned"]) for r in reports if r.get("unplanned")), ""),
         evaluating=any(r.get("evaluating") for r in reports),
+        interim=any(r.get("interim") for r in reports),
         most_planned=_most_planned(reports),
         ranks=tuple(sorted(map(rank_figures.of_report, reports), key=lambda figures: figures.rank)),
     )
@@ -245,13 +249,21 @@ def _measured_step(reports: Sequence[Mapping[str, Any]]) -> MeasuredStep | None:
     return MeasuredStep(tuple(ranks)) if ranks else None
 
 
-def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
-    """The report at the end of a run: planned and measured figures; of a failed run, only why memory ran out."""
+def outcome_lines(outcome: Outcome, exit_code: int, *, planned: bool = False) -> list[str]:
+    """The report at the end of a run: planned and measured figures; of a failed run, only why memory ran out.
+
+    Args:
+        outcome: of the run.
+        exit_code: of the launch.
+        planned: the workers were given a plan.
+    """
     plan = outcome.plan
     if exit_code == BudgetExceeded.exit_code and plan is not None:
         return _out_of_memory_lines(outcome, plan)
     if exit_code != 0:
         return []
+    if planned and not outcome.ranks:
+        return [f"[bold]monetrun[/bold]: the workers left no report {_NO_END}"]
     if plan is None:
         why = f": {outcome.unplanned}" if outcome.unplanned else ""
         return [f"[bold]monetrun[/bold]: nothing was planned{why}{_held(outcome)}"]
@@ -262,12 +274,12 @@ def outcome_lines(outcome: Outcome, exit_code: int) -> list[str]:
     if measured is not None:
         peak += f" ({share(measured, plan.plain_peak_bytes)})"
     overhead = outcome.measured_overhead
-    planned, _ = outcome.planned(plan)
+    planned_peak, _ = outcome.planned(plan)
     return [
-        f"[bold]monetrun[/bold]  {_steps(outcome.steps)}",
+        _heading(outcome),
         f"  plain peak     {format_bytes(plan.plain_peak_bytes)}",
         f"  budget         {format_bytes(plan.budget_bytes)}{_budget_notes(outcome, plan, plan.plain_peak_bytes)}",
-        f"  planned peak   {format_bytes(planned)} ({share(planned, plan.plain_peak_bytes)})",
+        f"  planned peak   {format_bytes(planned_peak)} ({share(planned_peak, plan.plain_peak_bytes)})",
         f"  measured peak  {peak}",
         f"  overhead       {plan.overhead:+.1%} planned; extra work "
         + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
@@ -292,6 +304,11 @@ def _out_of_memory_lines(outcome: Outcome, plan: Plan) -> list[str]:
         f"  held: {', '.join(f'{name} {format_bytes(nbytes)}' for name, nbytes in outcome.held.items() if nbytes)}",
         f"  give that much or more: --budget {format_budget(outcome.needed_bytes)}",
     ]
+
+
+def _heading(outcome: Outcome) -> str:
+    by_then = f", as far as it was told: the workers left no report at their end {_NO_END}" * outcome.interim
+    return f"[bold]monetrun[/bold]  {_steps(outcome.steps)}{by_then}"
 
 
 def _steps(number: int) -> str:
@@ -320,7 +337,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
     overhead = outcome.measured_overhead
     retries = f"; {outcome.retries} allocation retries in settled steps" if outcome.retries else ""
     return [
-        f"[bold]monetrun[/bold]  {_steps(outcome.steps)}",
+        _heading(outcome),
         row("plain peak", plain, plan.plain_peak_bytes) + (", estimated" if pool.plain_is_estimated else ""),
         f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved{_budget_notes(outcome, plan, plain)}",
         row("planned peak", planned_reserved, planned_allocated),

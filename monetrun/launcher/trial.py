@@ -29,7 +29,7 @@ from monetrun.launcher import stdin
 from monetrun.launcher.allocator import allocator_variables
 from monetrun.launcher.libraries import build_ahead
 from monetrun.launcher.options import LaunchOptions
-from monetrun.launcher.process import check_space
+from monetrun.launcher.process import check_space, outlived_by_none_of
 from monetrun.launcher.progress import status
 from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.report import warn
@@ -42,8 +42,9 @@ from monetrun.runtime.settings import PREFIX, TRIAL, Settings, check_hook, why_n
 _LOOK_SECONDS, _END_SECONDS = 0.1, 1.0
 
 # A trial that calls no model in training ends so long after it has begun, unless a plan is needed; and where its
-# processes have worked for less than this share of a core for so long: they wait, as a server does.
-_MOST_SECONDS, _WAITING_SECONDS, _WAITING_SHARE = 1800.0, 60.0, 0.03
+# processes have worked for less than this share of a core for so long, and have read and written next to nothing: they
+# wait, as a server does.
+_MOST_SECONDS, _WAITING_SECONDS, _WAITING_SHARE, _WAITING_BYTES = 1800.0, 60.0, 0.03, 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ def run_process(
     """
     command = _command(options)
     found = (Path(record_file), Path(record_file + UNSEEN))
+    trial_files.begin(record_file)
     with stderr_file.open("wb") as stderr, stdin.lent() as standard_input:
         try:
             process = subprocess.Popen(
@@ -205,7 +207,8 @@ def run_process(
         except OSError as error:
             raise UsageError(f"{command[0]} cannot be started: {error.strerror}", _HOW_TO_START) from error
         try:
-            code = _wait(process, found, Path(record_file + BEGUN), most_seconds)
+            with outlived_by_none_of(process.pid):
+                code = _wait(process, found, Path(record_file + BEGUN), most_seconds)
         finally:
             _end(process, record_file)
             trial_files.remove(record_file)
@@ -220,14 +223,16 @@ def _wait(process: subprocess.Popen[bytes], found: Sequence[Path], begun: Path, 
     Where it does not begin to train (``begun`` is not there), the reason is written to the last of ``found``.
     """
     began = looked = time.monotonic()
-    worked = 0.0
+    worked, moved = 0.0, 0
     while not any(file.exists() for file in found):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_SECONDS)
         now, reason, waits = time.monotonic(), "", False
         if now - looked >= _WAITING_SECONDS:
-            before, worked = worked, _worked_seconds(process.pid)
-            if 0 <= worked - before < _WAITING_SHARE * (now - looked):  # less: a process has ended unseen
+            before, (worked, nbytes) = worked, _work(process.pid)
+            moved, more = nbytes, nbytes - moved
+            # less than none: a process has ended unseen
+            if 0 <= worked - before < _WAITING_SHARE * (now - looked) and 0 <= more < _WAITING_BYTES:
                 reason, waits = f"it waits, for {now - looked:.0f} s now", True
             looked = now
         if now - began > most_seconds:
@@ -237,15 +242,18 @@ def _wait(process: subprocess.Popen[bytes], found: Sequence[Path], begun: Path, 
     return 0
 
 
-def _worked_seconds(pid: int) -> float:
-    """Processor time of a process, its children, and those that have ended."""
-    seconds = 0.0
+def _work(pid: int) -> tuple[float, int]:
+    """Processor time of a process and its children, and the bytes that they have read and written."""
+    seconds, nbytes = 0.0, 0
     with contextlib.suppress(psutil.Error):
         first = psutil.Process(pid)
         for one in (first, *first.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
                 seconds += sum(one.cpu_times()[:4])  # user, system, and those of children that have ended
-    return seconds
+            with contextlib.suppress(psutil.Error, OSError, AttributeError, RuntimeError, ValueError):  # not told here
+                counted = one.io_counters()
+                nbytes += counted.read_chars + counted.write_chars
+    return seconds, nbytes
 
 
 def _end(process: subprocess.Popen[bytes], record_file: str) -> None:

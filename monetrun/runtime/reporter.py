@@ -35,6 +35,7 @@ class Reporter:
         self.settings = settings
         self.warned: set[str] = set()
         self._began = self._written = time.monotonic()
+        self._settled = False
 
     def warn(self, message: str) -> None:
         """Print a line on stderr, once, in rank 0. A trial run prints nothing: the run itself warns again."""
@@ -81,14 +82,17 @@ class Reporter:
             raise CaptureFailed(message, "without --strict it runs as it is, outside the plan")
         self.warn(message)
 
-    def write_now_and_then(self, findings: Callable[[], Mapping[str, Any]]) -> None:
-        """``write``, if that was long ago: a process that is killed leaves what it had found.
+    def write_now_and_then(self, findings: Callable[[], Mapping[str, Any]], settled: bool = False) -> None:
+        """``write``, if that was long ago: a process that is killed, or ends by ``os._exit``, leaves what it had found.
 
-        The longer it has run, the less often, since the other ranks wait meanwhile.
+        The longer it has run, the less often, since the other ranks wait meanwhile. Once the first steps have
+        ``settled``, it is written in any case.
         """
-        ran = min(self._written - self._began, _SELDOM_SECONDS)
-        if self.settings.report_folder and time.monotonic() - self._written > max(_EVERY_SECONDS, ran):
-            self.write(findings())
+        ran, first = min(self._written - self._began, _SELDOM_SECONDS), settled and not self._settled
+        late = time.monotonic() - self._written > max(_EVERY_SECONDS, ran)
+        if self.settings.report_folder and (first or late):
+            self._settled |= settled
+            self.write({**findings(), "interim": True})
 
     def write(self, findings: Mapping[str, Any]) -> None:
         """Leave ``findings`` and the warnings in the report folder, if the launcher named one."""

@@ -65,12 +65,12 @@ def start(environ: Mapping[str, str], kind: Callable[[Settings], Session] | None
 
     install_excepthook(_out_of_memory)
     if settings.mode in TRIALS:
-        from monetrun.runtime import silent_trackers, trial_files, trial_sources
+        from monetrun.runtime import silent_trackers, trial_files, trial_renames, trial_sources
 
         silent_trackers.silence()
         trial_sources.watch()
         if settings.record_file:
-            trial_files.TrialFiles(settings.record_file).watch()
+            trial_renames.watch(settings, trial_files.TrialFiles(settings.record_file).watch())
     if settings.mode in (MEASURE, PLAIN):
         from monetrun.runtime.plain_run import PlainRun
 
@@ -248,7 +248,7 @@ class Session:
         all_stepped = (self.engine is None or self.engine.running is None) and _all_stepped(self)
         if self.engine is not None:
             self.engine.optimizer_ended(optimizer, all_stepped)
-            self.reporter.write_now_and_then(self.engine.findings)
+            self.reporter.write_now_and_then(self.engine.findings, settled=self.engine.meters.steps.settled)
             if all_stepped and self.engine.records_again():
                 self.stepped.clear()
         elif self.settings.mode == PROBE and all_stepped:

@@ -42,7 +42,7 @@ def end_before(end: Callable[[], None], undo: contextlib.ExitStack, settings: Se
     Returns:
         To be called when training has begun: before, what is saved are weights as the script made them.
     """
-    begun, process, own = False, os.getpid(), _own_folders(settings)
+    begun, process, own = False, os.getpid(), own_folders(settings)
     save = torch.save
     # an audit hook stays: it must not keep what ``end`` is a method of
     known = weakref.WeakMethod(end) if inspect.ismethod(end) else lambda: end
@@ -83,7 +83,7 @@ def end_before(end: Callable[[], None], undo: contextlib.ExitStack, settings: Se
     return begin
 
 
-def _own_folders(settings: Settings) -> list[Path]:
+def own_folders(settings: Settings) -> list[Path]:
     """Of the launch, in which the record lies, and of the caches."""
     named = [str(native.cache_folder()), settings.cache_folder]
     named.append(os.path.dirname(settings.record_file))

@@ -54,17 +54,22 @@ class TrialFiles:
 
     Args:
         record_file: of the trial run.
+
+    Attributes:
+        began_ns: when the trial run began: then the launcher has made the list.
     """
 
     def __init__(self, record_file: str) -> None:
         self._list = os.open(record_file + LIST, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.began_ns = os.fstat(self._list).st_mtime_ns
         self._folders: set[str] = set()
         self._new: set[str] = set()  # folders that had to be new, and are in no other one
         self._listed: set[str] = set()
 
-    def watch(self) -> None:
-        """Begin; there is no end but the process's."""
+    def watch(self) -> int:
+        """Begin; there is no end but the process's. Gives ``began_ns``."""
         sys.addaudithook(self._noticed)
+        return self.began_ns
 
     def _noticed(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
@@ -132,6 +137,11 @@ def by_a_tracker() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def begin(record_file: str) -> None:
+    """Make the empty list, before the trial's process starts."""
+    Path(record_file + LIST).touch()
 
 
 def is_a_cache(path: str) -> bool:

@@ -360,6 +360,25 @@ def test_sigterm_while_planning_ends_with_143_and_starts_nothing(tmp_path, monke
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+def test_a_signal_to_be_handled_that_comes_while_planning_ends_the_launch_as_sigterm_does(tmp_path, monkeypatch):
+    """As SLURM's ``--signal=USR1``: its default action would leave the trial's processes."""
+    monkeypatch.setenv("DUMP_FOLDER", str(tmp_path))
+    monkeypatch.setattr("monetrun.launcher.job.Job", FakeJob)
+    monkeypatch.setattr(FakeJob, "seen", [])
+    monkeypatch.setattr(FakeJob, "prepare", lambda self: os.kill(os.getpid(), signal.SIGUSR1) or {})
+    came = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    try:
+        named = "--signals-to-handle=SIGTERM, SIGUSR1,SIGINT,SIGKILL,SIGNONE"
+        with pytest.raises(SystemExit) as end:
+            run_launch(parsed(named, DUMP))
+        assert (end.value.code, came, FakeJob.seen, dumped(tmp_path)) == (128 + signal.SIGUSR1, [], ["closed"], {})
+        assert run_launch(parsed(DUMP)) == 0  # where it is not named, it is not handled
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_a_hangup_or_quit_while_planning_cleans_up_unless_it_is_ignored(number, tmp_path, monkeypatch):
     monkeypatch.setenv("DUMP_FOLDER", str(tmp_path))
@@ -386,8 +405,8 @@ def test_a_hangup_or_quit_while_planning_cleans_up_unless_it_is_ignored(number, 
     assert FakeJob.seen == ["closed", "closed"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
-def test_a_hangup_or_quit_leaves_no_trial_process_and_no_folder(number, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1])
+def test_a_hangup_quit_or_signal_to_be_handled_leaves_no_trial_process_and_no_folder(number, tmp_path, monkeypatch):
     monkeypatch.setenv("MONETRUN_CACHE", str(tmp_path / "cache"))
     script, seen = tmp_path / "train.py", tmp_path / "pid"
     script.write_text("import os, sys, time\nopen(sys.argv[1], 'w').write(f'{os.getpid()} ')\ntime.sleep(100)\n")
@@ -403,7 +422,7 @@ def test_a_hangup_or_quit_leaves_no_trial_process_and_no_folder(number, tmp_path
     sender.start()
     try:
         with pytest.raises(SystemExit) as end:
-            run_launch(parsed("--quiet", str(script), str(seen)))
+            run_launch(parsed("--quiet", "--signals-to-handle=SIGUSR1", str(script), str(seen)))
     finally:
         sender.join()
         signal.signal(number, before)
@@ -482,19 +501,21 @@ ELASTIC = ("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
 
 @pytest.fixture
 def not_ignored():
-    """SIGHUP, which is ignored under ``nohup``, ends a process."""
+    """SIGHUP, which is ignored under ``nohup``, ends a process; SIGUSR2, unhandled, does not end the tests' own."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    before_too = signal.signal(signal.SIGUSR2, lambda *given: None)
     yield
     signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGUSR2, before_too)
 
 
 @pytest.mark.usefixtures("not_ignored")
 @pytest.mark.parametrize("when", ["they meet", "they plan"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
 def test_a_signal_to_one_node_before_its_workers_start_leaves_the_rendezvous_to_the_others(
     number, when, monkeypatch, capfd
 ):
-    closed, handlers = [], {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    closed, handlers = [], {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)}
     monkeypatch.setattr(DynamicRendezvousHandler, "shutdown", lambda self: closed.append(self) or True)
 
     def stop(*_):
@@ -509,7 +530,7 @@ def test_a_signal_to_one_node_before_its_workers_start_leaves_the_rendezvous_to_
     if when == "they meet":
         monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", stop)
     with exit_on_signals():
-        assert agent.launch(parsed(*ELASTIC, BEHAVE), {}, plan) == 128 + number
+        assert agent.launch(parsed("--signals-to-handle=SIGTERM,SIGUSR2", *ELASTIC, BEHAVE), {}, plan) == 128 + number
     assert closed == []
     assert capfd.readouterr().err == f"monetrun: stopped by {signal.Signals(number).name}\n"
     assert {n: signal.getsignal(n) for n in handlers} == handlers

@@ -29,6 +29,20 @@ def write_report(folder, rank, *intervals, plan=PLAN, **more):
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
+def test_workers_that_leave_no_report_under_a_plan_are_not_said_to_have_none(tmp_path):
+    nothing = read_outcome(tmp_path)
+    assert outcome_lines(nothing, 0, planned=True) == [
+        "[bold]monetrun[/bold]: the workers left no report (did the script end with os._exit?)"
+    ]
+    assert outcome_lines(nothing, 0) == ["[bold]monetrun[/bold]: nothing was planned"]
+    assert outcome_lines(nothing, 1, planned=True) == []
+    write_report(tmp_path, 0, steps=3, interim=True)
+    told = "3 training steps, as far as it was told: the workers left no report at their end (did the script end with"
+    assert told in outcome_lines(read_outcome(tmp_path), 0, planned=True)[0]
+    write_report(tmp_path, 0, steps=5)
+    assert outcome_lines(read_outcome(tmp_path), 0, planned=True)[0] == "[bold]monetrun[/bold]  5 training steps"
+
+
 def test_the_intervals_of_all_ranks_that_measured_them_are_read_by_rank(tmp_path):
     write_report(tmp_path, 10, interval(110))
     write_report(tmp_path, 2, interval(102))

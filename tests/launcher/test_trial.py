@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -132,20 +133,44 @@ def test_what_took_too_long_as_the_plain_step_is_not_tried_again(script, tmp_pat
 
 
 def test_a_trial_works_where_processes_that_it_has_started_did():
-    work = "import time\nwhile time.process_time() < 0.3: pass"
+    work = "import time\nwhile time.process_time() < 0.3: pass\nopen('/dev/null', 'w').write('x' * 300_000)"
     text = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {work!r}])\nprint(flush=True)\ninput()"
     command = [sys.executable, "-c", text]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        assert trial._worked_seconds(process.pid) > 0.3
+        seconds, nbytes = trial._work(process.pid)
+        assert seconds > 0.3
+        assert nbytes > 300_000 or sys.platform != "linux"
         process.stdin.close()
 
 
+@pytest.mark.parametrize("error", [psutil.AccessDenied(1), AttributeError("as on macOS"), RuntimeError("empty")])
+def test_where_bytes_are_not_told_processor_time_alone_is_work(monkeypatch, error):
+    def io_counters(self):
+        raise error
+
+    monkeypatch.setattr(psutil.Process, "io_counters", io_counters, raising=False)
+    seconds, nbytes = trial._work(os.getpid())
+    assert seconds > 0
+    assert nbytes == 0
+
+
 def test_a_trial_does_not_wait_while_its_processes_end_unseen(tmp_path, monkeypatch):
+    assert looks_until_it_waits(tmp_path, monkeypatch, [(9.0, 0), (3.0, 0), (5.0, 0), (1.0, 0), (1.0, 0)]) == 5
+
+
+def test_a_trial_that_reads_or_writes_does_not_wait(tmp_path, monkeypatch):
+    """As a slow download: the worker would find a part of the file."""
+    kib = 1 << 10
+    work = [(1.0, 900 * kib), (1.0, 960 * kib), (1.0, 1020 * kib), (1.0, 980 * kib), (1.0, 981 * kib)]
+    assert looks_until_it_waits(tmp_path, monkeypatch, work) == 5
+
+
+def looks_until_it_waits(tmp_path, monkeypatch, work):
+    """How often a trial is looked at whose processes have then worked, and read and written, so much."""
     monkeypatch.setattr(trial, "_WAITING_SECONDS", 0.0)
-    seconds = iter([9.0, 3.0, 5.0, 1.0, 1.0])
-    monkeypatch.setattr(trial, "_worked_seconds", lambda pid: next(seconds))
-    looks = []
+    left, looks = iter(work), []
+    monkeypatch.setattr(trial, "_work", lambda pid: next(left))
 
     def wait(timeout):
         looks.append(timeout)
@@ -153,8 +178,8 @@ def test_a_trial_does_not_wait_while_its_processes_end_unseen(tmp_path, monkeypa
 
     found = (tmp_path / "record", tmp_path / "unseen")
     assert trial._wait(SimpleNamespace(wait=wait, pid=1), found, tmp_path / "begun", math.inf) == 0
-    assert len(looks) == 5
     assert "it waits" in found[1].read_text()
+    return len(looks)
 
 
 def test_a_trial_whose_optimizer_makes_no_step_ends(script, capfd):
@@ -183,6 +208,37 @@ def test_where_nodes_run_a_path_the_trial_ends_as_elsewhere_and_trains_nothing_t
     assert [path.name for path in tmp_path.glob("ended_*")] == ["ended_0"]
     assert "planning at the first step" not in done.stderr
     assert "4 training steps" in done.stderr
+
+
+def test_what_a_script_keeps_of_the_last_run_by_another_name_is_kept(script, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "train.log").write_text("of the last run")
+    text = (
+        "import torch\nos.replace('train.log', 'train.log.1')\nopen('train.log', 'w').write(where)\n"
+        "model = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    optimizer.zero_grad()\n    model(torch.ones(512, 64)).sum().backward()\n    optimizer.step()\n"
+    )
+    done = run(MONETRUN, "--budget=1GiB", script(text))
+    assert (tmp_path / "train.log.1").read_text() == "of the last run"
+    assert (tmp_path / "train.log").read_text() == "0"
+    assert f"it renames {tmp_path}/train.log, which was there before" in done.stderr
+    assert "planning at the first step instead" in done.stderr
+    assert "planned peak" in done.stderr
+
+
+@pytest.mark.parametrize(("steps", "told"), [(5, "3 training steps, as far as it was told"), (1, "left no report (")])
+def test_a_script_that_ends_by_exit_of_os_is_not_told_that_nothing_was_planned(script, steps, told):
+    text = (
+        "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"for _ in range({steps}):\n"
+        "    optimizer.zero_grad()\n    model(torch.ones(512, 64)).sum().backward()\n    optimizer.step()\n"
+        "os._exit(0)\n"
+    )
+    done = run(MONETRUN, "--budget=1GiB", script(text))
+    assert told in done.stderr
+    assert "nothing was planned" not in done.stderr
 
 
 def test_a_script_that_updates_its_parameters_itself_is_told_that_nothing_is_planned(script, capfd):
@@ -224,6 +280,23 @@ def test_processes_that_a_trial_leaves_are_ended_before_the_workers_start(sessio
     )
     assert main(["--quiet", path]) == 0
     assert (tmp_path / "state").read_text() in ("gone", "Z")
+
+
+@pytest.mark.skipif(not os.path.exists("/bin/sh"), reason="no shell ends it")
+def test_a_trial_ends_with_a_launcher_that_is_killed(script, tmp_path):
+    path = script("import time\nopen('pid', 'w').write(f'{os.getpid()} ')\nwhile True: time.sleep(0.01)\n")
+    seen = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-m", "monetrun", path], stderr=subprocess.DEVNULL) as launcher:
+        while not (seen.exists() and seen.read_text().endswith(" ")):
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        tried = psutil.Process(int(seen.read_text()))
+        launcher.kill()
+    try:
+        assert psutil.wait_procs([tried], timeout=60)[1] == []
+    finally:
+        if tried.is_running():
+            tried.kill()
 
 
 def test_a_launch_within_a_trial_ends_that_trial(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from monetrun.launcher.report import read_outcome
 from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.settings import CHECK, PROBE, RUN, Settings
 
@@ -20,6 +21,19 @@ def test_a_process_that_is_killed_leaves_what_it_had_found_minutes_before(monkey
         files = list(tmp_path.glob("rank0.json"))
         found.append(json.loads(files[0].read_text())["steps"] if files else None)
     assert found == [None, None, 41, 41, 80]
+
+
+def test_a_report_is_left_once_the_first_steps_have_settled_and_says_that_it_is_not_the_last(tmp_path):
+    reporter = Reporter(Settings(mode=RUN, report_folder=str(tmp_path)))
+    found = []
+    for steps in range(1, 6):
+        reporter.write_now_and_then(lambda s=steps: {"steps": s}, settled=steps > 2)
+        files = list(tmp_path.glob("rank0.json"))
+        found.append(json.loads(files[0].read_text())["steps"] if files else None)
+    assert found == [None, None, 3, 3, 3]
+    assert read_outcome(tmp_path).interim
+    reporter.write({"steps": 5})
+    assert (read_outcome(tmp_path).interim, read_outcome(tmp_path).steps) == (False, 5)
 
 
 def test_the_folder_of_a_job_may_be_cleaned_away_on_its_second_day(tmp_path, capsys):
