@@ -7,8 +7,8 @@ networks of ``gpu_training.py`` train, small, in two processes that take turns, 
 since one process can be a tenth slower than the next one of the same code: eagerly, with the allocator's settings
 as torch has them, and as a worker of a launch does. ``auto`` is a budget that the plain step fits with room, so that
 nothing is planned; under ``full``, which it fits too, the step is planned all the same. ``cpu`` is what the process
-took of its processors, in all threads; ``wall`` is the clock, which on a shared machine counts others' work. Costs come
-from a data sheet, so that every run has the same plan; where that guesses too little of what an operator takes, a step
+took of its processors, in all threads; ``wall`` is the clock. Of the steps in a turn the least counts: on a shared
+machine others' work adds to most of them, and to the planned ones no less than to eager's. Costs come from a data sheet, so that every run has the same plan; where that guesses too little of what an operator takes, a step
 under a share runs out of memory, and the row is left out. Rows of other networks and budgets that the file has already
 stay in it.
 """
@@ -79,13 +79,15 @@ def observing(budget: str) -> Session | PlainRun:
 
 
 def seconds(step: Callable[[], object], steps: int) -> tuple[float, float]:
-    """The wall's and the processor's seconds of one step, a mean of ``steps``."""
-    torch.cuda.synchronize()
-    wall, cpu = time.perf_counter(), time.process_time()
+    """The wall's and the processor's seconds of a step, the least of ``steps``."""
+    walls, cpus = [], []
     for _ in range(steps):
+        wall, cpu = time.perf_counter(), time.process_time()
         step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
+        torch.cuda.synchronize()
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return min(walls), min(cpus)
 
 
 def operators(step: Callable[[], object]) -> int:
