@@ -4,13 +4,14 @@
 
 On a stand-in GPU, where kernels cost nothing, a step's time is the host's; on a real one only the processor's is. The
 networks of ``gpu_training.py`` train, small, in two processes that take turns, which are started anew several times,
-since one process can be a tenth slower than the next one of the same code: eagerly, with the allocator's settings
-as torch has them, and as a worker of a launch does. ``auto`` is a budget that the plain step fits with room, so that
+since one process can be a tenth slower than the next one of the same code: eagerly, with the allocator's settings as
+torch has them, and as a worker of a launch does. ``auto`` is a budget that the plain step fits with room, so that
 nothing is planned; under ``full``, which it fits too, the step is planned all the same. ``cpu`` is what the process
 took of its processors, in all threads; ``wall`` is the clock. Of the steps in a turn the least counts: on a shared
-machine others' work adds to most of them, and to the planned ones no less than to eager's. Costs come from a data sheet, so that every run has the same plan; where that guesses too little of what an operator takes, a step
-under a share runs out of memory, and the row is left out. Rows of other networks and budgets that the file has already
-stay in it.
+machine others' work adds to most of them, and to the planned ones no less than to eager's. Costs come from a data
+sheet, so that every run has the same plan; where that guesses too little of what an operator takes, a step under a
+share runs out of memory, and the row is left out. Rows of other networks and budgets that the file has already stay in
+it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
+from monetrun.capture import arriving_strides
+from monetrun.capture.arriving_strides import Arriving
 from monetrun.capture.joint import JointGraph
+from monetrun.capture.strides import alike
 from monetrun.core.graph import BACKWARD, Costs, Requests
 
 
@@ -18,6 +22,7 @@ class BesideOperators:
 
     def __init__(self) -> None:
         self._bytes: Counter[tuple[int, int]] = Counter()  # by graph and operator
+        self._strides: dict[int, dict[fx.Node, tuple[int, ...]]] = {}  # by graph: of gradients, as they arrive
 
     def add(self, graph: int, operator: int, nbytes: int) -> None:
         """So much is allocated while this operator's results are given."""
@@ -30,15 +35,22 @@ class BesideOperators:
         element. Costs are measured with whole ones.
         """
         tangents = joint.tangents
-        expanded = {
-            joint.storage[node]
+        given = {
+            node: value
             for node, value in zip(tangents, arguments[len(arguments) - len(tangents) :], strict=True)
-            if node in joint.storage and isinstance(value, torch.Tensor) and _is_expanded(value)
+            if node in joint.storage and isinstance(value, torch.Tensor) and value.layout == torch.strided
         }
+        expanded = {joint.storage[node] for node, value in given.items() if _is_expanded(value)}
+        others = {node: v.stride() for node, v in given.items() if not _is_expanded(v) and not _is_as_traced(node, v)}
+        self._strides.setdefault(graph, {}).update(others)
         for operator in joint.graph.operators if expanded else ():
             read = expanded.intersection(operator.inputs)
             if operator.phase == BACKWARD and read:
                 self.add(graph, operator.id, sum(joint.graph.tensors[t].nbytes for t in read))
+
+    def arriving(self, joints: Sequence[JointGraph]) -> list[Arriving]:
+        """The graphs, with the strides with which the gradients of their outputs arrived."""
+        return [arriving_strides.of(joint, self._strides.get(graph, {})) for graph, joint in enumerate(joints)]
 
     def costs(self, costs: Sequence[Costs]) -> list[Costs]:
         """The costs of all graphs, with these."""
@@ -54,9 +66,11 @@ class BesideOperators:
 
 
 def _is_expanded(value: torch.Tensor) -> bool:
-    return value.layout == torch.strided and any(
-        n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True)
-    )
+    return any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
+
+
+def _is_as_traced(node: fx.Node, value: torch.Tensor) -> bool:
+    return alike(value.shape, value.stride(), node.meta["val"].stride())
 
 
 def _then(own: Requests, nbytes: int) -> Requests:

@@ -194,8 +194,9 @@ class Recorder(WithoutCaptures):
             return [cost.modelled(joint, self.model) for joint in self.joints]
         if self.memory is not None:
             self.memory.stop()
-        self.known = cost_store.measure(self.joints, self.known, self.meter, self.device, store)
-        return [cost.costs_of(joint, self.known, cost_store.device_name(self.device)) for joint in self.joints]
+        arriving, name = self._beside.arriving(self.joints), cost_store.device_name(self.device)
+        self.known = cost_store.measure([a.joint for a in arriving], self.known, self.meter, self.device, store)
+        return [a.with_copies(cost.costs_of(a.joint, self.known, name)) for a in arriving]
 
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""

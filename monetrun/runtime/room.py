@@ -227,7 +227,8 @@ class Room:
         """What is held, and with it what ``need`` takes to be freed soon and is not there: the last step's outputs.
 
         The first step of an epoch has none where the script's loop is a function: what else is held then stays, and
-        would be taken for what is freed.
+        would be taken for what is freed. But where as much is held as was planned, it is there, though no graph gave
+        it: the mean of ``F.mse_loss`` keeps memory for all of its terms.
         """
         there, freed = list[_Output](), list[int]()
         for output in self._last_outputs:
@@ -239,8 +240,9 @@ class Room:
             self._last_outputs, self._freed = there, sorted([*self._freed, *freed])
         there_bytes = sum(o.nbytes for o in there)
         missing = _missing(need.last_outputs_bytes, self._freed, there_bytes) if self._counts_outputs else 0
-        missing = missing if missing > self.limit_bytes >> _NOTHING_SHIFT else 0
-        found = Shortage(fingerprint, self.meter.current_bytes() + missing, need, missing)
+        held, nothing = self.meter.current_bytes(), self.limit_bytes >> _NOTHING_SHIFT
+        missing = missing if missing > nothing and abs(held - need.held_bytes) > nothing else 0
+        found = Shortage(fingerprint, held + missing, need, missing)
         self.excess_bytes = None if fingerprint in self._beyond else found.excess_bytes
         return found
 
