@@ -160,10 +160,9 @@ class Recorder(WithoutCaptures):
         return _bytes_of(p.grad for p in _outside_buckets(self))
 
     def _action_begins(self) -> bool:
-        if not self.stretches:
-            return False
-        self._end_stretch(OUTSIDE)
-        return True
+        if found := bool(self.stretches):
+            self._end_stretch(OUTSIDE)
+        return found
 
     def _action_ended(self, action: Action) -> None:
         self._actions[len(self.stretches)] = action

@@ -230,15 +230,11 @@ class Room:
         would be taken for what is freed. But where as much is held as was planned, it is there, though no graph gave
         it: the mean of ``F.mse_loss`` keeps memory for all of its terms.
         """
-        there, freed = list[_Output](), list[int]()
-        for output in self._last_outputs:
-            if output.storage.expired():
-                freed.append(output.nbytes)
-            else:
-                there.append(output)
+        freed = [o.nbytes for o in self._last_outputs if o.storage.expired()]
         if freed:
-            self._last_outputs, self._freed = there, sorted([*self._freed, *freed])
-        there_bytes = sum(o.nbytes for o in there)
+            self._freed = sorted([*self._freed, *freed])
+            self._last_outputs = [o for o in self._last_outputs if not o.storage.expired()]
+        there_bytes = sum(o.nbytes for o in self._last_outputs)
         missing = _missing(need.last_outputs_bytes, self._freed, there_bytes) if self._counts_outputs else 0
         held, nothing = self.meter.current_bytes(), self.limit_bytes >> _NOTHING_SHIFT
         missing = missing if missing > nothing and abs(held - need.held_bytes) > nothing else 0
