@@ -26,6 +26,11 @@ _OUTPUT_SUMS = (OPERATOR, add_output_gradient_)
 _SUMS = (aten.add.Tensor, aten.add_.Tensor, *_OUTPUT_SUMS)
 
 
+def is_sum_of_two(node: fx.Node) -> bool:
+    """Whether a call adds two tensors and does nothing else: without one of them it is the other."""
+    return node.target in _SUMS and len(node.all_input_nodes) == 2 and not node.kwargs
+
+
 def without(module: fx.GraphModule, absent: Collection[int]) -> tuple[fx.GraphModule, list[int]]:
     """A backward module that takes the same arguments, and the positions of those that it does not read.
 
@@ -84,7 +89,7 @@ class _Shortened:
         gone = [n for n in given if n in self.absent]
         if gone and not any(n in self._late and n not in self.absent for n in given):
             self.absent.add(node)
-        elif gone and node.target in _SUMS and len(given) == 2 and not node.kwargs:
+        elif gone and is_sum_of_two(node):
             self._pass_on(node, given)
         else:
             given_now = {n: self._zeros(n) for n in gone} | self._as_traced(node)

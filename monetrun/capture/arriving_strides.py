@@ -7,6 +7,7 @@ to. A recorded step shows the strides (see ``gradient_forms``), and calls that r
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
+from monetrun.capture.absent_terms import is_sum_of_two
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.open_strides import has_strides, open_nodes
 from monetrun.capture.operators import signature
+from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.storages import tensors_in
 from monetrun.capture.strides import VIEWS, alike, is_form_bound
 from monetrun.core.graph import Costs, Requests
@@ -59,11 +62,20 @@ class Arriving:
         return replace(costs, workspace_bytes=tuple(map(tuple, workspace)), requests=rows)
 
 
-def of(joint: JointGraph, strides: Mapping[fx.Node, tuple[int, ...]]) -> Arriving:
-    """``joint`` where gradients of its outputs (``strides`` by their nodes) arrive with others than were traced."""
-    if not strides:
+def of(joint: JointGraph, given: Mapping[fx.Node, tuple[int, ...] | None]) -> Arriving:
+    """``joint`` where gradients of its outputs arrive with other strides than were traced, or not at all.
+
+    Args:
+        joint: a graph.
+        given: the strides of such gradients, by their nodes; None: it is absent.
+    """
+    if not given:
         return Arriving(joint)
-    values, reshaped = _values(joint, strides)
+    found, late = _Values(given), open_nodes(joint.module.graph)
+    with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True):  # type: ignore[no-untyped-call]
+        for node in joint.module.graph.nodes:
+            found.add(node, has_open_strides=late.get(node, False))
+    values = found.values
     beside, before = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     rows, timed = [list(row) for row in joint.signatures], dict(joint.timed)
     for op, node in zip(joint.graph.operators, joint.nodes, strict=True):
@@ -79,7 +91,7 @@ def of(joint: JointGraph, strides: Mapping[fx.Node, tuple[int, ...]]) -> Arrivin
                 rows[op.id][k] = signature(other)
                 timed.setdefault(rows[op.id][k], (other, node))
     places = {node: i for i, node in enumerate(joint.nodes)}
-    for node in reshaped:
+    for node in found.reshaped:
         read, nbytes, last = _read(node, places), node.meta["val"].nbytes, _last_use(node, places)
         for place in range(min(read, default=0), max(read, default=-1) + 1):
             for k in range(len(joint.graph.operators[place].implementations)):
@@ -90,37 +102,59 @@ def of(joint: JointGraph, strides: Mapping[fx.Node, tuple[int, ...]]) -> Arrivin
     return Arriving(replace(joint, signatures=tuple(map(tuple, rows)), timed=timed), beside, before)
 
 
-def _values(joint: JointGraph, strides: Mapping[fx.Node, tuple[int, ...]]) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
+class _Values:
     """What nodes that read the gradients give then, in fake tensors; and the reshapes among them that copy."""
-    values: dict[fx.Node, Any] = {}
-    reshaped = []
-    late = open_nodes(joint.module.graph)
-    with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True):  # type: ignore[no-untyped-call]
 
-        def value(node: fx.Node) -> Any:
-            if node not in values:
-                values[node] = tree_map_only(torch.Tensor, _again, node.meta.get("val"))
-            return values[node]
+    def __init__(self, given: Mapping[fx.Node, tuple[int, ...] | None]) -> None:
+        self.values: dict[fx.Node, Any] = {}
+        self.reshaped: list[fx.Node] = []
+        self._given = given
+        self._absent = {node for node, strides in given.items() if strides is None}
+        self._late: set[fx.Node] = set()  # what depends on gradients of outputs
+        self._as_traced: dict[fx.Node, Any] = {}
 
-        for node, has_open_strides in late.items():
-            if node in strides:
-                traced = node.meta["val"]
-                values[node] = torch.empty_strided(
-                    traced.shape, strides[node], dtype=traced.dtype, device=traced.device
-                )
-            elif has_open_strides and node.op == "call_function" and any(n in values for n in node.all_input_nodes):
-                try:
-                    arguments, keywords = _mapped(Call.of(node), value)
-                    if node.target in VIEWS:
-                        source, sizes = arguments
-                        values[node] = source.reshape(sizes)
-                        if values[node].untyped_storage()._cdata != source.untyped_storage()._cdata:
-                            reshaped.append(node)
-                    else:
-                        values[node] = node.target(*arguments, **keywords)  # type: ignore[operator]
-                except (RuntimeError, NotImplementedError, ValueError):  # what follows counts as traced
-                    values.pop(node, None)
-    return {node: v for node, v in values.items() if node in late}, reshaped
+    def add(self, node: fx.Node, *, has_open_strides: bool) -> None:
+        """Go on with the next node."""
+        read = node.all_input_nodes
+        if (node.op == "placeholder" and is_tangent(node)) or not self._late.isdisjoint(read):
+            self._late.add(node)
+        gone = self._absent.intersection(read)
+        if (strides := self._given.get(node)) is not None:
+            v = node.meta["val"]
+            self.values[node] = torch.empty_strided(v.shape, strides, dtype=v.dtype, device=v.device)
+        elif node.op != "call_function" or node not in self._late:
+            return
+        elif gone and not any(n in self._late and n not in gone for n in read):
+            self._absent.add(node)
+        elif gone and is_sum_of_two(node):  # see ``absent_terms``
+            self._keep(node, self._term)
+        elif has_open_strides and not self.values.keys().isdisjoint(read):
+            self._keep(node, self._result)
+
+    def _keep(self, node: fx.Node, result: Callable[[fx.Node], Any]) -> None:
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):  # what follows counts as traced
+            self.values[node] = result(node)
+
+    def _term(self, total: fx.Node) -> Any:
+        (term,) = (n for n in total.all_input_nodes if n not in self._absent)
+        return self._value(term).reshape(total.meta["val"].shape)
+
+    def _result(self, node: fx.Node) -> Any:
+        arguments, keywords = _mapped(Call.of(node), self._value)
+        if node.target not in VIEWS:
+            return node.target(*arguments, **keywords)  # type: ignore[operator]
+        source, sizes = arguments
+        result = source.reshape(sizes)
+        if result.untyped_storage()._cdata != source.untyped_storage()._cdata:
+            self.reshaped.append(node)
+        return result
+
+    def _value(self, node: fx.Node) -> Any:
+        if node in self.values:
+            return self.values[node]
+        if node not in self._as_traced:
+            self._as_traced[node] = tree_map_only(torch.Tensor, _again, node.meta.get("val"))
+        return self._as_traced[node]
 
 
 def _mapped(call: Call, to: Callable[[fx.Node], Any]) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ class BesideOperators:
 
     def __init__(self) -> None:
         self._bytes: Counter[tuple[int, int]] = Counter()  # by graph and operator
-        self._strides: dict[int, dict[fx.Node, tuple[int, ...]]] = {}  # by graph: of gradients, as they arrive
+        self._given: dict[int, dict[fx.Node, tuple[int, ...] | None]] = {}  # by graph: see ``arriving_strides.of``
 
     def add(self, graph: int, operator: int, nbytes: int) -> None:
         """So much is allocated while this operator's results are given."""
@@ -35,14 +35,14 @@ class BesideOperators:
         element. Costs are measured with whole ones.
         """
         tangents = joint.tangents
-        given = {
-            node: value
-            for node, value in zip(tangents, arguments[len(arguments) - len(tangents) :], strict=True)
-            if node in joint.storage and isinstance(value, torch.Tensor) and value.layout == torch.strided
-        }
-        expanded = {joint.storage[node] for node, value in given.items() if _is_expanded(value)}
-        others = {node: v.stride() for node, v in given.items() if not _is_expanded(v) and not _is_as_traced(node, v)}
-        self._strides.setdefault(graph, {}).update(others)
+        values = dict(zip(tangents, arguments[len(arguments) - len(tangents) :], strict=True))
+        there = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.layout == torch.strided}
+        expanded = {joint.storage[n] for n, v in there.items() if n in joint.storage and _is_expanded(v)}
+        known = self._given.setdefault(graph, dict.fromkeys(n for n, v in values.items() if v is None))
+        for node, value in there.items():
+            known.pop(node, None)
+            if not _is_expanded(value) and not alike(value.shape, value.stride(), node.meta["val"].stride()):
+                known[node] = value.stride()
         for operator in joint.graph.operators if expanded else ():
             read = expanded.intersection(operator.inputs)
             if operator.phase == BACKWARD and read:
@@ -50,7 +50,7 @@ class BesideOperators:
 
     def arriving(self, joints: Sequence[JointGraph]) -> list[Arriving]:
         """The graphs, with the strides with which the gradients of their outputs arrived."""
-        return [arriving_strides.of(joint, self._strides.get(graph, {})) for graph, joint in enumerate(joints)]
+        return [arriving_strides.of(joint, self._given.get(graph, {})) for graph, joint in enumerate(joints)]
 
     def costs(self, costs: Sequence[Costs]) -> list[Costs]:
         """The costs of all graphs, with these."""
@@ -67,10 +67,6 @@ class BesideOperators:
 
 def _is_expanded(value: torch.Tensor) -> bool:
     return any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
-
-
-def _is_as_traced(node: fx.Node, value: torch.Tensor) -> bool:
-    return alike(value.shape, value.stride(), node.meta["val"].stride())
 
 
 def _then(own: Requests, nbytes: int) -> Requests:
