@@ -70,6 +70,14 @@ def convolution_net(width: int = 48) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES))
 
 
+def dense_net(width: int = 64) -> nn.Module:
+    """A network that gives 16 values for each pixel."""
+    layers: list[nn.Module] = []
+    for channels in (3, width, width):
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.GELU()]
+    return nn.Sequential(*layers, nn.Conv2d(width, 16, 3, padding=1))
+
+
 def gpt() -> nn.Module:
     """Four layers of a GPT."""
     return Transformer(1024, 256, 256, 4, 8, causal=True)
@@ -135,6 +143,20 @@ def segmentation(model: nn.Module, device: torch.device) -> Iterator[None]:
         optimizer.zero_grad()
         out = model(x)
         F.binary_cross_entropy_with_logits(out, torch.zeros_like(out)).backward()
+        optimizer.step()
+        yield
+
+
+def regression(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Images from images, in channels-last format: targets are larger than the inputs, and made with them."""
+    model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    while True:
+        x = torch.randn(32, 3, 128, 128, device=device).to(memory_format=torch.channels_last)
+        target = torch.randn(32, 16, 128, 128, device=device)
+        loss = F.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
         optimizer.step()
         yield
 
@@ -248,6 +270,7 @@ TRAININGS: dict[str, Training] = {
     "cnn_fp16_skips": lambda on, device: half(on(convolution_net()), device, torch.float16, first=2),
     "cnn_bf16": lambda on, device: half(on(convolution_net()), device, torch.bfloat16),
     "unet": lambda on, device: segmentation(on(UNet()), device),
+    "dense": lambda on, device: regression(on(dense_net()), device),
     "vit": lambda on, device: plain(on(vision_transformer()), device),
     "vit_bf16": lambda on, device: half(on(vision_transformer()), device, torch.bfloat16),
     "gpt": lambda on, device: language(on(gpt()), device),

@@ -44,6 +44,7 @@ TRAININGS = (
     "cnn_fp16_skips",
     "cnn_bf16",
     "unet",
+    "dense",
     "vit",
     "vit_bf16",
     "gpt",

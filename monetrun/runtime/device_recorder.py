@@ -116,7 +116,8 @@ class DeviceRecorder:
     def seen_between_steps(self, begun_under: Iterable[Schedule] = ()) -> None:
         """The next step begins: what was seen since the recorded one is what the script does between steps.
 
-        It is not where that is more than the next batch takes (an evaluation, a checkpoint).
+        It is not where that is more than the next batch, and what else is replaced such as targets, takes (an
+        evaluation, a checkpoint).
 
         Args:
             begun_under: schedules of the recorded step, where planned steps follow in this process.
@@ -124,7 +125,8 @@ class DeviceRecorder:
         self._begun_under = tuple(begun_under)
         before, requests = self._history.count, self._history.piece()
         settings = allocator_history.present_settings()
-        if _highest_bytes(requests, before) > max(_MOST_OF_BATCH * sum(self._batch), settings.large_segment_bytes):
+        replaced_bytes = sum(self._batch) + sum(nbytes for nbytes, _ in self._history.base_frees)
+        if _highest_bytes(requests, before) > max(_MOST_OF_BATCH * replaced_bytes, settings.large_segment_bytes):
             return
         inputs = len(self._batch)
         replaced = [(inputs + k, place) for k, (_, place) in enumerate(self._history.base_frees)]

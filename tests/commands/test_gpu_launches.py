@@ -80,6 +80,14 @@ def test_a_share_is_of_what_the_plain_run_reserves_and_is_kept(machine, plain):
     assert "fragmentation" in done.stderr
 
 
+def test_targets_that_are_made_with_each_batch_and_gradients_of_another_layout_are_in_the_plan(machine):
+    """What the script replaces between steps was taken for an evaluation where it was more than the inputs."""
+    done = launch(machine, "--budget", "0.6x", str(ROOT / "recipes" / "matrix_training.py"), "dense")
+    figures = report_as_planned(done)
+    assert figures["measured_reserved_bytes"] == pytest.approx(figures["planned_reserved_bytes"], rel=0.02)
+    assert not figures["warnings"]
+
+
 def test_a_plain_run_that_fits_is_not_planned(machine, plain):
     done = launch(machine, "--budget", "auto", SCRIPT)
     (found,), figures = held(done), report(done)
