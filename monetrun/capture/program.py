@@ -314,6 +314,8 @@ def _known(node: fx.Node, numbers: Mapping[fx.Node, int]) -> _Known | None:
     if node.kwargs or len(inputs) < len(set(node.all_input_nodes)) or not numbers.keys() >= set(inputs):
         return None
     given = [a.meta.get("val") if isinstance(a, fx.Node) else a for a in node.args]
+    if not all(isinstance(v, torch.Tensor) for v, a in zip(given, node.args, strict=True) if isinstance(a, fx.Node)):
+        return None  # the one result of an implementation of an operator that has several, in a layout of its own
     devices = {v.device for v in given if isinstance(v, torch.Tensor)}
     if len(devices) != 1 or not isinstance(node.target, torch._ops.OpOverload):
         return None

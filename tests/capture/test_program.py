@@ -234,3 +234,17 @@ def test_what_a_program_cannot_do_is_left_to_generated_code():
     number.meta["val"] = 3
     graph.output((graph.call_function(torch.ops.aten.full.default, ([2], number)),))
     assert programs.program(torch.fx.GraphModule(nn.Module(), graph)) is None
+
+
+def test_kernels_of_ours_are_not_recorded_for_a_result_of_unknown_form(monkeypatch):
+    """An implementation of an operator with several results gives one of them, and its node has the values of all."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, device="meta")
+    one_of_two = graph.call_function(torch.ops.aten.neg.default, (x,))
+    one_of_two.meta["val"] = (torch.empty(4, device="meta"), torch.empty(2, device="meta"))
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, one_of_two)),))
+    asked = []
+    monkeypatch.setattr(programs.kernels, "recorded", lambda target, given, device: asked.append(target))
+    assert programs.program(torch.fx.GraphModule(nn.Module(), graph))([torch.ones(4)])[0].tolist() == [-1] * 4
+    assert asked == [torch.ops.aten.neg.default]

@@ -6,6 +6,7 @@ made, and makes one more. ``Script`` is what trains it. By hand, from the folder
     python -m support.random_models 0 100    # seeds 0 to 99, each in a line; those that fail with the model's source
     python -m support.random_models 3 7 11   # these; two numbers are a range
     python -m support.random_models --small 0 100    # smaller models, as in the tests
+    python -m support.random_models --short 0 100    # small ones, of which two steps of one shape are trained
     python -m support.random_models --changed 0 100    # the script changes the model's outputs in place
     python -m support.random_models --show 7
 """
@@ -34,7 +35,7 @@ from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 
-BUDGET = "0.7x"
+BUDGET, SHORT_BUDGET = "0.7x", "0.9x"
 WIDTH, LENGTH, VOCABULARY, SIDE = 16, 64, 50, 12
 
 
@@ -101,6 +102,12 @@ def script(seed: int, *, small: bool = False) -> Script:
     if not small:
         return found
     return replace(found, steps=3, batches=found.batches[-2:], repeats=found.repeats[:2], micro_batches=1)
+
+
+def short(how: Script) -> Script:
+    """The first two steps, which are recorded and planned, all with the first one's shapes."""
+    alike = {name: getattr(how, name)[:1] for name in ("batches", "used_outputs", "repeats")}
+    return replace(how, steps=2, evaluates=False, **alike)
 
 
 # ---- the model
@@ -390,12 +397,19 @@ def _digest(value: torch.Tensor) -> str:
     return hashlib.sha1(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
-def train_within(budget: str, make: Callable[[], nn.Module], how: Script) -> tuple[Outcome, Session]:
+def train_within(
+    budget: str, make: Callable[[], nn.Module], how: Script, algorithm: str = "hierarchical"
+) -> tuple[Outcome, Session]:
     """Train under monetrun, all implementations exact; the session is closed."""
     torch._dynamo.reset()
     gc.collect()
     settings = Settings(
-        mode=RUN, budget=budget, solver_seconds=0.3, implementations="exact", cache_folder=_costs_folder()
+        mode=RUN,
+        budget=budget,
+        solver_seconds=0.3,
+        implementations="exact",
+        cache_folder=_costs_folder(),
+        algorithm=algorithm,
     )
     session = Session(settings)
     session.watch_process()
@@ -430,16 +444,21 @@ def freeze() -> None:
     gc.freeze()
 
 
-def check(seed: int, *, small: bool = False, changed: bool = False) -> str:
+def check(seed: int, *, small: bool = False, changed: bool = False, is_short: bool = False) -> str:
     """Train a seed's model plainly and within a budget; how it went in a line.
 
-    ``changed``: the script changes the model's outputs in place; nothing is compared where eager refuses that.
+    Args:
+        seed: of the model, and of the script.
+        small: see ``source`` and ``script``.
+        changed: the script changes the model's outputs in place; nothing is compared where eager refuses that.
+        is_short: see ``short``; planned by the solver that takes the least time.
 
     Raises:
         AssertionError: not as plainly, or beyond the budget.
     """
     freeze()
     text, how = source(seed, small=small), replace(script(seed, small=small), changes_outputs=changed)
+    how, budget, algorithm = (short(how), SHORT_BUDGET, "greedy") if is_short else (how, BUDGET, "hierarchical")
     model = model_class(text)
     try:
         plain = train(model, how)
@@ -447,11 +466,10 @@ def check(seed: int, *, small: bool = False, changed: bool = False) -> str:
         if not changed or not any(why in str(refused) for why in ("modified by an inplace operation", "a view")):
             raise
         return f"eager refuses it: {str(refused).splitlines()[0]}"
-    budget = BUDGET
     for _ in range(3):
         smallest = 0
         try:
-            found, session = train_within(budget, model, how)
+            found, session = train_within(budget, model, how, algorithm)
             break
         except (NoPlanInTime, BudgetExceeded):  # the clock decides; or a part without a plan holds more than was known
             smallest, plain_bytes = 1, 1
@@ -477,8 +495,9 @@ def check(seed: int, *, small: bool = False, changed: bool = False) -> str:
 
 def main(words: list[str]) -> int:
     """Run seeds by hand; the number of those that fail."""
-    small, changed = "--small" in words, "--changed" in words
-    words = [word for word in words if word not in ("--small", "--changed")]
+    is_short, changed = "--short" in words, "--changed" in words
+    small = is_short or "--small" in words
+    words = [word for word in words if word not in ("--small", "--changed", "--short")]
     if words[:1] == ["--show"]:
         print(source(int(words[1]), small=small), script(int(words[1]), small=small), sep="\n")
         return 0
@@ -487,7 +506,7 @@ def main(words: list[str]) -> int:
     seeds = range(int(words[0]), int(words[1])) if len(words) == 2 else map(int, words)
     for seed in seeds:
         try:
-            print(seed, check(seed, small=small, changed=changed), flush=True)
+            print(seed, check(seed, small=small, changed=changed, is_short=is_short), flush=True)
         except Exception as error:  # noqa: BLE001 (the next seed is tried)
             failed += 1
             print(
