@@ -27,6 +27,7 @@ os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH
 # Files with long tests, nightly ones aside, in about the order of their time: a file runs in one process, and none of
 # these should be left over when the others are done.
 LONGEST = (
+    "test_many_random_models",
     "test_moving_memory",
     "test_real_scripts",
     "test_gpu_launches",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,15 +18,17 @@ from monetrun.core import codec
 from monetrun.core.budget import format_bytes
 from monetrun.core.errors import UsageError
 from monetrun.core.keeping import as_planned
+from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.launcher import report
-from monetrun.launcher.keys import measured_key
+from monetrun.launcher.keys import frontier_key, measured_key
 from monetrun.launcher.page import page_of
 from monetrun.launcher.plan_file import read_plan
 from monetrun.machine.named_file import STDOUT, writing_option
 from monetrun.machine.store import Store, default_root
 from monetrun.planning import explain as explanation
 from monetrun.planning.explain import Explanation
+from monetrun.planning.frontier import Frontier
 from monetrun.planning.intervals import MeasuredStep, as_plain
 from monetrun.planning.snapshot import snapshot
 
@@ -69,11 +71,11 @@ def command(plan_file: str, as_json: bool, measured: bool, page_file: str | None
         else:
             explain_measured.show(plan, step, plan_file, report.stdout_console())
         return
-    cached = (store.get("probe", e.key, StepRecord) for e in store.entries() if e.kind == "probe" and not e.problem)
-    record = explanation.find_record(plan, (r for r in cached if r is not None), plan_file)
+    key, record = _find_record(plan, store, plan_file)
     if page_file is not None:
         seen = store.get("measured", measured_key(plan), MeasuredStep)
-        _write("--html", page_file, page_of(plan, record, seen, Path(plan_file).name).encode())
+        frontier = store.get("frontier", frontier_key(key), Frontier)
+        _write("--html", page_file, page_of(plan, record, seen, Path(plan_file).name, frontier).encode())
     if snapshot_file is not None:
         seen_by_torch = snapshot(as_planned(record, plan.keeps_parameters), [graph.schedule for graph in plan.graphs])
         _write("--snapshot", snapshot_file, pickle.dumps(seen_by_torch, protocol=4))
@@ -84,6 +86,22 @@ def command(plan_file: str, as_json: bool, measured: bool, page_file: str | None
         print(codec.dumps(found))
     else:
         show(found, plan_file, report.stdout_console())
+
+
+def _find_record(plan: Plan, store: Store, plan_file: str) -> tuple[str, StepRecord]:
+    """The record that the plan was made from, and its key in the cache."""
+    keys: list[str] = []
+
+    def records() -> Iterator[StepRecord]:
+        for entry in store.entries():
+            if entry.kind == "probe" and not entry.problem:
+                record = store.get("probe", entry.key, StepRecord)
+                if record is not None:
+                    keys.append(entry.key)
+                    yield record
+
+    found = explanation.find_record(plan, records(), plan_file)
+    return keys[-1], found
 
 
 def run(words: Sequence[str]) -> int:

@@ -17,17 +17,18 @@ from monetrun.core import budget as budget_grammar
 from monetrun.core import codec
 from monetrun.core.budget import Budget, format_bytes, format_share, resolve
 from monetrun.core.errors import UsageError
+from monetrun.core.plan import Plan, StepSchedules
 from monetrun.launcher import report
 from monetrun.launcher.job import Job, open_job
 from monetrun.launcher.kept import kept_schedules
-from monetrun.launcher.keys import smallest_budget_key
+from monetrun.launcher.keys import frontier_key, smallest_budget_key
 from monetrun.launcher.parser import LaunchParser, command_parser
 from monetrun.launcher.progress import SolverProgress
 from monetrun.machine.named_file import STDOUT, check_file, write_file, writing_option
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.baseline import more_frugal
 from monetrun.planning.frontier import DEFAULT_POINTS, DEFAULT_SECONDS, Frontier, frontier, next_budget, spread
-from monetrun.planning.summary import ROUNDING
+from monetrun.planning.summary import ROUNDING, planned_bytes
 
 # The search for the smallest budget, beside the points' own time.
 _SMALLEST_SECONDS = 10.0
@@ -79,14 +80,28 @@ def run(words: Sequence[str]) -> int:
 def _solved(job: Job, budgets: Sequence[Budget], points: int) -> Frontier:
     """Plan for each of ``budgets``; if there are none, for ``points`` from the plain peak to the smallest budget."""
     record = job.trial()
-    known = kept_schedules(job.store, smallest_budget_key(job.options, job.record_key, record), record.graphs)
+    smallest_key = smallest_budget_key(job.options, job.record_key, record)
+    known = kept_schedules(job.store, smallest_key, record.graphs)
     longer = replace(job.options.solver_options(), seconds=min(_SMALLEST_SECONDS, job.options.solver_seconds))
     base = more_frugal(record, planner.baseline(record, known), longer)  # as a launch does before it refuses
     plain, least = planner.plain_bytes(record, base), kept_parameters.smallest_bytes(record, base)
     wanted = [resolve(budget, None, plain) for budget in budgets] or spread(plain, least, points)
+    smallest = least
+
+    def keep(plan: Plan) -> None:
+        """A launch with the smallest budget that any point has shown to do begins with what does it."""
+        nonlocal smallest
+        if job.store is not None and record.sharding is None and planned_bytes(plan) < smallest:
+            smallest = planned_bytes(plan)
+            job.store.put("plan", smallest_key, StepSchedules(plan.graphs))
+
     with SolverProgress(job.console, base.plain.seconds, shown=not job.options.quiet) as progress:
         options = replace(job.options.solver_options(), on_progress=progress)
-        return frontier(record, wanted, job.options.algorithm, options, base, progress.begin)
+        found = frontier(record, wanted, job.options.algorithm, options, base, progress.begin, keep)
+    found = replace(found, smallest_bytes=smallest, implementations=job.options.implementations)
+    if job.store is not None:
+        job.store.put("frontier", frontier_key(job.record_key), found)
+    return found
 
 
 def check_options(args: argparse.Namespace) -> None:

@@ -32,6 +32,7 @@ from monetrun.launcher.ranks import find_ranks
 from monetrun.launcher.trial import PLAIN_FILE, end_outer_trial, hook_is_missing, run_trial
 from monetrun.launcher.worker_settings import worker_settings
 from monetrun.planning import kept_parameters, planner
+from monetrun.planning.frontier import Frontier
 from monetrun.planning.known import known_schedules
 from monetrun.runtime.settings import PLAIN, PROBE, RUN, check_hook
 from monetrun.solve import timing
@@ -245,7 +246,7 @@ class Job:
         if self.store is not None and seen is not None and seen is not self.record:  # the next launch plans with it
             self.store.put("probe", self.record_key, seen)
         if self.options.report_folder:
-            _write_report(self.options, outcome, seen, self.node)
+            _write_report(self, outcome, seen)
         _print_outcome(self, outcome, exit_code)
         return outcome
 
@@ -287,10 +288,11 @@ def _solved(job: Job, record: StepRecord, smallest_key: str, budget_bytes: int |
         raise
 
 
-def _write_report(options: LaunchOptions, outcome: report.Outcome, seen: StepRecord | None, node: int) -> None:
+def _write_report(job: Job, outcome: report.Outcome, seen: StepRecord | None) -> None:
     """One that cannot be written changes nothing of how the training has ended: it is told."""
+    frontier = None if job.store is None else job.store.get("frontier", keys.frontier_key(job.record_key), Frontier)
     try:
-        page.write_report(options, outcome, seen, node)
+        page.write_report(job.options, outcome, seen, job.node, frontier)
     except UsageError as unwritable:
         report.warn(f"no report: {unwritable.message}")
 

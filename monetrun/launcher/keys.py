@@ -98,6 +98,11 @@ def smallest_budget_key(options: LaunchOptions, record_key: str, record: StepRec
     return key("frugal", PLAN_SCHEMA, record_key, *allowed, *(graph.fingerprint for graph in record.graphs))
 
 
+def frontier_key(record_key: str) -> str:
+    """Key of what each budget costs in a recorded step, as ``monetrun frontier`` has found it last."""
+    return key("frontier", PLAN_SCHEMA, record_key)
+
+
 def measured_key(plan: Plan) -> str:
     """Key of what was measured in a training step under a plan, however the plan came to the launch."""
     return key("measured", plan.digest)

@@ -24,13 +24,16 @@ from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.report import Outcome, outcome_json
 from monetrun.machine.named_file import replace_file
 from monetrun.planning.explain import describes, explain
+from monetrun.planning.frontier import Frontier
 from monetrun.planning.intervals import MeasuredStep, as_plain
 from monetrun.planning.moments import Moment, moments
 
 _STRETCH_WIDTH = 3  # as many operators as what the script does between two calls is wide
 
 
-def page_of(plan: Plan, record: StepRecord, measured: MeasuredStep | None, title: str) -> str:
+def page_of(
+    plan: Plan, record: StepRecord, measured: MeasuredStep | None, title: str, frontier: Frontier | None = None
+) -> str:
     """The page, as HTML with its data, style and script.
 
     Args:
@@ -38,6 +41,7 @@ def page_of(plan: Plan, record: StepRecord, measured: MeasuredStep | None, title
         record: of the step that it was made for.
         measured: what the last launch with it has measured, if anything.
         title: of the page, as text.
+        frontier: what other budgets cost, if known.
 
     Raises:
         PlanMismatch: ``record`` is of another step.
@@ -55,6 +59,7 @@ def page_of(plan: Plan, record: StepRecord, measured: MeasuredStep | None, title
         "plain": _columns(plain, record),
         "planned": _columns(planned, record),
         "intervals": [] if measured is None else as_plain(measured),
+        "frontier": None if frontier is None else codec.to_plain(frontier),
     }
     template = files("monetrun.launcher").joinpath("page.html").read_text(encoding="utf-8")
     # "</script>" in a module's name must not end the data
@@ -113,7 +118,9 @@ def check_log_folder(options: LaunchOptions) -> None:
         check_folder(folder, "--log-dir")
 
 
-def write_report(options: LaunchOptions, outcome: Outcome, record: StepRecord | None, node: int) -> None:
+def write_report(
+    options: LaunchOptions, outcome: Outcome, record: StepRecord | None, node: int, frontier: Frontier | None = None
+) -> None:
     """Write ``report.json``, and ``report.html`` where the plan's trial run is known, into the folder of ``--report``.
 
     On several nodes, which may share the folder, their names have the rank of this ``node``.
@@ -129,7 +136,7 @@ def write_report(options: LaunchOptions, outcome: Outcome, record: StepRecord | 
     try:
         replace_file(folder / f"{name}.json", json.dumps(found, indent=1))
         if outcome.plan is not None and record is not None and describes(record, outcome.plan):
-            replace_file(page, page_of(outcome.plan, record, outcome.measured_step, title))
+            replace_file(page, page_of(outcome.plan, record, outcome.measured_step, title, frontier))
         else:  # an older launch's page is not this one's
             page.unlink(missing_ok=True)
     except OSError as error:

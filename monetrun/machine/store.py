@@ -32,7 +32,7 @@ from monetrun.machine.entry_file import checked, content_of, fields_of, header, 
 
 T = TypeVar("T")
 
-KINDS = ("plan", "probe", "sources", "plain", "costs", "cudnn", "driver", "measured")
+KINDS = ("plan", "probe", "sources", "plain", "costs", "cudnn", "driver", "measured", "frontier")
 LOCK_SECONDS = 10.0
 
 _MAPPING = "mapping"
@@ -68,8 +68,7 @@ class Entry:
     """One file of the store, as ``monetrun cache list`` shows it.
 
     Attributes:
-        kind: ``"plan"``, ``"probe"``, ``"sources"``, ``"plain"``, ``"costs"``, ``"cudnn"``, ``"driver"`` or
-            ``"measured"``.
+        kind: one of ``KINDS``.
         key: its name.
         type: the dataclass that was stored, or ``"mapping"``; empty if the file is not readable.
         path: the file.

@@ -60,6 +60,7 @@ class Frontier:
         algorithm: name of the solver.
         device: for which the step was recorded.
         points: by falling budget; overhead and bound never fall, unless modules are sharded.
+        implementations: which ones plans may use, as ``--implementations`` has it.
     """
 
     plain_peak_bytes: int
@@ -67,6 +68,7 @@ class Frontier:
     algorithm: str
     device: str
     points: tuple[Point, ...]
+    implementations: str = "all"
 
 
 def spread(plain_peak_bytes: int, smallest_bytes: int, points: int) -> tuple[int, ...]:
@@ -83,6 +85,7 @@ def frontier(
     options: Options | None = None,
     known: Baseline | None = None,
     on_point: Callable[[int], None] | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
 ) -> Frontier:
     """Plan the step for every budget.
 
@@ -93,6 +96,7 @@ def frontier(
         options: for the solver; its ``seconds`` are for all points together.
         known: the record's baseline, when the caller has it already.
         on_point: called with each budget before it is planned.
+        on_plan: called with each plan that is found.
 
     Raises:
         InfeasibleBudget: no budget is feasible; names the smallest that is.
@@ -113,7 +117,9 @@ def frontier(
         starts = [[g.schedule for g in plan.graphs] for plan in plans.values()]
         own = replace(options, seconds=share)
         try:
-            plans[budget_bytes] = kept_parameters.plan_step(record, budget_bytes, algorithm, own, base, starts)
+            plan = plans[budget_bytes] = kept_parameters.plan_step(record, budget_bytes, algorithm, own, base, starts)
+            if on_plan is not None:
+                on_plan(plan)
         except (InfeasibleBudget, NoPlanInTime) as failure:
             refused = failure
     if not plans and refused is not None:

@@ -90,6 +90,11 @@ def test_frontier_prints_and_draws_every_budget_from_one_trial_run(capsys):
     assert "next: monetrun --budget" in err
     assert err.rstrip().endswith("train.py --batch 256 --points 9")
     assert not Path("trained").exists()
+    plan_words = ("plan", "--budget", "0.8x", "--solver-seconds", "1", "--out", "p.json", *WORDS)
+    run(capsys, *plan_words)
+    run(capsys, "explain", "--html", "p.html", "p.json")
+    data = json.loads(Path("p.html").read_text().partition('type="application/json">')[2].partition("</script>")[0])
+    assert data["frontier"]["points"] == found["points"]  # the page has what was found last
 
 
 def test_a_plan_is_explained_with_its_record_from_the_cache_and_refused_without_it(capsys, monkeypatch, tmp_path):

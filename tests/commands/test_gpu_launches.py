@@ -437,7 +437,7 @@ with torch.cuda.stream(torch.cuda.Stream()):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_on_a_stream_of_the_scripts_own_is_planned_for_that_stream(machine, tmp_path):
     script = tmp_path / "stream.py"
     script.write_text(ON_A_STREAM)

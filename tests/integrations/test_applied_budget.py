@@ -84,6 +84,7 @@ def test_a_training_within_another_one_shares_its_budget_and_does_not_end_it(cap
     assert "was active" not in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("quiet", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_another_budget_ends_the_one_that_is_active_after_a_warning(quiet, capsys):
     outer, inner = AppliedBudget("0.9x", **OPTIONS), AppliedBudget("0.8x", quiet=quiet, **OPTIONS)

@@ -23,6 +23,7 @@ from monetrun.core.plan import GraphPlan, Plan, Pool
 from monetrun.core.step import replay
 from monetrun.launcher.page import page_of
 from monetrun.planning import planner
+from monetrun.planning.frontier import Frontier, Point
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
 from monetrun.planning.ledger import ledger
 from monetrun.solve.cut import dropping
@@ -41,7 +42,7 @@ pytestmark = [
 ]
 
 
-def page(pool: Pool | None = None) -> str:
+def page(pool: Pool | None = None, frontier: Frontier | None = None) -> str:
     """The page of a plan that no search decides: what four operators give is computed again."""
     (graph,) = RECORD.graphs
     base = planner.baseline(RECORD)
@@ -66,7 +67,7 @@ def page(pool: Pool | None = None) -> str:
         RankIntervals(rank, (Interval(FORWARD, "Net", 10, 2000, 10, 1990), Interval(BACKWARD, "Net", 9, 2100, 9, 2100)))
         for rank in range(2)
     ]
-    return page_of(plan, RECORD, MeasuredStep(tuple(ranks)), "train.py --lr 0.1")
+    return page_of(plan, RECORD, MeasuredStep(tuple(ranks)), "train.py --lr 0.1", frontier)
 
 
 def chromium(folder: Path, text: str, *words: str) -> str:
@@ -118,6 +119,24 @@ def test_a_browser_shows_the_chart_and_the_tables(tmp_path):
     ):
         assert text in shown
     assert shown.count("<path") == 3  # two profiles, of which one is filled
+
+
+def test_a_browser_shows_what_other_budgets_cost_where_that_is_known(tmp_path):
+    points = (
+        Point(64000, 63000, 0.0, -0.01, 0.01, "feasible"),
+        Point(40000, 39000, 0.031, 0.02, 0.011, "feasible"),
+        Point(20000, None, None, 0.2, None, "unknown"),
+        Point(18000, 17500, 0.327, 0.2, 0.127, "feasible"),
+    )
+    known = Frontier(64000, 18000, "hierarchical", "cpu", points, "exact")
+    shown = chromium(tmp_path, page(frontier=known), "--dump-dom")
+    for text in ("What other budgets cost", "implementations: exact", "smallest feasible 17.6 KiB", "+32.7%", "0.28x"):
+        assert text in shown
+    assert shown.count("<circle") == 4  # three plans, and the ring
+    assert shown.count("<path") == 5
+    assert "What other budgets cost" not in re.sub(
+        "<script.*?</script>", "", chromium(tmp_path, page(), "--dump-dom"), flags=re.S
+    )
 
 
 def test_on_a_device_the_peaks_are_reserved_as_the_budget_is_and_say_what_is_allocated_of_it(tmp_path):

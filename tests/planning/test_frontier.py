@@ -144,3 +144,9 @@ def test_where_modules_are_sharded_the_smallest_budget_is_of_those_that_keep_not
     assert smallest_bytes < planner.smallest_bytes(record, base)
     (point,) = frontier(record, [smallest_bytes], "greedy", Options(seconds=1.0), base).points
     assert point.planned_peak_bytes <= smallest_bytes
+
+
+def test_each_plan_that_is_found_is_given_on():
+    given = []
+    table = frontier(RECORD, spread(PLAIN, SMALLEST, 3), "hierarchical", Options(seconds=1.0), BASE, None, given.append)
+    assert [plan.budget_bytes for plan in given] == sorted(p.budget_bytes for p in table.points)

@@ -85,7 +85,7 @@ def test_variants_of_the_step_need_no_more_than_is_planned(record):
         assert PoolReplay(record.memory, [otherwise(events, seed)], 0).replay(holds)[0] <= planned
 
 
-@pytest.mark.parametrize(("of_variants", "found"), [(3, False), (2, True)])
+@pytest.mark.parametrize(("of_variants", "found"), [(3, False), pytest.param(2, True, marks=pytest.mark.nightly)])
 def test_holds_with_which_a_variant_needs_more_than_would_be_planned_are_not_taken(record, of_variants, found):
     """Anything that is held has the step reserve 2 in place of 4 times its bytes; a variant of it 3 times, or 2."""
     schedules = frugal(record)

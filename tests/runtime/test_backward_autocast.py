@@ -145,7 +145,7 @@ class Normalized(nn.Module):
             return self.layers(x)
 
 
-@pytest.mark.parametrize("by_turns", [False, True])
+@pytest.mark.parametrize("by_turns", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_what_ran_outside_of_the_autocast_around_the_backward_runs_again_as_it_ran(session, by_turns, monkeypatch):
     monkeypatch.setattr(gradient_order, "communicates", lambda: by_turns)
 
@@ -176,7 +176,7 @@ class Ended(BaseException):
     """In place of the end of the process."""
 
 
-@pytest.mark.parametrize("parts", [1, 2], ids=["", "accumulated"])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.nightly), 2], ids=["", "accumulated"])
 def test_a_trial_records_the_second_step_where_the_first_was_traced_for_another_autocast(
     session, parts, monkeypatch, tmp_path
 ):

@@ -99,7 +99,7 @@ def test_a_batch_that_stays_as_it_is_may_be_read_again():
     assert all(not op.reads_changed for g in engine.running.record.graphs for op in g.operators)
 
 
-@pytest.mark.parametrize("dropped", [True, False])
+@pytest.mark.parametrize("dropped", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_batch_that_the_script_drops_before_the_backward_is_held_by_a_plan_that_reads_it_again(dropped):
     """The recorded step does not read it again: it frees the batch, of 442 KB here, before the backward."""
     *given, engine = planned([16] * 6, changed_from=6, dropped=dropped)

@@ -11,7 +11,7 @@ from support.paths import SCRIPTS
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "probed",
-    [pytest.param([], id="with a trial"), pytest.param(["--no-probe"], id="without", marks=pytest.mark.nightly)],
+    [pytest.param([], id="with a trial", marks=pytest.mark.nightly), pytest.param(["--no-probe"], id="without")],
 )
 def test_ranks_with_lengths_of_their_own_train_as_under_torchrun(tmp_path, monkeypatch, probed):
     set_apart(monkeypatch, tmp_path)

@@ -39,6 +39,7 @@ def trained(steps=24):
     return losses, [p.tolist() for p in model.parameters()]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("most", [100, pytest.param(1_000_000, marks=pytest.mark.nightly)])
 def test_what_was_compiled_is_dropped_once_it_is_too_much(monkeypatch, most):
     expected = trained()

@@ -159,7 +159,7 @@ def test_a_hook_of_fsdps_own_on_an_output_is_no_watch_of_its_gradient(capsys):
 
 
 @pytest.mark.parametrize("use", ["retained", "changed", "seen"])
-@pytest.mark.parametrize("since", [0, 3])
+@pytest.mark.parametrize("since", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_hooks_of_an_output_see_all_of_its_gradient(use, since, capsys):
     plain = Watched(use, since).train()
     with opened_session(budget="1GiB", solver_seconds=0.5, implementations="exact"):

@@ -40,6 +40,7 @@ def warnings_of(script, budget="0.95x"):
         return opened.reporter.warned
 
 
+@pytest.mark.nightly
 def test_hooks_that_are_added_later_run_and_change_what_they_change():
     def script():
         model, seen = Net(), []
@@ -72,6 +73,7 @@ class Annealed(Net):
         return super().forward(x) * min(1.0, self.steps / 100)
 
 
+@pytest.mark.nightly
 def test_a_counter_of_steps_is_no_new_model_in_each_step():
     def script():
         torch._dynamo.utils.counters.clear()
@@ -349,7 +351,7 @@ class WithLstm(nn.Module):
         return self.head(self.lstm(torch.tanh(self.embed(x)).view(8, -1, 64))[0])
 
 
-@pytest.mark.parametrize("kind", [Autoencoder, WithLstm])
+@pytest.mark.parametrize("kind", [pytest.param(Autoencoder, marks=pytest.mark.nightly), WithLstm])
 def test_models_whose_methods_or_recurrent_layers_are_called_train_as_in_eager(kind):
     def steps():
         torch.manual_seed(0)

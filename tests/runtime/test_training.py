@@ -51,7 +51,18 @@ def trained_in_half(case, steps=4, share=SHARE):
 
 
 # another case covers what is particular to their training
-NIGHTLY = {"resnet50", "googlenet", "vgg16", "zero_init", "mobilenet_v2", "unet", "gpt", "autocast", "graph_break"}
+NIGHTLY = {
+    "scaler",
+    "resnet50",
+    "googlenet",
+    "vgg16",
+    "zero_init",
+    "mobilenet_v2",
+    "unet",
+    "gpt",
+    "autocast",
+    "graph_break",
+}
 NIGHTLY |= {
     "graph_break_in_loop",
     "clipping",
@@ -63,7 +74,7 @@ NIGHTLY |= {
     "accumulation",
 }
 MARKS = dict.fromkeys(NIGHTLY, pytest.mark.nightly)
-MARKS |= dict.fromkeys(("scaler", "gan"), pytest.mark.slow)
+MARKS["gan"] = pytest.mark.slow
 CASES = [pytest.param(case, marks=MARKS.get(case, ())) for case in sorted(set(zoo.CASES) - {"lengths"})]
 
 

@@ -133,7 +133,7 @@ for _ in range(8):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_monetrun_check_writes_no_checkpoint(tmp_path):
     (tmp_path / "train.py").write_text(CHECKED)
     words = ["-m", "monetrun", "check", "--budget", "0.9x", "--solver-seconds", "1", "train.py"]
