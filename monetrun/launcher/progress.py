@@ -36,17 +36,25 @@ def status(console: Console, activity: str, *, shown: bool = True) -> Iterator[N
     if not shown:
         yield
         return
-    began, ended = time.monotonic(), threading.Event()
+    began = time.monotonic()
     if console.is_terminal:
         with _live(console, lambda: f"{text} {time.monotonic() - began:.0f} s"):
             yield
         return
+    print(text, file=sys.stderr, flush=True)
+    with _signs(lambda: text):
+        yield
+
+
+@contextlib.contextmanager
+def _signs(text: Callable[[], str]) -> Iterator[None]:
+    """In a pipe, a line every half minute, until the context ends."""
+    began, ended = time.monotonic(), threading.Event()
 
     def say_that_it_goes_on() -> None:
         while not ended.wait(_SECONDS_BETWEEN_SIGNS):
-            print(f"{text}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+            print(f"{text()}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
 
-    print(text, file=sys.stderr, flush=True)
     threading.Thread(target=say_that_it_goes_on, daemon=True).start()
     try:
         yield
@@ -78,16 +86,20 @@ class SolverProgress:
         self._printed = ""
         self._printed_at = -math.inf
         self._prints_lines = shown and not console.is_terminal
+        self._goes_on = contextlib.ExitStack()
         self._live = _live(console, self._live_line) if shown and console.is_terminal else None
 
     def __enter__(self) -> SolverProgress:
         if self._live is not None:
             self._live.start()
+        if self._prints_lines:
+            self._goes_on.enter_context(_signs(lambda: f"monetrun: {self.activity}"))
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.stop()
+        self._goes_on.close()
         self._print_line()
 
     def __call__(self, seconds: float, incumbent_seconds: float, bound_seconds: float) -> None:

@@ -57,6 +57,17 @@ def test_what_takes_long_says_so_in_a_pipe_until_it_ends(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+def test_a_search_that_finds_nothing_for_long_says_that_it_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_SIGNS", 0.05)
+    with SolverProgress(pipe(), 10.0):
+        time.sleep(0.3)
+    signs = capsys.readouterr().err.splitlines()
+    assert signs
+    assert all(re.fullmatch(r"monetrun: planning: \d+ s so far", sign) for sign in signs)
+    time.sleep(0.2)
+    assert not capsys.readouterr().err
+
+
 def test_a_terminal_shows_what_is_done_and_for_how_long():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
     with status(console, "trial run"):
