@@ -281,7 +281,9 @@ def _solved(job: Job, record: StepRecord, smallest_key: str, budget_bytes: int |
     try:
         with SolverProgress(job.console, base.plain.seconds, shown=not job.options.quiet) as progress:
             options = replace(job.options.solver_options(), on_progress=progress)
-            return kept_parameters.plan_step(record, budget_bytes, job.options.algorithm, options, base, known)
+            plan = kept_parameters.plan_step(record, budget_bytes, job.options.algorithm, options, base, known)
+            progress.found(plan.overhead, plan.bound)
+            return plan
     except planner.BudgetBelowSmallest as refused:
         if job.store is not None:
             job.store.put("plan", smallest_key, refused.smallest_schedules)

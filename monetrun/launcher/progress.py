@@ -115,6 +115,10 @@ class SolverProgress:
         if better and time.monotonic() - self._printed_at >= _SECONDS_BETWEEN_LINES:
             self._print_line()
 
+    def found(self, overhead: float, bound: float) -> None:
+        """The plan that is taken, which need not be the last one seen: what is printed last is of it."""
+        self._best_seconds, self._bound_seconds = ((1.0 + x) * self._plain_seconds for x in (overhead, bound))
+
     def begin(self, budget_bytes: int) -> None:
         """Start again for another budget."""
         self._print_line()

@@ -57,6 +57,14 @@ def test_what_takes_long_says_so_in_a_pipe_until_it_ends(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+def test_the_last_line_is_of_the_plan_that_is_taken():
+    console = pipe()
+    with SolverProgress(console, 10.0) as progress:
+        progress(0.5, 12.0, 10.5)
+        progress.found(0.25, 0.1)
+    assert lines(console)[-1] == "monetrun: planning: +25.0% (bound 10.0%, gap 15.0%) 0.5 s"
+
+
 def test_a_search_that_finds_nothing_for_long_says_that_it_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_SIGNS", 0.05)
     with SolverProgress(pipe(), 10.0):
