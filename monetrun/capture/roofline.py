@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from monetrun.core.errors import UsageError
 from monetrun.ops.definition import cost_of
@@ -294,6 +293,8 @@ _COUNTED_AS: dict[Any, Any] = {
 
 def _flops(target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> int:
     """Flops by torch's own formulas; 0 for an operator without one."""
+    from torch.utils.flop_counter import flop_registry  # here, since it imports triton
+
     packet = getattr(target, "overloadpacket", None)
     packet = _COUNTED_AS.get(packet, packet)
     if packet not in flop_registry:
