@@ -17,7 +17,7 @@ from torch import fx
 from monetrun.capture.generated import graph_module
 from monetrun.capture.gradient_terms import shaped
 from monetrun.capture.output_gradients import is_tangent
-from monetrun.capture.strides import VIEWS, alike, is_form_bound, with_strides
+from monetrun.capture.strides import VIEWS, alike, is_foreign, is_form_bound, with_strides
 from monetrun.ops.families.output_gradients import OPERATOR, add_output_gradient_
 
 aten = torch.ops.aten
@@ -136,7 +136,12 @@ class _Shortened:
 
 def _needs_traced_strides(node: fx.Node) -> bool:
     """As ``lowering`` has it for gradients that arrive with strides that were not traced."""
-    return is_form_bound(node) or node.target is aten.convolution.default or str(node.target).startswith("monet.")
+    return (
+        is_form_bound(node)
+        or is_foreign(node.target)
+        or node.target is aten.convolution.default
+        or str(node.target).startswith("monet.")
+    )
 
 
 def _same_strides(term: torch.Tensor | Sequence[torch.Tensor], total: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ to. A recorded step shows the strides (see ``gradient_forms``), and calls that r
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,12 +24,14 @@ from monetrun.capture.open_strides import has_strides, open_nodes
 from monetrun.capture.operators import signature
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.storages import tensors_in
-from monetrun.capture.strides import VIEWS, alike, is_form_bound
+from monetrun.capture.strides import VIEWS, alike, is_foreign, is_form_bound
 from monetrun.core.graph import Costs, Requests
 from monetrun.ops.families import output_gradients
 from monetrun.ops.registry import Call
 
 aten = torch.ops.aten
+
+_log = logging.getLogger("monetrun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Arriving:
         for operator, k in places:
             beside, before = self.beside.get((operator, k), 0), self.before.get((operator, k), 0)
             new_bytes = _new_bytes(self.joint, operator, k)
-            workspace[operator][k] = max(workspace[operator][k] + beside, before - new_bytes)
+            workspace[operator][k] = max(workspace[operator][k] + beside, before + beside - new_bytes)
             if requests and requests[operator][k].results:
                 requests[operator][k] = _with_copies(requests[operator][k], beside, before)
         rows = tuple(tuple(row) for row in requests)
@@ -72,7 +74,9 @@ def of(joint: JointGraph, given: Mapping[fx.Node, tuple[int, ...] | None]) -> Ar
     if not given:
         return Arriving(joint)
     found, late = _Values(given), open_nodes(joint.module.graph)
-    with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True):  # type: ignore[no-untyped-call]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+    # the script may be under an autocast now: graphs have their casts
+    with unset_fake_temporarily(), torch.no_grad(), torch._C._DisableAutocast(), fake:
         for node in joint.module.graph.nodes:
             found.add(node, has_open_strides=late.get(node, False))
     values = found.values
@@ -90,6 +94,8 @@ def of(joint: JointGraph, given: Mapping[fx.Node, tuple[int, ...] | None]) -> Ar
                 other = _with_values(call, values)
                 rows[op.id][k] = signature(other)
                 timed.setdefault(rows[op.id][k], (other, node))
+    used = {*joint.exactness_trials, *(signature_ for row in rows for signature_ in row)}
+    timed = {signature_: call for signature_, call in timed.items() if signature_ in used}
     places = {node: i for i, node in enumerate(joint.nodes)}
     for node in found.reshaped:
         read, nbytes, last = _read(node, places), node.meta["val"].nbytes, _last_use(node, places)
@@ -132,8 +138,10 @@ class _Values:
             self._keep(node, self._result)
 
     def _keep(self, node: fx.Node, result: Callable[[fx.Node], Any]) -> None:
-        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):  # what follows counts as traced
+        try:
             self.values[node] = result(node)
+        except Exception as error:  # noqa: BLE001 - a library's operator may raise anything; what follows counts as traced
+            _log.debug("%s is not followed with the strides that arrive: %s", node.name, error)
 
     def _term(self, total: fx.Node) -> Any:
         (term,) = (n for n in total.all_input_nodes if n not in self._absent)
@@ -178,7 +186,7 @@ def _differs(node: fx.Node, value: Any) -> bool:
 def _takes_traced_strides(call: Call, node: fx.Node) -> bool:
     """Whether a call is given copies of its operands, with the strides that were traced (see ``lowering``)."""
     ours = str(call.target).startswith("monet.") and call.target is not output_gradients.OPERATOR
-    return ours or is_form_bound(node) or call.target is aten.convolution.default
+    return ours or is_form_bound(node) or is_foreign(call.target) or call.target is aten.convolution.default
 
 
 def _with_values(call: Call, values: Mapping[fx.Node, Any]) -> Call:
@@ -206,7 +214,7 @@ def _last_use(copy: fx.Node, places: Mapping[fx.Node, int]) -> int:
         root = root.all_input_nodes[0]
     if root.op == "placeholder":  # autograd holds it until the backward has run
         return len(places)
-    return max(_read(source, places, but=copy), default=-1)
+    return max(_read(root, places, but=copy), default=-1)
 
 
 def _read(source: fx.Node, places: Mapping[fx.Node, int], but: fx.Node | None = None) -> list[int]:

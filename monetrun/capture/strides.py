@@ -19,6 +19,17 @@ def is_form_bound(node: fx.Node) -> bool:
     return str(getattr(node.target, "overloadpacket", "")) in _FORM_BOUND
 
 
+def is_foreign(target: Any) -> bool:
+    """Whether a call is of no operator of torch's or ours: it may depend on its arguments' strides.
+
+    A formula that gives such an operator ``gradient.contiguous()`` is traced without that, where the traced gradient is
+    contiguous.
+    """
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace not in ("aten", "prims", "monet")
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """``value`` with these strides; it is copied if they put its elements into another order."""
     if alike(value.shape, value.stride(), strides):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from monetrun.capture import cost, cost_store, roofline
+from monetrun.capture.arriving_strides import Arriving
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lifetimes import Lifetimes
@@ -56,6 +58,7 @@ class Recorder(WithoutCaptures):
         joints: the captured graphs, in the order of their first calls.
         schedules: of each.
         known: costs, by signature; ``measure`` adds to it.
+        arriving: the graphs as they are measured.
         memory, sharding: what the device's allocator does (CUDA only), and FSDP2.
         parameters, zeroed: what the optimizers train, once known, and when the script zeroes its gradients.
     """
@@ -82,7 +85,7 @@ class Recorder(WithoutCaptures):
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
         self.memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
-        self._beside = BesideOperators()
+        self._beside, self.arriving = BesideOperators(), list[Arriving]()
         self.optimizers = OptimizerSteps(self._stretch_meter, self._end_stretch, self.memory, self._beside)
         self.sharding = ShardingRecorder(self._action_begins, self._action_ended)
         self._actions: dict[int, Action] = {}  # by the stretch
@@ -193,9 +196,9 @@ class Recorder(WithoutCaptures):
             return [cost.modelled(joint, self.model) for joint in self.joints]
         if self.memory is not None:
             self.memory.stop()
-        arriving, name = self._beside.arriving(self.joints), cost_store.device_name(self.device)
-        self.known = cost_store.measure([a.joint for a in arriving], self.known, self.meter, self.device, store)
-        return [a.with_copies(cost.costs_of(a.joint, self.known, name)) for a in arriving]
+        self.arriving, name = self._beside.arriving(self.joints), cost_store.device_name(self.device)
+        self.known = cost_store.measure([a.joint for a in self.arriving], self.known, self.meter, self.device, store)
+        return [a.with_copies(cost.costs_of(a.joint, self.known, name)) for a in self.arriving]
 
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
@@ -214,7 +217,7 @@ class Recorder(WithoutCaptures):
         events = with_lingering_copies(events, modules, self.device)
         memory = None if self.memory is None else self.memory.memory()
         record = StepRecord(
-            graphs=tuple(self._known_of(joint) for joint in self.joints),
+            graphs=tuple(_known_of(self, joint) for joint in self.joints),
             costs=tuple(costs),
             events=tuple(events),
             base_bytes=first + state,
@@ -237,10 +240,14 @@ class Recorder(WithoutCaptures):
         )
         return as_scripted(record)
 
-    def _known_of(self, joint: JointGraph) -> Graph:
-        """The graph of ``joint`` with what the step has shown of it."""
-        graph = usable_now(joint, cost.as_tried(joint, self.known))
-        return without_reading_again(graph, self._lifetimes.not_to_read_again(joint))
+
+def _known_of(recorder: Recorder, joint: JointGraph) -> Graph:
+    """The graph of ``joint`` with what the step has shown of it."""
+    graph = cost.as_tried(joint, recorder.known)
+    if recorder.arriving:  # an implementation may fail with the strides with which gradients arrive
+        arriving = recorder.arriving[recorder.joints.index(joint)].joint
+        graph = cost.as_tried(replace(arriving, graph=graph), recorder.known)
+    return without_reading_again(usable_now(joint, graph), recorder._lifetimes.not_to_read_again(joint))
 
 
 def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, int]) -> list[Event]:

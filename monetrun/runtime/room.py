@@ -86,7 +86,7 @@ class Room:
         self._last_outputs: list[_Output] = []  # of the step before, but for those that were seen to be freed
         self._freed: list[int] = []  # the bytes of these, ascending
         self._counts_outputs = True
-        self._first = False
+        self._first = self._evaluated = False
         self._repeated = 0  # calls for which there was no room, one after the other
 
     def plan_is(self, record: StepRecord | None, schedules: Mapping[str, Schedule], limit_bytes: int) -> None:
@@ -130,9 +130,12 @@ class Room:
     def optimizer_ended(self, optimizer: int) -> None:
         """An optimizer's step (its ``id``) has ended."""
         if self._turns.ended(optimizer):
-            self._calls.clear()
-            self._dropped.clear()
-            self._last_outputs, self._outputs, self._freed = self._outputs, [], []
+            self.step_left()
+            self._last_outputs, self._outputs, self._freed, self._evaluated = self._outputs, [], [], False
+
+    def evaluates(self) -> None:
+        """A planned model is evaluated, or called without gradients."""
+        self._evaluated = True
 
     def calls_like(self, graph: Graph) -> int:
         """Of graphs with this structure, in the present step so far; from now on the graph counts as one."""
@@ -227,20 +230,19 @@ class Room:
         """What is held, and with it what ``need`` takes to be freed soon and is not there: the last step's outputs.
 
         The first step of an epoch has none where the script's loop is a function: what else is held then stays, and
-        would be taken for what is freed. But where as much is held as was planned, it is there, though no graph gave
-        it: the mean of ``F.mse_loss`` keeps memory for all of its terms.
+        would be taken for what is freed. Where as much is held as planned, it is there, though no graph gave it (the
+        mean of ``F.mse_loss`` keeps all of its terms' memory), unless it may be the outputs of an evaluation.
         """
         freed = [o.nbytes for o in self._last_outputs if o.storage.expired()]
-        if freed:
-            self._freed = sorted([*self._freed, *freed])
-            self._last_outputs = [o for o in self._last_outputs if not o.storage.expired()]
+        self._freed = sorted([*self._freed, *freed])
+        self._last_outputs = [o for o in self._last_outputs if not o.storage.expired()]
         there_bytes = sum(o.nbytes for o in self._last_outputs)
         missing = _missing(need.last_outputs_bytes, self._freed, there_bytes) if self._counts_outputs else 0
         held, nothing = self.meter.current_bytes(), self.limit_bytes >> _NOTHING_SHIFT
-        missing = missing if missing > nothing and abs(held - need.held_bytes) > nothing else 0
-        found = Shortage(fingerprint, held + missing, need, missing)
-        self.excess_bytes = None if fingerprint in self._beyond else found.excess_bytes
-        return found
+        if missing <= nothing or (not self._evaluated and abs(held - need.held_bytes) <= nothing):
+            missing = 0
+        self.excess_bytes = None if fingerprint in self._beyond else held + missing - need.held_bytes
+        return Shortage(fingerprint, held + missing, need, missing)
 
     def _need(self, fingerprint: str) -> ForwardNeed | None:
         """What the step of a forward that begins needs; None where it is not looked at."""

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 # What is added to the path of a trial's record, for the file that lists these.
 LIST = ".files"
+BEGAN = ".began"
 
 # A new folder that holds more than this stays, with all that is in it: it may have been downloaded.
 _LITTLE_BYTES = 1 << 20
@@ -61,7 +62,10 @@ class TrialFiles:
 
     def __init__(self, record_file: str) -> None:
         self._list = os.open(record_file + LIST, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.began_ns = os.fstat(self._list).st_mtime_ns
+        # of several processes, one after the other, the first one's: the list's own times go on with what is listed
+        began = os.open(record_file + BEGAN, os.O_WRONLY | os.O_CREAT)
+        self.began_ns = os.fstat(began).st_mtime_ns
+        os.close(began)
         self._folders: set[str] = set()
         self._new: set[str] = set()  # folders that had to be new, and are in no other one
         self._listed: set[str] = set()
@@ -141,7 +145,8 @@ def by_a_tracker() -> bool:
 
 def begin(record_file: str) -> None:
     """Make the empty list, before the trial's process starts."""
-    Path(record_file + LIST).touch()
+    for ending in (LIST, BEGAN):
+        Path(record_file + ending).touch()
 
 
 def is_a_cache(path: str) -> bool:

@@ -66,6 +66,8 @@ class WithRoom(Recording):
     def evaluates(self) -> None:
         """A planned model is about to be evaluated, or called without gradients."""
         self.open_step.evaluates(self.running)
+        if self.running is not None:
+            self.running.room.evaluates()
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``. What hooks drop within a backward, its gradients' lifetimes tell."""

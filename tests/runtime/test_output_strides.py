@@ -13,6 +13,7 @@ from monetrun.capture.open_strides import open_nodes, with_the_same_strides
 from monetrun.ops import registry
 from support import random_models
 from support.captured import captured
+from support.sessions import opened_session
 
 aten = torch.ops.aten
 
@@ -152,3 +153,48 @@ def test_strides_are_open_up_to_a_matrix_product():
     assert any(a.overwrites is n.args[1] for n in second for a in offered[n])
     assert not any(a.overwrites is n.args[1] for n in second for a in kept[n])
     assert any(a.overwrites is n.args[0] for n in second for a in kept[n])
+
+
+@torch.library.custom_op("monetrun_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("monetrun_tests::twice_backward", mutates_args=())
+def twice_backward(gradient: torch.Tensor) -> torch.Tensor:
+    """As a kernel that takes the address of a contiguous tensor."""
+    return gradient.as_strided(gradient.shape, (gradient.shape[1], 1)) * 2
+
+
+twice.register_fake(torch.empty_like)
+twice_backward.register_fake(lambda gradient: gradient.new_empty(gradient.shape))
+twice.register_autograd(lambda context, gradient: twice_backward(gradient.contiguous()))
+
+
+class OfALibrary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.ops.monetrun_tests.twice(self.linear(x))
+
+
+def test_an_operator_of_a_library_gets_the_strides_that_its_formula_made():
+    """The formula's ``contiguous()`` is not in a graph whose gradients are traced contiguous."""
+
+    def train():
+        torch.manual_seed(0)
+        model = OfALibrary()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        gradients = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            (model(torch.randn(8, 8)).t() * torch.arange(64.0).view(8, 8)).sum().backward()
+            gradients.append(model.linear.weight.grad.clone())
+            optimizer.step()
+        return torch.stack(gradients)
+
+    plain = train()
+    with opened_session(budget="2x", solver_seconds=0.5):
+        assert torch.equal(train(), plain)

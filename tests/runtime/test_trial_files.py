@@ -63,7 +63,8 @@ def test_trackers_files_locks_and_temporary_files_are_removed_and_all_else_stays
     assert done.returncode == 96
     assert (tmp_path / "lock").exists()
     trial_files.remove(str(record))
-    (tmp_path / "elsewhere.files").unlink()
+    for ending in (".files", ".began"):
+        (tmp_path / f"elsewhere{ending}").unlink()
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert left == [
         *("data/images/1", "data/whole", "history"),
