@@ -117,7 +117,7 @@ class Deeper(nn.Module):
 
 def test_a_share_is_not_enforced_where_python_calls_a_part_more_often_than_in_the_recorded_step(capsys):
     plain = trained(Deeper, steps=6)
-    with session(budget="0.8x") as opened:
+    with session(budget="0.9x") as opened:  # what earlier tests have left may be a part of so small a step
         assert trained(Deeper, steps=6) == plain
         assert opened.engine.running.enforcement.share_was_estimated
     assert capsys.readouterr().err.count("planned for, but not enforced") == 1
