@@ -95,6 +95,13 @@ def _nor_once_a_test_has_had_it_searched():
         gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def all_garbage_is_searched_afterwards():
+    """For tests that freeze what is there themselves: what other tests measure may be held by it."""
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _guards_are_not_timed():
     """Dynamo times the guards of what it compiles once, with cold caches, for its log: a tenth of a small capture."""

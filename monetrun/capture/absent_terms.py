@@ -17,7 +17,7 @@ from torch import fx
 from monetrun.capture.generated import graph_module
 from monetrun.capture.gradient_terms import shaped
 from monetrun.capture.output_gradients import is_tangent
-from monetrun.capture.strides import VIEWS, alike, is_foreign, is_form_bound, with_strides
+from monetrun.capture.strides import VIEWS, alike, needs_traced_strides, with_strides
 from monetrun.ops.families.output_gradients import OPERATOR, add_output_gradient_
 
 aten = torch.ops.aten
@@ -103,7 +103,7 @@ class _Shortened:
         others = [n for n in node.all_input_nodes if n in self._other_strides]
         if not others:
             return {}
-        if not _needs_traced_strides(node):
+        if not needs_traced_strides(node, node.target):
             self._other_strides.add(node)
             return {}
         found = {}
@@ -132,16 +132,6 @@ class _Shortened:
         new = self.graph.call_function(_zeros, (list(value.shape), list(value.stride()), value.dtype, value.device))
         new.meta = dict(node.meta)
         return new
-
-
-def _needs_traced_strides(node: fx.Node) -> bool:
-    """As ``lowering`` has it for gradients that arrive with strides that were not traced."""
-    return (
-        is_form_bound(node)
-        or is_foreign(node.target)
-        or node.target is aten.convolution.default
-        or str(node.target).startswith("monet.")
-    )
 
 
 def _same_strides(term: torch.Tensor | Sequence[torch.Tensor], total: torch.Tensor) -> bool:

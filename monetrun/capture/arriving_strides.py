@@ -24,12 +24,10 @@ from monetrun.capture.open_strides import has_strides, open_nodes
 from monetrun.capture.operators import signature
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.storages import tensors_in
-from monetrun.capture.strides import VIEWS, alike, is_foreign, is_form_bound
+from monetrun.capture.strides import VIEWS, alike, needs_traced_strides
 from monetrun.core.graph import Costs, Requests
 from monetrun.ops.families import output_gradients
 from monetrun.ops.registry import Call
-
-aten = torch.ops.aten
 
 _log = logging.getLogger("monetrun")
 
@@ -185,8 +183,7 @@ def _differs(node: fx.Node, value: Any) -> bool:
 
 def _takes_traced_strides(call: Call, node: fx.Node) -> bool:
     """Whether a call is given copies of its operands, with the strides that were traced (see ``lowering``)."""
-    ours = str(call.target).startswith("monet.") and call.target is not output_gradients.OPERATOR
-    return ours or is_form_bound(node) or is_foreign(call.target) or call.target is aten.convolution.default
+    return call.target is not output_gradients.OPERATOR and needs_traced_strides(node, call.target)
 
 
 def _with_values(call: Call, values: Mapping[fx.Node, Any]) -> Call:

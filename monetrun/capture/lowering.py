@@ -17,7 +17,14 @@ from torch import fx
 from torch._guards import TracingContext
 
 from monetrun.capture.open_strides import TRACED_STRIDES, has_strides, open_nodes
-from monetrun.capture.strides import VIEWS, is_foreign, is_form_bound, with_strides, with_strides_of
+from monetrun.capture.strides import (
+    VIEWS,
+    is_foreign,
+    is_form_bound,
+    needs_traced_strides,
+    with_strides,
+    with_strides_of,
+)
 from monetrun.ops.families import cudnn_batch_norm as _cudnn_batch_norm  # noqa: F401  (defines the operators)
 from monetrun.ops.families import output_gradients
 
@@ -188,17 +195,13 @@ def _take_any_strides(graph: fx.Graph) -> None:
         if node.target in VIEWS:
             node.target = aten.reshape.default
         elif is_form_bound(node) or node.target is aten.convolution.default:
-            # a convolution of a gradient takes the place of a convolution_backward (see ``ops.families.convolution``),
-            # whose result's strides follow the convolution's input and weight
             _with_traced_strides(graph, node, node.args[0])  # type: ignore[arg-type]
-        elif is_foreign(node.target):
-            for source in [n for n in node.all_input_nodes if late.get(n) and has_strides(n)]:
-                _with_traced_strides(graph, node, source)
-        elif str(node.target).startswith("monet.") and node.target is not output_gradients.OPERATOR:
+        elif node.target is not output_gradients.OPERATOR and needs_traced_strides(node, node.target):
             sources = [n for n in node.all_input_nodes if late.get(n) and has_strides(n)]
             for source in sources:
                 _with_traced_strides(graph, node, source)
-            if sources and TRACED_STRIDES not in node.meta and not _OWN_LAYOUT.search(str(node.target)):
+            own_layout = is_foreign(node.target) or _OWN_LAYOUT.search(str(node.target))
+            if sources and TRACED_STRIDES not in node.meta and not own_layout:
                 _with_strides_of(graph, node, sources[0])
 
 

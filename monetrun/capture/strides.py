@@ -30,6 +30,14 @@ def is_foreign(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def needs_traced_strides(node: fx.Node, target: Any) -> bool:
+    """Whether a call of ``target``, in the place of ``node``, reads gradients with the strides that were traced."""
+    # a convolution of a gradient takes the place of a convolution_backward (see ``ops.families.convolution``), whose
+    # result's strides follow the convolution's input and weight
+    of_torch = is_form_bound(node) or target is torch.ops.aten.convolution.default
+    return of_torch or is_foreign(target) or str(target).startswith("monet.")
+
+
 def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """``value`` with these strides; it is copied if they put its elements into another order."""
     if alike(value.shape, value.stride(), strides):

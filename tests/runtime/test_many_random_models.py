@@ -1,12 +1,12 @@
 """Hundreds of small random models: the recorded step and the first planned one are eager's bits, within the budget."""
 
-import gc
-
 import pytest
 
 from monetrun.capture import cpu_allocator
 from monetrun.solve import timing
 from support import random_models
+
+pytestmark = pytest.mark.usefixtures("all_garbage_is_searched_afterwards")
 
 # others are run by hand: python -m support.random_models --short FIRST END
 SEEDS = range(20000, 20500)
@@ -18,13 +18,6 @@ def _searches_are_short():
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
     with timing.override(patience=2.0, greedy_patience=0.3, frugal_seconds=0.05):
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _garbage_of_these_is_searched_again():
-    """Each check takes what is there from the collector's view; what other tests measure may be held by it."""
-    yield
-    gc.unfreeze()
 
 
 def _marked(seed):

@@ -1,7 +1,5 @@
 """Random models train under monetrun as they do plainly, to the bit, and within the budget."""
 
-import gc
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +7,8 @@ from torch import nn
 
 from monetrun.capture import cpu_allocator
 from support import random_models
+
+pytestmark = pytest.mark.usefixtures("all_garbage_is_searched_afterwards")
 
 # others are run by hand: python -m support.random_models [--small] [--changed] FIRST END
 FOUND = (2, 4, 11, 13, 14, 18, 20, 21, 101, 106, 107, 114, 128, 133, 460, 1001)  # those that have found something
@@ -32,13 +32,6 @@ MORE_SMALL = sorted({*range(24), *OPEN_SMALL} - {*FOUND_SMALL})
 @pytest.fixture(autouse=True)
 def _counted():
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _garbage_of_these_is_searched_again():
-    """Each check takes what is there from the collector's view; what other tests measure may be held by it."""
-    yield
-    gc.unfreeze()
 
 
 def _marked(seeds, known, nightly=()):
