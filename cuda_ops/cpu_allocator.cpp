@@ -35,6 +35,18 @@ std::atomic<int64_t> peak{0};
 std::atomic<int64_t> limit{kNoLimit};
 std::atomic<int64_t> last_refused{0};
 
+// The limit holds for the thread that sets it, which trains. What other threads have allocated since then (loading the
+// next batch, say) and still hold is no part of its step: it counts from the next limit on.
+std::atomic<uint64_t> limits{0};  // so many were set
+std::atomic<uint64_t> limited_thread{0};
+std::atomic<int64_t> elsewhere{0};  // allocated by other threads under the present limit
+
+uint64_t this_thread() {
+  static std::atomic<uint64_t> threads{0};
+  thread_local const uint64_t number = ++threads;
+  return number;
+}
+
 void raise_peak(int64_t value) {
   int64_t seen = peak.load(kRelaxed);
   while (seen < value && !peak.compare_exchange_weak(seen, value, kRelaxed)) {
@@ -43,9 +55,13 @@ void raise_peak(int64_t value) {
 
 // The size of each block, by its address. A header inside the block would change its alignment and what the
 // profiler sees; a context of our own would make the pointer useless to raw_allocate and to lazy clones.
+struct Block {
+  int64_t nbytes = 0;
+  uint64_t elsewhere_under = 0;  // the number of the limit under which another thread has allocated it; 0: none
+};
 struct Shard {
   std::mutex mutex;
-  std::unordered_map<void*, int64_t> sizes;
+  std::unordered_map<void*, Block> blocks;
 };
 constexpr size_t kShards = 64;  // threads rarely meet; blocks are 64-byte aligned, so the low bits say nothing
 using Shards = std::array<Shard, kShards>;
@@ -60,17 +76,17 @@ Shard& shard_of(void* block) {
   return shards()[(bits ^ (bits >> 8)) % kShards];
 }
 
-// 0 for a block that was allocated before the wrapper was installed.
-int64_t forget(void* block) {
-  Shard& shard = shard_of(block);
+// Of no bytes if it was allocated before the wrapper was installed.
+Block forget(void* address) {
+  Shard& shard = shard_of(address);
   const std::lock_guard<std::mutex> guard(shard.mutex);
-  const auto found = shard.sizes.find(block);
-  if (found == shard.sizes.end()) {
-    return 0;
+  const auto found = shard.blocks.find(address);
+  if (found == shard.blocks.end()) {
+    return {};
   }
-  const int64_t nbytes = found->second;
-  shard.sizes.erase(found);
-  return nbytes;
+  const Block block = found->second;
+  shard.blocks.erase(found);
+  return block;
 }
 
 c10::Allocator* wrapped = nullptr;
@@ -100,11 +116,14 @@ void note(void* block, int64_t change) {
   }
 }
 
-void counted_delete(void* block) {
-  const int64_t nbytes = forget(block);  // before the free: the address may be another thread's a moment later
-  note(block, -nbytes);
-  wrapped_deleter(block);
-  allocated.fetch_sub(nbytes, kRelaxed);
+void counted_delete(void* address) {
+  const Block block = forget(address);  // before the free: the address may be another thread's a moment later
+  note(address, -block.nbytes);
+  wrapped_deleter(address);
+  allocated.fetch_sub(block.nbytes, kRelaxed);
+  if (block.elsewhere_under != 0 && block.elsewhere_under == limits.load(kRelaxed)) {
+    elsewhere.fetch_sub(block.nbytes, kRelaxed);
+  }
 }
 
 std::string readable(int64_t nbytes) {
@@ -128,15 +147,21 @@ std::string readable(int64_t nbytes) {
 constexpr auto kPatience = std::chrono::milliseconds(100);
 constexpr auto kPause = std::chrono::microseconds(200);
 
+// What the present thread may have allocated by now, with what other threads have; kNoLimit: all.
+int64_t limit_here() {
+  const int64_t cap = limit.load(kRelaxed);
+  return cap == kNoLimit || limited_thread.load(kRelaxed) != this_thread() ? kNoLimit : cap + elsewhere.load(kRelaxed);
+}
+
 // Whether there is room for nbytes within the limit, or others make it before long; held: what is allocated by then.
 bool has_room(int64_t nbytes, int64_t& held) {
   const auto until = std::chrono::steady_clock::now() + kPatience;
   while (true) {
-    const int64_t cap = limit.load(kRelaxed);
+    const int64_t cap = limit_here();
     if (cap == kNoLimit || nbytes <= cap - held) {
       return true;
     }
-    if (nbytes > cap || std::chrono::steady_clock::now() >= until) {
+    if (nbytes > limit.load(kRelaxed) || std::chrono::steady_clock::now() >= until) {
       return false;
     }
     std::this_thread::sleep_for(kPause);
@@ -148,12 +173,18 @@ bool has_room(int64_t nbytes, int64_t& held) {
 int64_t reserve(int64_t nbytes) {
   int64_t held = allocated.load(kRelaxed);
   do {
-    const int64_t cap = limit.load(kRelaxed);
+    const int64_t cap = limit_here();
     if (cap != kNoLimit && nbytes > cap - held && !has_room(nbytes, held)) {
       refuse(nbytes, held, cap);
     }
   } while (!allocated.compare_exchange_weak(held, held + nbytes, kRelaxed));
   return held + nbytes;
+}
+
+// The number of the present limit, if that is another thread's; 0: there is none.
+uint64_t under_another_threads_limit() {
+  const bool is_anothers = limit.load(kRelaxed) != kNoLimit && limited_thread.load(kRelaxed) != this_thread();
+  return is_anothers ? limits.load(kRelaxed) : 0;
 }
 
 struct CountingAllocator final : c10::Allocator {
@@ -166,10 +197,12 @@ struct CountingAllocator final : c10::Allocator {
     try {
       c10::DataPtr data = own(wrapped->allocate(n));
       Shard& shard = shard_of(data.get());
+      const Block block{nbytes, under_another_threads_limit()};
       {
         const std::lock_guard<std::mutex> guard(shard.mutex);
-        shard.sizes[data.get()] = nbytes;
+        shard.blocks[data.get()] = block;
       }
+      elsewhere.fetch_add(block.elsewhere_under != 0 ? nbytes : 0, kRelaxed);
       raise_peak(sum);
       note(data.get(), nbytes);
       return data;
@@ -259,6 +292,10 @@ MONETRUN_API void monetrun_cpu_allocator_reset_peak() noexcept {
 }
 
 MONETRUN_API void monetrun_cpu_allocator_set_limit(int64_t nbytes) noexcept {
+  limit.store(kNoLimit, kRelaxed);
+  limits.fetch_add(1, kRelaxed);
+  elsewhere.store(0, kRelaxed);
+  limited_thread.store(this_thread(), kRelaxed);
   limit.store(nbytes < 0 ? kNoLimit : nbytes, kRelaxed);
 }
 

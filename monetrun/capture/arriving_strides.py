@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from monetrun.capture.open_strides import has_strides, open_nodes
 from monetrun.capture.operators import signature
 from monetrun.capture.output_gradients import is_tangent
 from monetrun.capture.storages import tensors_in
-from monetrun.capture.strides import VIEWS, alike, needs_traced_strides
+from monetrun.capture.strides import VIEWS, alike, dense, needs_traced_strides
 from monetrun.core.graph import Costs, Requests
 from monetrun.ops.families import output_gradients
 from monetrun.ops.registry import Call
@@ -104,6 +104,27 @@ def of(joint: JointGraph, given: Mapping[fx.Node, tuple[int, ...] | None]) -> Ar
                 elif place == min(read):
                     before[place, k] += nbytes
     return Arriving(replace(joint, signatures=tuple(map(tuple, rows)), timed=timed), beside, before)
+
+
+def given_as(joint: JointGraph, strides: Sequence[tuple[int, ...] | None]) -> dict[fx.Node, tuple[int, ...] | None]:
+    """What ``of`` is given where gradients arrive as they have at other sizes.
+
+    Args:
+        joint: a graph.
+        strides: with which the gradients of its outputs, in order, arrived there; None: it was absent.
+    """
+    found: dict[fx.Node, tuple[int, ...] | None] = {}
+    tangents = joint.tangents
+    for node, known in zip(tangents, strides, strict=True) if len(tangents) == len(strides) else ():
+        value = node.meta.get("val")
+        if known is None:
+            found[node] = None
+        elif isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dim() == len(known):
+            order = sorted(range(len(known)), key=known.__getitem__, reverse=True)
+            given = tuple(dense(value.shape, order))
+            if 0 not in known and not alike(value.shape, given, value.stride()):
+                found[node] = given
+    return found
 
 
 class _Values:

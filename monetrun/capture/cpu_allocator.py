@@ -136,8 +136,10 @@ def reset_peak() -> None:
 def set_limit(nbytes: int | None) -> None:
     """Refuse allocations that would bring ``allocated_bytes()`` above ``nbytes``, with ``torch.OutOfMemoryError``.
 
-    None lifts the limit. A limit below what is allocated already refuses every allocation until enough is freed. A
-    forked child (a DataLoader's worker) starts without a limit.
+    None lifts the limit. A limit below what is allocated already refuses every allocation until enough is freed. It
+    holds for the thread that sets it: others are refused nothing, and what they have allocated since then (a batch that
+    is loaded meanwhile) does not count before the next limit is set. A forked child (a DataLoader's worker) starts
+    without a limit.
 
     Raises:
         ValueError: a negative limit.

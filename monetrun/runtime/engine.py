@@ -225,7 +225,7 @@ class Engine(WithRoom):
 
     def backward_begins(self, roots: Iterable[Any]) -> None:
         """The script differentiates ``roots``. Under an autocast that changes a backward, it is traced for that."""
-        roots = list(roots)
+        roots = self.differentiated(roots)
         if self.recorder is not None:
             self.terms.look_at(roots)
         if self.terms.changes(roots):  # a recorded graph gives terms if need be

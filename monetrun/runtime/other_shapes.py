@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from monetrun.capture import cost
+from monetrun.capture import arriving_strides, cost
+from monetrun.capture.arriving_strides import Arriving
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, is_out_of_memory
@@ -25,6 +26,7 @@ from monetrun.core.step import Event, StepRecord, replay
 from monetrun.planning.planner import BudgetBelowSmallest
 from monetrun.planning.summary import ROUNDING
 from monetrun.runtime import adaptation, holdings, moved_memory, new_step
+from monetrun.runtime.output_uses import Form
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.ruled_out import RuledOut, changeable
 from monetrun.runtime.settings import Settings
@@ -45,7 +47,7 @@ class NewGraph:
     """A graph that the plan does not have, and what it is to be planned from.
 
     Attributes:
-        joint: the graph.
+        arriving: the graph, with the strides with which gradients arrive: see ``OtherShapes.arriving``.
         ruled_out: implementations that must not run.
         record: of the planned step, where known.
         plan: that runs.
@@ -53,12 +55,17 @@ class NewGraph:
         place: how often graphs of this structure have been called in the present step.
     """
 
-    joint: JointGraph
+    arriving: Arriving
     ruled_out: RuledOut
     record: StepRecord | None
     plan: Plan
     outputs: Mapping[int, int] = field(default_factory=dict)
     place: int | None = None
+
+    @property
+    def joint(self) -> JointGraph:
+        """The graph."""
+        return self.arriving.joint
 
     def allowed(self, graph: Graph) -> Graph:
         """``graph`` (of ``joint``) without what is ruled out.
@@ -103,6 +110,17 @@ class OtherShapes:
         self._held_more: dict[str, int] = {}  # by fingerprint: bytes that may come to be held beside what is there
         self._most_held = 0  # of these
         self.given_up: set[str] = set()  # graphs for which there was no schedule: the allocation limit decides
+        self._strides: dict[str, Form] = {}  # of gradients that came, by structure of graphs
+
+    def gradients_come(self, graph: Graph, strides: Form) -> None:
+        """A backward begins; the gradients of its outputs have these strides, None where there is none."""
+        self._strides[graph.structural_fingerprint] = strides
+
+    def arriving(self, joint: JointGraph) -> Arriving:
+        """A graph that is about to run, with gradients that arrive as they did at other shapes."""
+        return arriving_strides.of(
+            joint, arriving_strides.given_as(joint, self._strides.get(joint.graph.structural_fingerprint, ()))
+        )
 
     def step(self, new: NewGraph) -> tuple[StepRecord, StepRecord]:
         """The step of a graph that is about to run, under the plan's schedules and in the plain run.
@@ -121,7 +139,7 @@ class OtherShapes:
         joint, meter, now = new.joint, self.steps.meter, now or {}
         known = {s: now.get(s) or self.known.get(s) or cost.estimate(*timed) for s, timed in joint.timed.items()}
         graph = new.allowed(cost.as_tried(joint, known))
-        costs = cost.costs_of(joint, known, str(self.device))
+        costs = new.arriving.with_copies(cost.costs_of(joint, known, str(self.device)))
         events = self._events(new, [g.schedule for g in new.plan.graphs])
         step = new_step.step_of(graph, costs, meter.current_bytes(), events, meter.exact)
         outputs = new.outputs if last_outputs_bytes(step) else ()

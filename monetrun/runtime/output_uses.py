@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+Form = tuple[tuple[int, ...] | None, ...]
+"""The strides of each output's gradient; None where there is none."""
 
 
 class OutputUses:
@@ -12,15 +13,15 @@ class OutputUses:
     """
 
     def __init__(self) -> None:
-        self._recorded: set[tuple[int, Hashable]] = set()
+        self._recorded: set[tuple[int, Form]] = set()
         self._here = False
 
-    def are_as_recorded(self, graph: int, form: Hashable, *, recording: bool, early: bool) -> bool:
+    def are_as_recorded(self, graph: int, form: Form, *, recording: bool, early: bool) -> bool:
         """A backward begins. Gives whether the recorded step has one with gradients of these outputs.
 
         Args:
             graph: its number in the record; -1: it is not in it.
-            form: each output's gradient: its strides, None where there is none.
+            form: of each output's gradient.
             recording: this step is recorded.
             early: it is one of the first steps under a plan.
         """

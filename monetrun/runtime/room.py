@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from monetrun.capture.meter import Meter
 from monetrun.core.graph import Graph
@@ -18,21 +14,12 @@ from monetrun.core.step import StepRecord
 from monetrun.planning.forward_needs import ForwardNeed, forward_needs, needs_by_place
 from monetrun.planning.intervals import optimizer_steps
 from monetrun.runtime.optimizer_turns import OptimizerTurns
+from monetrun.runtime.step_outputs import StepOutputs
 
 # A call is planned again so often at most: where compiling it anew takes memory each time, it runs as it is.
 _MOST_REPEATS = 3
 # Outputs of so little, the limit >> 10, may as well be the script's own, such as a loss.
 _NOTHING_SHIFT = 10
-# Where all of the last step's outputs are gone, and they were fewer than planned, its batch was smaller; unless they
-# were less than this part of them: then most of what was planned is no outputs, but what a library has kept.
-_SMALLER_BATCH = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    storage: StorageWeakRef
-    address: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +54,7 @@ class Room:
         limit_bytes: what a step may have allocated; see ``limit_of``.
         excess_bytes: held at the last forward of the plan's graphs beyond what is planned; None where not looked at.
         began: the graphs whose forward has begun in the model's present call.
+        outputs: of the present step and of the last one.
     """
 
     def __init__(self, meter: Meter) -> None:
@@ -74,6 +62,7 @@ class Room:
         self.limit_bytes = 0
         self.excess_bytes: int | None = None
         self.began: list[str] = []
+        self.outputs = StepOutputs()
         self._needs: dict[str, tuple[ForwardNeed, ...]] = {}
         self._beyond: dict[str, int] = {}  # of graphs at other shapes: what a step may have beyond ``limit_bytes``
         self._in_python = False
@@ -82,9 +71,6 @@ class Room:
         self._dropped: Counter[str] = Counter()  # of these, calls whose gradients the script has dropped
         self._structures: dict[str, str] = {}  # of graphs, by their fingerprints
         self._turns = OptimizerTurns()
-        self._outputs: list[_Output] = []  # of the present step
-        self._last_outputs: list[_Output] = []  # of the step before, but for those that were seen to be freed
-        self._freed: list[int] = []  # the bytes of these, ascending
         self._counts_outputs = True
         self._first = self._evaluated = False
         self._repeated = 0  # calls for which there was no room, one after the other
@@ -131,7 +117,8 @@ class Room:
         """An optimizer's step (its ``id``) has ended."""
         if self._turns.ended(optimizer):
             self.step_left()
-            self._last_outputs, self._outputs, self._freed, self._evaluated = self._outputs, [], [], False
+            self.outputs.step_ended()
+            self._evaluated = False
 
     def evaluates(self) -> None:
         """A planned model is evaluated, or called without gradients."""
@@ -158,19 +145,6 @@ class Room:
     def gradients_dropped(self) -> None:
         """The script sets all gradients to nothing after a backward: a part of each step, or no optimizer steps."""
         self._dropped = self._calls.copy()
-
-    def last_outputs(self) -> dict[int, int]:
-        """Outputs of the last step that are there: bytes by address."""
-        return {o.address: o.nbytes for o in self._last_outputs if not o.storage.expired()}
-
-    def outputs_are_gone(self) -> bool:
-        """Whether the script has let go of all that graphs have given in the present step: no backward will come."""
-        return all(output.storage.expired() for output in self._outputs)
-
-    def outputs_given(self, outputs: Iterable[Any]) -> None:
-        """A graph's forward has given these."""
-        storages = (o.untyped_storage() for o in outputs if type(o) is torch.Tensor)
-        self._outputs += [_Output(StorageWeakRef(s), s.data_ptr(), s.nbytes()) for s in storages]
 
     def takes_another_way(self, fingerprint: str) -> bool:
         """A graph's forward begins: whether a model that runs in Python calls it more often than in the known step."""
@@ -233,11 +207,7 @@ class Room:
         would be taken for what is freed. Where as much is held as planned, it is there, though no graph gave it (the
         mean of ``F.mse_loss`` keeps all of its terms' memory), unless it may be the outputs of an evaluation.
         """
-        freed = [o.nbytes for o in self._last_outputs if o.storage.expired()]
-        self._freed = sorted([*self._freed, *freed])
-        self._last_outputs = [o for o in self._last_outputs if not o.storage.expired()]
-        there_bytes = sum(o.nbytes for o in self._last_outputs)
-        missing = _missing(need.last_outputs_bytes, self._freed, there_bytes) if self._counts_outputs else 0
+        missing = self.outputs.missing_bytes(need.last_outputs_bytes) if self._counts_outputs else 0
         held, nothing = self.meter.current_bytes(), self.limit_bytes >> _NOTHING_SHIFT
         if missing <= nothing or (not self._evaluated and abs(held - need.held_bytes) <= nothing):
             missing = 0
@@ -257,16 +227,3 @@ class Room:
         if number and fingerprint in self._beyond:
             return None  # what a step's further calls hold is beside the first one
         return needs[min(place, len(needs) - 1)]
-
-
-def _missing(planned: int, gone: Sequence[int], there: int) -> int:
-    """Of ``planned`` bytes of outputs those that are not there; ``gone``, ascending, are also others, never held."""
-    left = planned - there
-    if left <= 0:
-        return 0
-    if not there and planned >= sum(gone) >= planned // _SMALLER_BATCH > 0:
-        return planned
-    for nbytes in reversed(gone):
-        if nbytes <= left:
-            left -= nbytes
-    return planned - there - left

@@ -68,6 +68,7 @@ class RunningPlan:
 
     Attributes:
         schedules: by the graphs' fingerprints: the plan's, and those for other shapes.
+        other_shapes: gives the latter.
         excess_bytes: what planned steps reserved beyond the plan, once seen.
         collectives: times those of sharded modules, where the plan does not know what they take.
 
@@ -95,7 +96,7 @@ class RunningPlan:
         self.room = Room(steps.meter)
         self.enforcement = Enforcement(device, steps.meter, note, of_plain=moved_memory.is_share(self._budget))
         self._frugal: tuple[Schedule, ...] | None = None  # the most frugal schedules of the record's graphs
-        self._other_shapes = OtherShapes(settings, device, steps, known, note, self.enforcement.measuring)
+        self.other_shapes = OtherShapes(settings, device, steps, known, note, self.enforcement.measuring)
         self.excess_bytes = 0 if record is None or record.memory is None else record.memory.excess_bytes
         self._estimated: set[str] = set()  # graphs whose steps are known in part
         self._plain_reserved = moved_memory.PlainReserved(device, record)
@@ -180,14 +181,15 @@ class RunningPlan:
         self.enforcement.enforce()  # another model's plan may have less than this model's capture takes
         if fingerprint not in self.schedules:
             place = self.room.calls_like(joint.graph)
-            new = NewGraph(joint, self._ruled_out, self.record, self.plan, self.room.last_outputs(), place)
-            step, plain = self._other_shapes.step(new)
+            arriving = self.other_shapes.arriving(joint)
+            new = NewGraph(arriving, self._ruled_out, self.record, self.plan, self.room.outputs.last(), place)
+            step, plain = self.other_shapes.step(new)
             self._plain_reserved.step_is(plain)
             estimated = not adaptation.is_known(joint, self.record)
             why = f"inputs of {adaptation.input_shapes(joint)}"
             _follow_plain_peak(self, fingerprint, moved_memory.plain_peak(plain), why, estimated=estimated)
             new = replace(new, plan=self.plan)  # its budget may have grown
-            step, self.schedules[fingerprint] = self._other_shapes.schedule(new, step, estimated=estimated)
+            step, self.schedules[fingerprint] = self.other_shapes.schedule(new, step, estimated=estimated)
             _make_ready(self, step, self.schedules[fingerprint], estimated=estimated)
         _search_for_kernels(self, joint, self.schedules[fingerprint])
         return _number(fingerprint, self.record), self.schedules[fingerprint]
@@ -223,7 +225,7 @@ class RunningPlan:
             why = f"{format_bytes(shortage.excess_bytes)} more are held before a forward"
             _follow_plain_peak(self, fingerprint, plain, why, estimated=not holds)
             over = shortage.held_bytes + shortage.need.planned_bytes > self.room.limit_of(fingerprint)
-            if holds and over and fingerprint not in self._other_shapes.given_up:
+            if holds and over and fingerprint not in self.other_shapes.given_up:
                 self.room.call_repeats(fingerprint)
                 raise MemoryShort("too much is held for this schedule", "monetrun plans again", shortage=shortage)
         self.enforcement.use_pool_of(fingerprint)
@@ -236,7 +238,7 @@ class RunningPlan:
         Raises:
             BudgetExceeded: no schedule fits beside what is held.
         """
-        if self._other_shapes.more_is_held(shortage, self.plan.budget_bytes):
+        if self.other_shapes.more_is_held(shortage, self.plan.budget_bytes):
             self.schedules.pop(shortage.fingerprint)
             return
         assert self.record is not None
@@ -336,7 +338,7 @@ def _forget_oldest(running: RunningPlan) -> None:
         del running.schedules[fingerprint]
         running._estimated.discard(fingerprint)
         running.room.forget(fingerprint)
-        running._other_shapes.forget(fingerprint)
+        running.other_shapes.forget(fingerprint)
         running.enforcement.forget(fingerprint)
 
 

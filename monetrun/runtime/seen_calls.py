@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 from monetrun.capture.in_turn import Turns
 from monetrun.core.graph import BACKWARD, Graph
 from monetrun.runtime.call_timing import Run
+from monetrun.runtime.output_uses import Form
 from monetrun.runtime.step_meter import StepMeter
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -52,7 +53,7 @@ class RoomKeeper(Protocol):
     def outputs_given(self, outputs: Sequence[Any]) -> None:
         """It has given these."""
 
-    def gradients_come(self, graph: int, form: Hashable, *, recording: bool) -> None:
+    def gradients_come(self, graph: int, form: Form, *, recording: bool) -> None:
         """A backward is about to run, see ``OutputUses.are_as_recorded``."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from monetrun.capture.gradient_terms import within_backward
 from monetrun.core.errors import PlanningFault
 from monetrun.runtime.open_step import OpenStep
-from monetrun.runtime.output_uses import OutputUses
+from monetrun.runtime.output_uses import Form, OutputUses
 from monetrun.runtime.recording import Recording
 from monetrun.runtime.running_plan import RunningPlan
 
@@ -75,7 +75,7 @@ class WithRoom(Recording):
             return
         parameters = list(parameters)
         super().zeroing_gradients(parameters, set_to_none)
-        skipped = self.open_step.begun and self.running is not None and self.running.room.outputs_are_gone()
+        skipped = self.open_step.begun and self.running is not None and self.running.room.outputs.are_gone()
         if self.running is not None and (self.open_step.after_backward or skipped):
             dropped = {id(p) for p in parameters}
             if all(p.grad is None or id(p) in dropped for p in self.trained_parameters()):
@@ -123,15 +123,24 @@ class WithRoom(Recording):
         if self.running is not None:
             self.running.steps.optimizer_begins()
 
-    def gradients_come(self, graph: int, form: Hashable, *, recording: bool) -> None:
+    def gradients_come(self, graph: int, form: Form, *, recording: bool) -> None:
         """A backward begins. Of a step that uses other outputs than the recorded one, a share is not enforced."""
+        if graph >= 0 and self.running is not None and self.running.record is not None:
+            self.running.other_shapes.gradients_come(self.running.record.graphs[graph], form)
         self.open_step.goes_on(self.running, backward=True)
         early = self.running is not None and not self.running.steps.settled
         known = self.uses.are_as_recorded(graph, form, recording=recording, early=early)
         if not known and self.running is not None:
             self.running.enforcement.other_outputs_are_used()
 
+    def differentiated(self, roots: Iterable[Any]) -> list[Any]:
+        """The script differentiates these: see ``StepOutputs.differentiated``. Gives them."""
+        found = list(roots)
+        if self.running is not None:
+            self.running.room.outputs.differentiated(found)
+        return found
+
     def outputs_given(self, outputs: Sequence[Any]) -> None:
-        """It has given these: see ``Room.outputs_given``."""
+        """It has given these: see ``StepOutputs.given``."""
         assert self.running is not None
-        self.running.room.outputs_given(outputs)
+        self.running.room.outputs.given(outputs)

@@ -129,15 +129,21 @@ class Incumbent:
         start = None if self.done() else self.cut()
         self.search_greedily(seconds, start)
 
-    def most_frugal(self, seconds: float, enough_bytes: int = 0) -> Schedule:
-        """A schedule with the least peak that ``seconds`` of native search find; see ``greedy.most_frugal``."""
-        options, allowance = self.native(seconds)
-        return greedy.most_frugal(self.graph, self.costs, options, enough_bytes, allowance)
+    def most_frugal(self, seconds: float, enough_bytes: int = 0, costs: Costs | None = None) -> Schedule:
+        """A schedule with the least peak that ``seconds`` of native search find; see ``greedy.most_frugal``.
 
-    def within(self, budget_bytes: int, seconds: float, start: Schedule) -> Schedule | None:
-        """Any schedule within a budget that is not this search's, from ``start``; None where none is found."""
+        ``costs``: others of the same bytes.
+        """
         options, allowance = self.native(seconds)
-        return greedy.fit(self.graph, self.costs, budget_bytes, options, start, allowance)
+        return greedy.most_frugal(self.graph, costs or self.costs, options, enough_bytes, allowance)
+
+    def within(self, budget_bytes: int, seconds: float, start: Schedule, costs: Costs | None = None) -> Schedule | None:
+        """Any schedule within a budget that is not this search's, from ``start``; None where none is found.
+
+        ``costs``: others of the same bytes.
+        """
+        options, allowance = self.native(seconds)
+        return greedy.fit(self.graph, costs or self.costs, budget_bytes, options, start, allowance)
 
     def cut(self) -> Schedule | None:
         """Offer minimum cuts, with the implementations of the best schedule; return the nearest to the budget."""

@@ -297,14 +297,16 @@ def raw(tmp_path_factory):
     return raw
 
 
-def test_concurrent_threads_are_counted_exactly_and_never_pass_the_limit(raw):
+def test_concurrent_threads_are_counted_exactly_and_the_limit_is_none_of_theirs(raw):
     base = cpu.allocated_bytes()
-    cpu.set_limit(base + 3 * 640)  # room for three of four threads' blocks
-    cpu.reset_peak()
+    cpu.set_limit(base + 640)
     for _ in range(20):
-        raw.hammer(4, 5000, 640)
-    assert cpu.peak_bytes() - base in (640, 2 * 640, 3 * 640)
+        assert raw.hammer(4, 5000, 640) == 0
     assert cpu.allocated_bytes() == base
+    held = torch.empty(640, dtype=torch.uint8)  # what they have freed is no room
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1, dtype=torch.uint8)
+    del held
     cpu.set_limit(None)
     raw.hammer(4, 5000, 640)
     assert cpu.allocated_bytes() == base
@@ -381,3 +383,32 @@ def test_what_another_thread_frees_in_a_moment_is_waited_for():
     finally:
         thread.join()
         cpu.set_limit(None)
+
+
+def test_what_other_threads_allocate_under_a_limit_counts_from_the_next_one_on():
+    """A thread loads the next batch while a step trains under its limit."""
+    loaded = []
+
+    def load():
+        loaded.append(torch.empty(MIB, dtype=torch.uint8))
+
+    cpu.set_limit(cpu.allocated_bytes() + MIB // 2)
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    step = torch.empty(MIB // 2, dtype=torch.uint8)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1, dtype=torch.uint8)
+    loaded.clear()
+    with pytest.raises(torch.OutOfMemoryError):  # it makes no room for the step
+        torch.empty(1, dtype=torch.uint8)
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    del step
+    cpu.set_limit(cpu.allocated_bytes())
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1, dtype=torch.uint8)
+    loaded.clear()
+    assert len(torch.empty(MIB, dtype=torch.uint8)) == MIB
+    cpu.set_limit(None)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from monetrun.planning.forward_needs import ForwardNeed, forward_needs, needs_by_place
-from monetrun.runtime.room import Room, _missing
+from monetrun.runtime.room import Room
+from monetrun.runtime.step_outputs import StepOutputs, _missing
 from support.sessions import opened_session
 
 WIDTH = 96
@@ -49,7 +50,7 @@ def test_outputs_that_may_be_missing_end_no_training():
     room._needs["graph"] = (ForwardNeed(held_bytes=1000, planned_bytes=900, plain_bytes=1100, last_outputs_bytes=400),)
 
     def shortage():
-        room.outputs_given([torch.ones(100)])  # which nobody holds
+        room.outputs.given([torch.ones(100)])  # which nobody holds
         room.optimizer_ended(0)
         room.call_begins()
         return room.shortage("graph")
@@ -70,7 +71,7 @@ def test_outputs_that_are_freed_during_a_step_are_missing_from_then_on_once():
     need = ForwardNeed(held_bytes=1000, planned_bytes=900, plain_bytes=1100, last_outputs_bytes=400)
     room._needs["graph"] = (need,) * 3
     outputs = [torch.ones(25), torch.ones(75)]
-    room.outputs_given(outputs)
+    room.outputs.given(outputs)
     room.optimizer_ended(0)
     missing = []
     for _ in range(3):
@@ -87,13 +88,29 @@ def test_as_much_as_was_planned_is_there_under_another_name_unless_the_script_ha
     room = Room(Held(1000))
     room.limit_bytes = 1950
     room._needs["graph"] = (ForwardNeed(held_bytes=1000, planned_bytes=900, plain_bytes=1100, last_outputs_bytes=400),)
-    room.outputs_given([torch.ones(100)])  # which nobody holds
+    room.outputs.given([torch.ones(100)])  # which nobody holds
     room.optimizer_ended(0)
     if evaluated:
         room.evaluates()
     room.call_begins()
     found = room.shortage("graph")
     assert (found is not None and found.missing_bytes == 400) == evaluated
+
+
+def test_a_loss_that_keeps_the_memory_of_its_terms_is_held_as_outputs_are():
+    outputs = StepOutputs()
+    y = torch.randn(64, requires_grad=True) * 1
+    loss = torch.nn.functional.mse_loss(y, torch.zeros(64))
+    outputs.given([y])
+    outputs.differentiated([loss, y])  # an output is no other loss
+    assert outputs.last() == {}
+    outputs.step_ended()
+    assert sorted(outputs.last().values()) == [256, loss.untyped_storage().nbytes()]
+    del y
+    loss = loss.detach()
+    assert list(outputs.last().values()) == [loss.untyped_storage().nbytes()]
+    del loss
+    assert outputs.last() == {}
 
 
 def test_a_step_that_the_optimizer_skips_is_no_other_way_through_the_forward():
