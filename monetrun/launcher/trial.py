@@ -25,7 +25,7 @@ from monetrun.core import codec
 from monetrun.core.errors import CaptureFailed, MonetrunError, NeverTrained, ScriptFailed, UsageError
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
-from monetrun.launcher import stdin
+from monetrun.launcher import stdin, trial_end
 from monetrun.launcher.allocator import allocator_variables
 from monetrun.launcher.libraries import build_ahead
 from monetrun.launcher.options import LaunchOptions
@@ -36,10 +36,10 @@ from monetrun.launcher.report import warn
 from monetrun.launcher.trial_environment import trial_environment
 from monetrun.runtime import trial_files
 from monetrun.runtime.probe import BEGUN, NO_OPTIMIZER, UNSEEN
-from monetrun.runtime.settings import PREFIX, TRIAL, Settings, check_hook, why_no_hook
+from monetrun.runtime.settings import TRIAL, Settings, check_hook, why_no_hook
 
-# How often the launcher looks whether the trial has left its record, and how long its processes may take to end.
-_LOOK_SECONDS, _END_SECONDS = 0.1, 1.0
+# How often the launcher looks whether the trial has left its record.
+_LOOK_SECONDS = 0.1
 
 # A trial that calls no model in training ends so long after it has begun, unless a plan is needed; and where its
 # processes have worked for less than this share of a core for so long, and have read and written next to nothing: they
@@ -210,7 +210,7 @@ def run_process(
             with outlived_by_none_of(process.pid):
                 code = _wait(process, found, Path(record_file + BEGUN), most_seconds)
         finally:
-            _end(process, record_file)
+            trial_end.end(process, record_file)
             trial_files.remove(record_file)
     if code and not stderr_file.stat().st_size:
         check_space(stderr_file.parent)
@@ -254,31 +254,6 @@ def _work(pid: int) -> tuple[float, int]:
                 counted = one.io_counters()
                 nbytes += counted.read_chars + counted.write_chars
     return seconds, nbytes
-
-
-def _end(process: subprocess.Popen[bytes], record_file: str) -> None:
-    """Kill what is left of the trial run, and wait for it: the run may need its ports and its devices."""
-    deadline = time.monotonic() + _END_SECONDS
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        while time.monotonic() < deadline:  # an error once there is none left
-            os.killpg(process.pid, signal.SIGKILL)
-            time.sleep(0.01)
-    for one in (elsewhere := _in_other_sessions(record_file)):
-        with contextlib.suppress(psutil.Error):
-            one.kill()
-    psutil.wait_procs(elsewhere, timeout=_END_SECONDS)
-
-
-def _in_other_sessions(record_file: str) -> list[psutil.Process]:
-    """What the trial with this record has started that its process group does not have: servers, launched workers."""
-    found = []
-    for one in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if one.pid != os.getpid() and one.environ().get(PREFIX + "RECORD_FILE") == record_file:
-                found.append(one)
-    return found
 
 
 def _command(options: LaunchOptions) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -136,11 +135,12 @@ def leave_without_steps(backwards: int, has_optimizer: bool, path: str) -> None:
 
 
 def leave(record: StepRecord | PlainPeaks | CheckedRun | None, path: str) -> NoReturn:
-    """Write the record, if any, and end the process at once: no ``atexit``, no ``finally``, no further line."""
+    """Write the record, if any, and end the process at once: no ``atexit``, no ``finally``, no further line.
+
+    The launcher ends what it has started (``launcher.trial_end``).
+    """
     if record is not None:
         write(record, path)
-    for child in multiprocessing.active_children():
-        child.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(PROBED)

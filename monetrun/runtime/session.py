@@ -65,12 +65,14 @@ def start(environ: Mapping[str, str], kind: Callable[[Settings], Session] | None
 
     install_excepthook(_out_of_memory)
     if settings.mode in TRIALS:
-        from monetrun.runtime import silent_trackers, trial_files, trial_renames, trial_sources
+        from monetrun.runtime import silent_trackers, trial_files, trial_pipes, trial_renames, trial_sources
 
         silent_trackers.silence()
         trial_sources.watch()
         if settings.record_file:
-            trial_renames.watch(settings, trial_files.TrialFiles(settings.record_file).watch())
+            began_ns = trial_files.TrialFiles(settings.record_file).watch()
+            trial_renames.watch(settings, began_ns)
+            trial_pipes.watch(settings, began_ns)
     if settings.mode in (MEASURE, PLAIN):
         from monetrun.runtime.plain_run import PlainRun
 

@@ -1,7 +1,7 @@
-"""A trial run that makes training steps ends before the script writes a checkpoint.
+"""A trial run that makes training steps ends before the script writes a checkpoint, or any file that it may read again.
 
 Its steps are of rank 0 alone: nothing is reduced over the ranks. A checkpoint of them would replace a good one, or the
-launch itself would resume from it.
+launch itself would resume from it; as it would leave out steps that a file says are done.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from monetrun.core.patched import patched
 from monetrun.runtime.settings import Settings
 from monetrun.runtime.trial_files import NAMES, by_a_tracker, is_a_cache
 
-_EVENTS = ("open", "os.mkdir", "os.rename")
+_EVENTS = ("open", "os.mkdir", "os.rename", "sqlite3.connect")
+_NO_FILES = ("/dev/", "/proc/")
 _ENDINGS = (".bin", ".ckpt", ".distcp", ".metadata", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 
 
 def end_before(end: Callable[[], None], undo: contextlib.ExitStack, settings: Settings) -> Callable[[], None]:
     """Have ``end`` called, which ends the process, before the script writes a checkpoint, once training has begun.
 
-    That is ``torch.save`` to a file, a file with a checkpoint's ending that is opened for writing or renamed, and a new
-    folder. Those of trackers and in caches do not count. What libraries write outside of Python into a folder that
-    exists is not seen.
+    That is ``torch.save`` to a file, a file that is opened for writing (but not to append to it, as logs are), a
+    database, a file with a checkpoint's ending that is renamed, and a new folder. Those of trackers, in caches and of
+    ``tempfile`` do not count. What libraries write outside of Python into a folder that exists is not seen.
 
     Args:
         end: ends the process.
@@ -72,8 +73,10 @@ def end_before(end: Callable[[], None], undo: contextlib.ExitStack, settings: Se
         path = _path(args[1] if event == "os.rename" else args[0])
         if event == "os.mkdir":
             is_one = not os.path.lexists(path)
+        elif event == "open":
+            is_one = _writes(args[2]) and not path.startswith(_NO_FILES)
         else:
-            is_one = path.endswith(_ENDINGS) and (event == "os.rename" or _writes(args[2]))
+            is_one = event == "sqlite3.connect" or path.endswith(_ENDINGS)
         if is_one:
             written(path)
 
@@ -95,7 +98,7 @@ def _path(name: Any) -> str:
 
 
 def _writes(flags: Any) -> bool:
-    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR)) and not flags & os.O_APPEND
 
 
 def _in_memory(f: Any) -> bool:

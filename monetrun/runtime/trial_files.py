@@ -29,6 +29,15 @@ _Kind = Literal["left", "new", "within"]
 NAMES = (str, bytes, os.PathLike)
 """Types of a file's name."""
 
+OF_RUNNING = (".lock", ".lck", ".pid")
+"""Endings of files that tell others that something runs."""
+
+# What makes a name that must be new, or a database that remembers: the event, and which of its arguments is the name.
+_NEW_NAMES = {"os.link": 1, "os.symlink": 1, "socket.bind": 1, "sqlite3.connect": 0}
+
+# Files that lie beside a database while it is open.
+_OF_DATABASES = ("-journal", "-wal", "-shm")
+
 # Where torch.compile keeps what it has compiled.
 _COMPILED, _COMPILED_IN = "torchinductor_", ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -50,8 +59,9 @@ class TrialFiles:
     """Lists what this process creates and has to be removed.
 
     These are files and folders that a tracker or ``tempfile`` creates, files within such folders, and files that are
-    created with the demand that they do not exist yet, as locks are; and folders of which that is demanded, with what
-    this process creates in them. What code outside of Python creates is not seen.
+    created with the demand that they do not exist yet, as locks, links and sockets are, or that tell that something
+    runs; new databases; and folders of which that is demanded, with what this process creates in them. What code
+    outside of Python creates is not seen.
 
     Args:
         record_file: of the trial run.
@@ -76,24 +86,31 @@ class TrialFiles:
         return self.began_ns
 
     def _noticed(self, event: str, args: tuple[Any, ...]) -> None:
+        flags = 0
         if event == "open":
             path, _, flags = args
             if not isinstance(flags, int) or not flags & os.O_CREAT:
                 return
         elif event == "os.mkdir":
-            path, flags = args[0], 0
+            path = args[0]
+        elif event in _NEW_NAMES:
+            path, flags = args[_NEW_NAMES[event]], os.O_EXCL
         elif event == "os.rename":
             self._renamed(args[0], args[1])
             return
         else:
             return
-        if not isinstance(path, NAMES):
-            return  # a file that is open already
+        if not isinstance(path, NAMES) or "\0" in os.fsdecode(path):
+            return  # a file that is open already, or an address that is no file
         with contextlib.suppress(OSError, ValueError):  # an exception here would be the script's
             full = os.path.abspath(os.fsdecode(path))
             if os.path.lexists(full):
                 return
             left = flags & os.O_EXCL or os.path.dirname(full) in self._folders or by_a_tracker()
+            left = left or full.endswith(OF_RUNNING)
+            if event == "sqlite3.connect":
+                for ending in _OF_DATABASES:
+                    self._add("left", full + ending)
             if left and event == "os.mkdir":
                 self._folders.add(full)
             is_new = event == "os.mkdir" and _is_to_be_new()

@@ -17,10 +17,8 @@ from typing import Any
 from monetrun.runtime import probe
 from monetrun.runtime.settings import Settings
 from monetrun.runtime.trial_checkpoints import own_folders
-from monetrun.runtime.trial_files import NAMES, by_a_tracker, is_a_cache
+from monetrun.runtime.trial_files import NAMES, OF_RUNNING, by_a_tracker, is_a_cache
 
-# Locks and the like, whatever becomes of them.
-_ENDINGS = (".lock", ".lck", ".pid")
 _CACHES = ("XDG_CACHE_HOME", "TORCH_HOME", "HF_HOME")
 
 
@@ -64,7 +62,7 @@ def end_before(end: Callable[[str], None], began_ns: int, free: list[str]) -> No
             return
         with contextlib.suppress(OSError, ValueError):  # an exception here would be the script's
             path = os.path.abspath(os.fsdecode(args[0]))
-            if path.startswith(folders) or path.endswith(_ENDINGS) or is_a_cache(path):
+            if path.startswith(folders) or path.endswith(OF_RUNNING) or is_a_cache(path):
                 return
             if writes and not os.path.lexists(path):
                 made.add(path)

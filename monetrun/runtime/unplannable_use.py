@@ -5,6 +5,7 @@ Gradients of gradients, hooks that take what autograd saves, and calls within wh
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -72,6 +73,8 @@ def models_run_as_they_are(names: Sequence[str], use: str, settings: Settings, h
     part = Path(settings.report_folder) / f"{AS_IS_MARK}.{os.getpid()}"
     part.write_text(reason)
     part.replace(part.with_name(AS_IS_MARK))
+    for child in multiprocessing.active_children():
+        child.terminate()
     probe.leave(None, "")
 
 

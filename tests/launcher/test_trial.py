@@ -480,3 +480,62 @@ def test_plain_peaks_that_torch_does_not_count_are_none(tmp_path, monkeypatch, r
     settings = Settings(mode=MEASURE, record_file=str(tmp_path / "peaks.json"))
     found = trial.measure_plain_run(SimpleNamespace(quiet=True), None, settings, tmp_path, Console(file=io.StringIO()))
     assert found == (peaks if reserved_bytes else None)
+
+
+TRAINED = (
+    "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    "for step in range({steps}):\n"
+    "    optimizer.zero_grad()\n    y = model(torch.ones(512, 64))\n    y.sum().backward()\n    optimizer.step()\n"
+    "{then}"
+)
+
+
+def test_a_file_that_says_how_far_training_is_is_written_by_the_run_alone(script, tmp_path):
+    then = "    with open('progress', 'a+' if step else 'w') as file:\n        file.write(where)\n"
+    then = "    assert step or not os.path.exists('progress')\n" + then
+    done = run(MONETRUN, "--budget=1GiB", script(TRAINED.format(steps=4, then=then)))
+    assert done.returncode == 0
+    assert (tmp_path / "progress").read_text() == "0000"
+    assert "planning at the first step" not in done.stderr  # the trial has seen its step by then
+
+
+def test_what_loaders_are_writing_when_the_trial_ends_is_not_left_as_half_a_file(script, tmp_path):
+    (tmp_path / "there").write_text("kept")
+    text = (
+        "import time\nif os.fork() == 0:\n"
+        "    if where != 'trial':\n        os._exit(0)\n"
+        "    files = [open('item', 'w'), open('there', 'a'), open(os.devnull, 'w')]\n"
+        "    files[0].write('half'), files[0].flush(), open('whole', 'w').close()\n"
+        "    os.rename('whole', 'ready')\n    time.sleep(600)\n"
+        "import pathlib\n"
+        "while where == 'trial' and not os.path.exists('ready'):\n    time.sleep(0.01)\n"
+    )
+    done = run(MONETRUN, "--budget=1GiB", script(text + TRAINED.format(steps=2, then="")))
+    assert done.returncode == 0
+    assert not (tmp_path / "item").exists()
+    assert (tmp_path / "there").read_text() == "kept"
+    assert (tmp_path / "ready").exists()
+
+
+def test_named_shared_memory_of_a_trial_is_free_again(script):
+    name = f"monetrun_test_{os.getpid()}"
+    text = (
+        "from multiprocessing import shared_memory\n"
+        f"memory = shared_memory.SharedMemory(name='{name}', create=True, size=4096)\n"
+    )
+    done = run(
+        MONETRUN, "--budget=1GiB", script(text + TRAINED.format(steps=2, then="memory.close(), memory.unlink()"))
+    )
+    assert done.returncode == 0, done.stderr
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_a_pipe_is_left_to_the_run(script, tmp_path):
+    os.mkfifo(tmp_path / "data")
+    time.sleep(0.02)  # a tick of the file system's clock
+    writer = subprocess.Popen(["sh", "-c", "printf '1\\n2\\n' > data"], cwd=tmp_path)
+    then = "import torch\nwith open('seen', 'w') as file:\n    print(list(open('data')), where, file=file)\n"
+    done = run(MONETRUN, "--budget=1GiB", script(then + TRAINED.format(steps=2, then="")))
+    assert done.returncode == writer.wait() == 0
+    assert (tmp_path / "seen").read_text() == "['1\\n', '2\\n'] 0\n"
+    assert f"it opens the pipe {tmp_path}/data, which can be read once" in done.stderr

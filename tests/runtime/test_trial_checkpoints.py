@@ -7,8 +7,10 @@ import io
 import os
 import pathlib
 import shutil
+import sqlite3
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -53,7 +55,22 @@ def makes_a_folder():
     os.makedirs("out/checkpoint-1")
 
 
-@pytest.mark.parametrize("write", [saves_to_a_file, saves_to_an_open_file, opens_one, renames_one, makes_a_folder])
+def says_how_far_it_is():
+    with open("known/progress.json", "w") as file:
+        file.write("1")
+
+
+def opens_a_database():
+    sqlite3.connect("known/steps.db").close()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        *(saves_to_a_file, saves_to_an_open_file, opens_one, renames_one, makes_a_folder),
+        *(says_how_far_it_is, opens_a_database),
+    ],
+)
 def test_a_checkpoint_ends_a_trial_that_has_begun_to_train(trial, write):
     begin, ends = trial
     write()
@@ -67,6 +84,12 @@ def test_a_checkpoint_ends_a_trial_that_has_begun_to_train(trial, write):
 def appends_to_a_log():
     with open("known/log.txt", "a") as file:
         file.write("a line")
+
+
+def writes_what_passes():
+    with tempfile.NamedTemporaryFile("w", dir=".") as file, open(os.devnull, "w") as nowhere:
+        print(1, file=file)
+        print(1, file=nowhere)
 
 
 def saves_in_memory():
@@ -100,7 +123,10 @@ def makes_a_folder_in_a_child():
 
 @pytest.mark.parametrize(
     "use",
-    [appends_to_a_log, saves_in_memory, reads_one, compiles, saves_in_monetruns_folder, makes_a_folder_in_a_child],
+    [
+        *(appends_to_a_log, writes_what_passes, saves_in_memory, reads_one, compiles),
+        *(saves_in_monetruns_folder, makes_a_folder_in_a_child),
+    ],
 )
 def test_what_is_no_checkpoint_of_the_script_ends_no_trial(trial, use):
     begin, ends = trial

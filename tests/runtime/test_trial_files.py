@@ -125,8 +125,43 @@ def test_a_folder_that_had_to_be_new_is_removed_with_the_little_that_the_trial_a
     assert written - left == {
         *("little", "little/args.json", "saved", "saved/args.json", "saved/whole", "data/new", "data/new/args.json"),
         *("deep/in/it", "deep/in/it/new", "deep/in/it/logs", "deep/in/it/logs/more", "deep/in/it/logs/more/args.json"),
+        *("with_link", "with_link/args.json", "with_link/data", "replaced"),
     }
+    assert (tmp_path / "empty" / "args.json").exists()
     assert (tmp_path / "with_moved" / "of_the_user").read_text() == "kept"
+
+
+NEW_NAMES = """
+import os, socket, sqlite3, sys
+from monetrun.runtime.trial_files import TrialFiles
+TrialFiles("list").watch()
+os.symlink("there", "latest")
+os.link("there", "linked")
+here, nowhere = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+here.bind("control.sock")
+nowhere.bind("\\0abstract")
+socket.socket().bind(("127.0.0.1", 0))
+open("train.pid", "w").close()
+new, old, passing = sqlite3.connect("new.db"), sqlite3.connect("old.db"), sqlite3.connect(":memory:")
+new.execute("create table steps (i int)")
+new.execute("pragma journal_mode=wal")
+new.execute("insert into steps values (1)")
+new.commit()
+os._exit(0)
+"""
+
+
+def test_links_sockets_databases_and_what_tells_that_something_runs_are_removed(tmp_path):
+    (tmp_path / "script.py").write_text(NEW_NAMES)
+    (tmp_path / "there").write_text("kept")
+    (tmp_path / "old.db").touch()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, check=True)
+    made = {"latest", "linked", "control.sock", "train.pid", "new.db", "new.db-wal", "new.db-shm"}
+    assert made <= {path.name for path in tmp_path.iterdir()}
+    trial_files.remove(str(tmp_path / "list"))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"script.py", "there", "old.db", "list.files", "list.began"}
 
 
 def test_wandb_and_mlflow_are_silent_whatever_the_script_says(tmp_path):
