@@ -46,11 +46,14 @@ def end(process: subprocess.Popen[bytes], record_file: str) -> None:
     there = members()
     cleaners = [one for one in there if _is(one, *_CLEANERS)]
     others = [one for one in there if one not in cleaners]
-    unfinished = _made_since(_written_by(others), record_file)
-    for one in others:
-        _signal(one, signal.SIGKILL)
-    for one in cleaners:
-        _signal(one, signal.SIGCONT)
+    unfinished: list[str] = []
+    try:
+        unfinished += _made_since(_written_by(others), record_file)
+    finally:  # whatever comes, none stays stopped
+        for one in others:
+            _signal(one, signal.SIGKILL)
+        for one in cleaners:
+            _signal(one, signal.SIGCONT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_SECONDS)
     psutil.wait_procs([one for one in there if not _is(one, _LATE_CLEANER)], timeout=_END_SECONDS)
