@@ -150,7 +150,8 @@ def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
         others = [by_edge.get(edge, old) for old, edge in zip(gradients, through_gates(edges), strict=True)]
         return give_instead(edges, gradients, others)
 
-    return replace
+    # Dynamo may be at work where the script differentiates: it would compile what runs again, too
+    return torch.compiler.disable(replace)
 
 
 def _examples(module: fx.GraphModule) -> list[Any]:

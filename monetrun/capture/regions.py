@@ -64,8 +64,14 @@ def note_regions(module: fx.GraphModule, around: tuple[_Noted, ...] = ()) -> Non
 
 
 def _noted(node: fx.Node, given: list[torch.Tensor]) -> _Noted:
-    """The region that ``node`` runs on arguments like ``given``."""
+    """The region that ``node`` runs on arguments like ``given``.
+
+    Raises:
+        CaptureFailed: what it does depends on a number that is left open.
+    """
     options = node.kwargs
+    if any(isinstance(option, fx.Node) for option in options.values()):
+        raise CaptureFailed("an option of a checkpoint is a symbolic number, which varies")
     keeps_state = bool(options.get("preserve_rng_state", True))
     # the CPU's, whatever device the region is on; where that is another, these bytes are not of its memory
     on_cpu = all(v.device.type == "cpu" for v in given)

@@ -11,6 +11,8 @@ from torch import nn
 
 from monetrun.capture.gradient_terms import within_backward
 
+_TRACE_AND_GUARD = ("torch._dynamo.symbolic_convert", "torch._dynamo.guards")
+
 
 def leaves(args: Any, kwargs: Any) -> list[Any]:
     """The values of a call, out of whatever holds them."""
@@ -44,14 +46,15 @@ def without_dynamo(run: Callable[..., Any], *args: Any) -> Any:
 def capture_errors() -> tuple[type[Exception], ...]:
     """What Dynamo raises where it cannot capture a model whole; the second is raised as it is by its bookkeeping.
 
-    And its own assertions, where the exception that is being handled is one that it came upon as it traced.
+    And its own assertions, where the exception that is being handled is one that it came upon as it traced, or as it
+    made guards: numbers that are left open may not fulfil what it derives from them.
     """
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     found = torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode
     traceback = sys.exc_info()[2]
     while traceback is not None:
-        if traceback.tb_frame.f_globals.get("__name__") == "torch._dynamo.symbolic_convert":
+        if traceback.tb_frame.f_globals.get("__name__") in _TRACE_AND_GUARD:
             return *found, AssertionError
         traceback = traceback.tb_next
     return found

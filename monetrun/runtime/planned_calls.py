@@ -118,7 +118,7 @@ class PlannedCall(NotCopied):
         resharding.forward_begins(module)
         if self.model is not None:  # Dynamo may be at work on what calls this
             return one_call.without_dynamo(self._run_part, module, args, kwargs)
-        if not self.nesting.is_outermost_training(module) or _hooks_take_what_it_saves(self):
+        if not self.nesting.is_outermost_training(module) or _cannot_be_planned(self, args, kwargs):
             if self.nesting.outermost and not torch.is_grad_enabled():
                 self.engine.evaluates()
             return _unplanned(self, module, args, kwargs)
@@ -325,11 +325,12 @@ def _unplanned(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> 
         return module._call_impl(*args, **kwargs)
 
 
-def _hooks_take_what_it_saves(call: PlannedCall) -> bool:
-    """Whether the script's hooks take what is saved: all models run as they are from now on."""
-    if call.abandon is None or not unplannable_use.hooks_take_saved_tensors():
+def _cannot_be_planned(call: PlannedCall, args: Any, kwargs: Any) -> bool:
+    """Whether the script uses a model as no plan can: all models run as they are from now on."""
+    given = one_call.leaves(args, kwargs)
+    if call.abandon is None or not (why := unplannable_use.of_call(call.name, given, call.engine.settings)):
         return False
-    call.abandon(unplannable_use.saved_tensors_hooks(call.name, call.engine.settings))
+    call.abandon(why)
     return True
 
 

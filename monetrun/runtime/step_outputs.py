@@ -66,7 +66,8 @@ class StepOutputs:
 
 
 def _outputs(tensors: Iterable[Any]) -> list[_Output]:
-    storages = (t.untyped_storage() for t in tensors if type(t) is torch.Tensor)
+    found = (t for t in tensors if type(t) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(t))
+    storages = (t.untyped_storage() for t in found)
     return [_Output(StorageWeakRef(s), s.data_ptr(), s.nbytes()) for s in storages]
 
 

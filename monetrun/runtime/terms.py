@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 from monetrun.capture import double_backward
 from monetrun.capture.gradient_order import brings_other_terms
@@ -41,8 +43,18 @@ class GradientTerms:
         self.needed = bool(sums) and brings_other_terms(roots, sums)
         return self.needed
 
+    def hooks_came(self, trained: Iterable[torch.Tensor]) -> bool:
+        """A forward begins. Gives whether models have to be compiled anew: hooks take gradients of ``trained`` now."""
+        came = not self.by_turns and any(map(_is_hooked, trained))
+        self.by_turns |= came
+        return came
+
     def look_at(self, roots: Sequence[Any]) -> None:
         """In a step that is recorded the script is about to differentiate ``roots``."""
         if not self.by_turns and not within_backward():
             leaves = (node.variable for node in nodes_behind(roots) if type(node).__name__ == "AccumulateGrad")
-            self.by_turns = any(leaf.grad is not None or leaf._post_accumulate_grad_hooks for leaf in leaves)
+            self.by_turns = any(leaf.grad is not None or _is_hooked(leaf) for leaf in leaves)
+
+
+def _is_hooked(leaf: torch.Tensor) -> bool:
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer
 
 from monetrun.capture.gradient_terms import nodes_behind
@@ -133,21 +134,34 @@ def hooks_take_saved_tensors() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
 
-def saved_tensors_hooks(name: str, settings: Settings) -> str:
-    """The script takes what the model ``name`` saves (see ``hooks_take_saved_tensors``). A trial ends with the reason.
+def of_call(name: str, given: Iterable[Any], settings: Settings) -> str:
+    """Why the model ``name`` cannot be planned where it is called with ``given``. A trial ends with the reason.
+
+    The script's hooks take what it saves (see ``hooks_take_saved_tensors``), or it is given tensors of a class of the
+    script's own, which torch cannot capture.
 
     Returns:
-        Why the models run as they are from now on.
+        Why the models run as they are from now on; empty: they need not.
 
     Raises:
         CaptureFailed: with ``strict``.
     """
-    reason = (
-        f"{name} runs without a plan, its budget is not enforced: the script's hooks take what autograd saves "
-        "(torch.autograd.graph.saved_tensors_hooks, as save_on_cpu does)"
-    )
+    if hooks_take_saved_tensors():
+        why = "the script's hooks take what autograd saves"
+        why += " (torch.autograd.graph.saved_tensors_hooks, as save_on_cpu does)"
+    elif kinds := [type(value).__name__ for value in given if isinstance(value, torch.Tensor) and _is_special(value)]:
+        why = f"it is given a {kinds[0]}, a subclass of torch.Tensor that torch does not capture"
+    else:
+        return ""
+    reason = f"{name} runs without a plan, its budget is not enforced: {why}"
     _end_trial_or_strict_run(reason, settings)
     return reason
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return False
+    return not isinstance(tensor, FakeTensor) and not hasattr(tensor, "__tensor_flatten__")  # of wrappers (DTensor)
 
 
 class Compilations:

@@ -16,6 +16,7 @@ from monetrun.runtime.open_step import OpenStep
 from monetrun.runtime.output_uses import Form, OutputUses
 from monetrun.runtime.recording import Recording
 from monetrun.runtime.running_plan import RunningPlan
+from monetrun.runtime.terms import GradientTerms
 
 # Each is traced and planned for in vain, which takes seconds: then models run as they are from now on.
 _MOST_UNPLANNED_CALLS = 3
@@ -26,12 +27,16 @@ class WithRoom(Recording):
 
     Attributes:
         running: the plan, once there is one.
+        terms: how graphs give gradients.
+        generation: goes up when models have to be compiled anew.
         trained_parameters: gives the parameters of all optimizers.
         part_in_python: part of a model runs in Python, which may take another way in each step.
         uses: of outputs, in the recorded step.
     """
 
     running: RunningPlan | None
+    terms: GradientTerms
+    generation: int
     trained_parameters: Callable[[], list[torch.Tensor]]
     part_in_python = False
 
@@ -89,6 +94,7 @@ class WithRoom(Recording):
             gc.collect()  # what the trace of the forward that failed holds, in cycles
         first, calls = not self.open_step.begun, {}
         if self.running is not None:
+            self.generation += self.terms.hooks_came(self.trained_parameters())
             calls = self.running.room.calls()
             self.running.enforcement.call_begins()
             self.running.steps.forward_begins()
