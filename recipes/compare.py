@@ -57,6 +57,7 @@ from lib.sections import (
 )
 
 RESULT = RECIPES / "results" / "compare.json"
+LEAST = RECIPES / "results" / "least_peaks.json"
 DOCS = ROOT / "docs"
 PAGE, FIGURE = "comparison.md", "comparison.svg"
 TIMES = (  # left out where they mean nothing
@@ -120,9 +121,16 @@ def device() -> dict[str, Any]:
     return {"device": names[0] if names else platform.machine(), "device_type": "cpu"}
 
 
+def bounds(document: dict[str, Any]) -> dict[str, int]:
+    """Bytes below which no schedule's peak is, by network, as ``least_peaks.py`` has them for such a document."""
+    least = json.loads(LEAST.read_text(encoding="utf-8")) if LEAST.exists() else {"rows": []}
+    same = least.get("size") == document["size"] and document["device_type"] == "cpu"
+    return {row["network"]: row["bound_bytes"] for row in least["rows"]} if same else {}
+
+
 def write_page(document: dict[str, Any], folder: Path) -> None:
     """docs/comparison.md and its figure."""
-    (folder / PAGE).write_text(page(document, FIGURE), encoding="utf-8")
+    (folder / PAGE).write_text(page(document, FIGURE, bounds(document)), encoding="utf-8")
     (folder / FIGURE).write_text(figure(document), encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from lib.compared_networks import NETWORKS
@@ -25,6 +26,10 @@ METHODS = (
 FAMILIES = ((BLOCKS, SEGMENTS), (PARTITIONER,))  # whose peaks monetrun plans for
 RIVALS = (BLOCKS, SEGMENTS, PARTITIONER, INDUCTOR_BUDGET)
 OURS = (EXACT, FULL)
+BOUND = """- **No schedule below**: a bound on the peak of every schedule with any of the implementations
+  (`recipes/least_peaks.py`). monetrun's is measured, with what the script holds beside.
+
+"""
 NOISE = 0.02  # a step that is slower by at most this share counts as no slower
 Row = Mapping[str, Any]
 
@@ -138,18 +143,22 @@ def summary(name: str, rows: Sequence[Row]) -> str:
 # ---- tables in Markdown
 
 
-def overview(found: Mapping[str, Sequence[Row]]) -> str:
-    """A line for each network: the verdict."""
+def overview(found: Mapping[str, Sequence[Row]], bounds: Mapping[str, int] = MappingProxyType({})) -> str:
+    """A line for each network: the verdict. ``bounds``: bytes below which no schedule's peak is, by network."""
     lines = [
-        "| network | eager's peak | no slower at | at inductor's | lowest of the others | by | monetrun's | below by |"
+        "| network | eager's peak | no slower at | at inductor's | lowest of the others | by | monetrun's | below by"
+        " | no schedule below | above that by |"
     ]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
     for name, rows in found.items():
         other, ours, below = lowest(rows, *RIVALS), lowest(rows, *OURS), further_below(rows)
         cells = [NETWORKS[name].title, _mib(bytes_of(rows[0]))]
         cells += [held_at(rows, inductor=False) or "-", held_at(rows, inductor=True) or "-"]
         cells += [_percent(other, rows), other["method"] if other else "-", _percent(ours, rows)]
         cells.append("-" if below is None else f"{below:.0%}")
+        bound = bounds.get(name)
+        cells.append("-" if bound is None else f"{bound / bytes_of(rows[0]):.0%}")
+        cells.append("-" if bound is None or ours is None else f"{max(0.0, bytes_of(ours) / bound - 1):.1%}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -192,8 +201,8 @@ def _percent(row: Row | None, rows: Sequence[Row]) -> str:
     return "-" if row is None else f"{share(row, rows):.0%}"
 
 
-def page(document: Mapping[str, Any], figure: str) -> str:
-    """docs/comparison.md."""
+def page(document: Mapping[str, Any], figure: str, bounds: Mapping[str, int] = MappingProxyType({})) -> str:
+    """docs/comparison.md; ``bounds`` as for ``overview``."""
     found = networks(document)
     timed = any("ratio" in r for rows in found.values() for r in rows)
     held = "what the allocator reserves" if document["device_type"] == "cuda" else "what the CPU's allocator counts"
@@ -216,8 +225,7 @@ Made by `{document["commands"][-1]}` on {document["device"]} ({document["threads
   the 2-norm of the gradients' difference over their own: 1 is as far as gradients of other dropout masks are.
 - **No slower**: at the peak of a checkpointed or partitioned step, monetrun's peak is no higher, and its step at most
   {NOISE:.0%} slower. Inductor's peaks are counted apart, since its kernels are others.
-
-{overview(found)}
+{BOUND if bounds else chr(10)}{overview(found, bounds)}
 """
     for name, rows in found.items():
         text += f"\n## {NETWORKS[name].title}\n\n{points(rows)}\n"

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 import compare as recipe
 import compare_network
+import least_peaks
 from lib import comparison, comparison_figure
 from lib.compared_networks import NETWORKS, checkpoint_blocks, checkpoint_segments
 from lib.other_methods import BLOCKS, EAGER, INDUCTOR_BUDGET, PARTITIONER
@@ -75,7 +76,7 @@ def test_a_tiny_network_is_trained_by_each_method_within_the_peaks_of_the_others
         assert plan["allocated_bytes"] == pytest.approx(plan["planned_peak_bytes"], rel=0.02)
         assert plan["bitwise"] == {"loss": True, "gradients": True, "buffers": True}
     assert comparison.further_below(rows) > 0
-    assert recipe.page(found, recipe.FIGURE) == (tmp_path / recipe.PAGE).read_text()
+    assert recipe.page(found, recipe.FIGURE, recipe.bounds(found)) == (tmp_path / recipe.PAGE).read_text()
     assert run(*words, "--resume").exit_code == 0
     assert json.loads(out.read_text())["sections"][0] == found["sections"][0]
     assert "this run of '0.1'" in run(*words, "--resume", "--budgets", "0.1").output
@@ -136,7 +137,12 @@ def test_without_times_the_page_has_memory_alone():
     assert [v["holds"] for v in comparison.verdicts(rows)] == [None, None]
     text = comparison.page(document(untimed), "comparison.svg")
     assert "no times were taken" in text
-    assert "| GPT | 0.0 MiB | - | - | 50% | checkpoint, each block | 40% | 20% |" in text
+    assert "| GPT | 0.0 MiB | - | - | 50% | checkpoint, each block | 40% | 20% | - | - |" in text
+    eager_bytes, ours_bytes = (comparison.bytes_of(r) for r in (rows[0], comparison.lowest(rows, *comparison.OURS)))
+    bounded = comparison.page(document(untimed), "comparison.svg", {"gpt": ours_bytes * 4 // 5})
+    assert f"| 40% | 20% | {ours_bytes * 4 // 5 / eager_bytes:.0%} | 25.0% |" in bounded
+    assert "least_peaks.py" in bounded
+    assert "least_peaks.py" not in text
 
 
 def test_the_page_says_what_differs_and_what_was_not_measured():
@@ -174,7 +180,8 @@ def test_checkpointed_networks_compute_what_the_plain_ones_do(change):
 def test_the_committed_page_and_figure_are_those_of_the_results():
     found = json.loads(recipe.RESULT.read_text(encoding="utf-8"))
     command = "python recipes/compare.py --only-page"
-    assert recipe.page(found, recipe.FIGURE) == (DOCS / recipe.PAGE).read_text(encoding="utf-8"), command
+    text = recipe.page(found, recipe.FIGURE, recipe.bounds(found))
+    assert text == (DOCS / recipe.PAGE).read_text(encoding="utf-8"), command
     assert comparison_figure.figure(found) == (DOCS / recipe.FIGURE).read_text(encoding="utf-8"), command
 
 
@@ -200,3 +207,8 @@ def test_the_readme_has_the_verdict_of_the_results():
     assert held == peaks
     assert f"twelve networks: at each of the {sum(map(int, peaks))} true peaks" in text
     assert f"{min(below):.0%} to {max(below):.0%} below".replace("%", "", 1) in text
+
+
+def test_the_smallest_feasible_peak_lies_between_its_bound_and_the_plain_peak():
+    found = least_peaks.least_peak("tiny", "small", 1.0)
+    assert 0 < found["bound_bytes"] <= found["smallest_bytes"] < found["plain_bytes"]
