@@ -1,7 +1,9 @@
-"""What is promised of several ranks holds in the figures that are committed."""
+"""What is promised of several ranks, and of the lowest peaks, holds in the figures that are committed."""
 
 import json
 
+import compare
+from lib import comparison
 from support.paths import ROOT
 
 RESULTS = ROOT / "recipes" / "results"
@@ -35,3 +37,15 @@ def test_a_plan_for_a_cluster_takes_less_than_two_minutes():
     assert (row["nodes"], row["gpus"], row["model"]) == (16, 8, "GPT-2 XL")
     assert row["seconds"] < 120
     assert row["planned_peak_bytes"] <= row["budget_bytes"] < row["plain_peak_bytes"]
+
+
+def test_the_lowest_peaks_of_the_comparison_are_as_the_readme_says():
+    """By more than a quarter below the others' lowest, or within 3% of the smallest that any schedule has."""
+    document = json.loads(compare.RESULT.read_text(encoding="utf-8"))
+    bounds, found = compare.bounds(document), comparison.networks(document)
+    assert bounds.keys() == found.keys()
+    for name, rows in found.items():
+        above = comparison.bytes_of(comparison.lowest(rows, *comparison.OURS)) / bounds[name] - 1
+        assert comparison.further_below(rows) > 0.25 or -0.005 < above < 0.03, (name, above)
+    told = [v["holds"] for rows in found.values() for v in comparison.verdicts(rows) if v["holds"] is not None]
+    assert (len(told), sum(told)) == (53, 53)
