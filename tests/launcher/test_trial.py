@@ -139,7 +139,7 @@ def test_a_trial_works_where_processes_that_it_has_started_did():
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         seconds, nbytes = trial._work(process.pid)
-        assert seconds > 0.3
+        assert seconds > 0.28  # counted in ticks of the system
         assert nbytes > 300_000 or sys.platform != "linux"
         process.stdin.close()
 
