@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from monetrun.runtime.settings import PREFIX
-from monetrun.runtime.trial_files import BEGAN
+from monetrun.runtime.trial_files import BEGAN, NO_FILES
 
 # How long processes may take to end.
 _END_SECONDS = 1.0
@@ -116,7 +116,7 @@ def _made_since(paths: Iterable[str], record_file: str) -> list[str]:
     with contextlib.suppress(OSError):
         began = os.stat(record_file + BEGAN).st_mtime_ns / 1e9
         for path in dict.fromkeys(paths):
-            if path.startswith((os.path.join(folder, ""), "/dev/", "/proc/")):
+            if path.startswith((os.path.join(folder, ""), *NO_FILES)):
                 continue
             told = subprocess.run(["stat", "--format=%.9W", "--", path], capture_output=True, text=True)
             with contextlib.suppress(ValueError):  # "?", or nothing: it is not told

@@ -327,8 +327,9 @@ def _unplanned(call: PlannedCall, module: nn.Module, args: Any, kwargs: Any) -> 
 
 def _cannot_be_planned(call: PlannedCall, args: Any, kwargs: Any) -> bool:
     """Whether the script uses a model as no plan can: all models run as they are from now on."""
-    given = one_call.leaves(args, kwargs)
-    if call.abandon is None or not (why := unplannable_use.of_call(call.name, given, call.engine.settings)):
+    if call.abandon is None:
+        return False
+    if not (why := unplannable_use.of_call(call.name, one_call.leaves(args, kwargs), call.engine.settings)):
         return False
     call.abandon(why)
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,9 +43,9 @@ class GradientTerms:
         self.needed = bool(sums) and brings_other_terms(roots, sums)
         return self.needed
 
-    def hooks_came(self, trained: Iterable[torch.Tensor]) -> bool:
+    def hooks_came(self, trained: Callable[[], Iterable[torch.Tensor]]) -> bool:
         """A forward begins. Gives whether models have to be compiled anew: hooks take gradients of ``trained`` now."""
-        came = not self.by_turns and any(map(_is_hooked, trained))
+        came = not self.by_turns and any(map(_is_hooked, trained()))
         self.by_turns |= came
         return came
 

@@ -21,10 +21,9 @@ import torch
 from monetrun.core import native
 from monetrun.core.patched import patched
 from monetrun.runtime.settings import Settings
-from monetrun.runtime.trial_files import NAMES, by_a_tracker, is_a_cache
+from monetrun.runtime.trial_files import NAMES, NO_FILES, by_a_tracker, is_a_cache
 
 _EVENTS = ("open", "os.mkdir", "os.rename", "sqlite3.connect")
-_NO_FILES = ("/dev/", "/proc/")
 _ENDINGS = (".bin", ".ckpt", ".distcp", ".metadata", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 
 
@@ -74,7 +73,7 @@ def end_before(end: Callable[[], None], undo: contextlib.ExitStack, settings: Se
         if event == "os.mkdir":
             is_one = not os.path.lexists(path)
         elif event == "open":
-            is_one = _writes(args[2]) and not path.startswith(_NO_FILES)
+            is_one = _writes(args[2]) and not path.startswith(NO_FILES)
         else:
             is_one = event == "sqlite3.connect" or path.endswith(_ENDINGS)
         if is_one:

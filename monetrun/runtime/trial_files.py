@@ -38,6 +38,9 @@ _NEW_NAMES = {"os.link": 1, "os.symlink": 1, "socket.bind": 1, "sqlite3.connect"
 # Files that lie beside a database while it is open.
 _OF_DATABASES = ("-journal", "-wal", "-shm")
 
+NO_FILES = ("/dev/", "/proc/")
+"""Folders of what is written, and not kept."""
+
 # Where torch.compile keeps what it has compiled.
 _COMPILED, _COMPILED_IN = "torchinductor_", ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 

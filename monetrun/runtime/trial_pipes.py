@@ -11,7 +11,7 @@ from typing import Any
 
 from monetrun.runtime import probe
 from monetrun.runtime.settings import Settings
-from monetrun.runtime.trial_files import NAMES
+from monetrun.runtime.trial_files import NAMES, NO_FILES
 
 
 def watch(settings: Settings, began_ns: int) -> None:
@@ -36,7 +36,7 @@ def end_before(end: Callable[[str], None], began_ns: int) -> None:
             return
         with contextlib.suppress(OSError, ValueError):  # an exception here would be the script's
             path = os.path.abspath(os.fsdecode(args[0]))
-            if path.startswith(("/dev/", "/proc/")):
+            if path.startswith(NO_FILES):
                 return
             found = os.stat(path)
             if stat.S_ISFIFO(found.st_mode) and found.st_ctime_ns < began_ns:

@@ -94,7 +94,7 @@ class WithRoom(Recording):
             gc.collect()  # what the trace of the forward that failed holds, in cycles
         first, calls = not self.open_step.begun, {}
         if self.running is not None:
-            self.generation += self.terms.hooks_came(self.trained_parameters())
+            self.generation += self.terms.hooks_came(self.trained_parameters)
             calls = self.running.room.calls()
             self.running.enforcement.call_begins()
             self.running.steps.forward_begins()

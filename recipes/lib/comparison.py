@@ -28,7 +28,6 @@ RIVALS = (BLOCKS, SEGMENTS, PARTITIONER, INDUCTOR_BUDGET)
 OURS = (EXACT, FULL)
 BOUND = """- **No schedule below**: a bound on the peak of every schedule with any of the implementations
   (`recipes/least_peaks.py`). monetrun's is measured, with what the script holds beside.
-
 """
 NOISE = 0.02  # a step that is slower by at most this share counts as no slower
 Row = Mapping[str, Any]
@@ -225,7 +224,8 @@ Made by `{document["commands"][-1]}` on {document["device"]} ({document["threads
   the 2-norm of the gradients' difference over their own: 1 is as far as gradients of other dropout masks are.
 - **No slower**: at the peak of a checkpointed or partitioned step, monetrun's peak is no higher, and its step at most
   {NOISE:.0%} slower. Inductor's peaks are counted apart, since its kernels are others.
-{BOUND if bounds else chr(10)}{overview(found, bounds)}
+{BOUND if bounds else ""}
+{overview(found, bounds)}
 """
     for name, rows in found.items():
         text += f"\n## {NETWORKS[name].title}\n\n{points(rows)}\n"
