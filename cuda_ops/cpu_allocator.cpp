@@ -5,6 +5,7 @@
 // stable ABI: the library is built against the torch that loads it.
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
 #include <pthread.h>
@@ -76,7 +77,7 @@ Shard& shard_of(void* block) {
   return shards()[(bits ^ (bits >> 8)) % kShards];
 }
 
-// Of no bytes if it was allocated before the wrapper was installed.
+// Of no bytes if it is not counted: allocated before the wrapper was installed, and not counted since.
 Block forget(void* address) {
   Shard& shard = shard_of(address);
   const std::lock_guard<std::mutex> guard(shard.mutex);
@@ -276,6 +277,28 @@ MONETRUN_API int monetrun_cpu_allocator_install() noexcept {
   }
   c10::SetCPUAllocator(counting, std::numeric_limits<uint8_t>::max());
   return c10::GetCPUAllocator() == counting ? 0 : 2;
+}
+
+// Counts a storage that torch's allocator gave before the wrapper was installed, until it is freed. One of other memory
+// (NumPy's, a mapped file) and one that is counted already have other deleters: they stay as they are. The caller holds
+// the storage meanwhile.
+MONETRUN_API void monetrun_cpu_allocator_count(void* storage) noexcept {
+  auto& impl = *static_cast<c10::StorageImpl*>(storage);
+  if (wrapped == nullptr || impl.device_type() != c10::DeviceType::CPU) {
+    return;
+  }
+  c10::DataPtr& data = impl._mutable_data_ptr_no_checks();
+  const auto nbytes = static_cast<int64_t>(impl.nbytes());
+  if (nbytes == 0 || data.get() != data.get_context() ||
+      !data.compare_exchange_deleter(wrapped_deleter, &counted_delete)) {
+    return;
+  }
+  Shard& shard = shard_of(data.get());
+  {
+    const std::lock_guard<std::mutex> guard(shard.mutex);
+    shard.blocks[data.get()] = Block{nbytes, 0};
+  }
+  raise_peak(allocated.fetch_add(nbytes, kRelaxed) + nbytes);
 }
 
 MONETRUN_API int64_t monetrun_cpu_allocator_allocated_bytes() noexcept {

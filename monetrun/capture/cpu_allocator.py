@@ -1,8 +1,9 @@
 """Counts what torch allocates on the CPU, to the byte, and limits it.
 
 Counting begins with ``install()``, which a worker calls right after ``import torch``; earlier allocations are not
-counted, nor is their release. The library is built against the installed torch the first time (about a second) and
-kept. Without a compiler everything else works, and ``unavailable_reason()`` says what is missing.
+counted, nor is their release, unless ``count_living()`` is called. The library is built against the installed torch the
+first time (about a second) and kept. Without a compiler everything else works, and ``unavailable_reason()`` says what
+is missing.
 
 Not counted: ``torch.UntypedStorage(nbytes)`` made in Python, and so ``copy.deepcopy`` of a tensor. Torch takes these
 from its default allocator, whichever is installed (2.11 to 2.15). Operators' tensors, ``clone`` and ``torch.load`` are
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -61,6 +64,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.monetrun_cpu_allocator_reset_peak.restype = None
     library.monetrun_cpu_allocator_watch.argtypes = ()
     library.monetrun_cpu_allocator_watch.restype = None
+    library.monetrun_cpu_allocator_count.argtypes = (ctypes.c_void_p,)
+    library.monetrun_cpu_allocator_count.restype = None
     library.monetrun_cpu_allocator_set_limit.argtypes = (ctypes.c_int64,)
     library.monetrun_cpu_allocator_set_limit.restype = None
     return library, ""
@@ -90,6 +95,28 @@ def install() -> bool:
         Whether it is installed; if not, ``unavailable_reason()`` says why.
     """
     return not _installed()
+
+
+def living_storages() -> Iterator[torch.UntypedStorage]:
+    """Of all tensors on the CPU that Python knows, some more than once. All objects are looked through (0.3 s)."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and type(thing).__module__.startswith("torch"):
+            if thing.device.type != "cpu" or thing.layout != torch.strided or thing.is_meta:
+                continue
+            if not isinstance(thing, torch._subclasses.FakeTensor):
+                yield thing.untyped_storage()
+
+
+@functools.cache
+def count_living() -> None:
+    """Count from now on what living tensors have allocated before ``install()``, too; later calls do nothing.
+
+    So a model counts that a notebook has made before its first ``monetrun.apply``, and its release is seen. Does
+    nothing where CPU memory cannot be counted.
+    """
+    if install():
+        for storage in living_storages():
+            _library().monetrun_cpu_allocator_count(storage._cdata)
 
 
 def unavailable_reason() -> str | None:

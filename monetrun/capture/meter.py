@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Protocol
 
 import torch
@@ -124,15 +123,7 @@ class LiveTensorMeter(NotWatching):
 
     def current_bytes(self) -> int:
         """Bytes of all live tensors, each storage once."""
-        seen: dict[int, int] = {}
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor) and type(thing).__module__.startswith("torch"):
-                if thing.device.type != "cpu" or thing.layout != torch.strided or thing.is_meta:
-                    continue
-                if isinstance(thing, torch._subclasses.FakeTensor):
-                    continue
-                storage = thing.untyped_storage()
-                seen[storage.data_ptr()] = storage.nbytes()
+        seen = {storage.data_ptr(): storage.nbytes() for storage in cpu_allocator.living_storages()}
         total = sum(seen.values())
         self._peak = max(self._peak, total)
         return total

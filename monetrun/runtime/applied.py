@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from monetrun.capture import cpu_allocator
 from monetrun.core.errors import CaptureFailed, word_as_arguments
 from monetrun.core.log_lines import print_warnings
 from monetrun.runtime import agreement, apply_arguments, candidates, hooks, unplanned
@@ -55,6 +56,7 @@ def apply(model: nn.Module, budget_or_plan: Any = None, *, budget: Any = None, *
     if session is None:
         session = process._session = Session(settings, plan)
         session.watch_process()
+        cpu_allocator.count_living()  # what the script has made before counts, too
         word_as_arguments(("budget", *apply_arguments.OPTIONS))
         print_warnings()
     try:

@@ -412,3 +412,29 @@ def test_what_other_threads_allocate_under_a_limit_counts_from_the_next_one_on()
     loaded.clear()
     assert len(torch.empty(MIB, dtype=torch.uint8)) == MIB
     cpu.set_limit(None)
+
+
+def test_what_was_allocated_before_counts_once_it_is_asked_for_and_its_release_is_seen():
+    said = run_fresh(
+        """
+        import numpy, torch
+        from monetrun.capture import cpu_allocator as cpu
+        model = torch.nn.Linear(100, 50)
+        view, copied = torch.ones(1000)[10:20], torch.UntypedStorage(64)
+        of_numpy = torch.from_numpy(numpy.ones(1000))
+        bytes_of = torch.empty(0).set_(copied)
+        cpu.install()
+        after = torch.ones(10)
+        assert cpu.allocated_bytes() == 40
+        cpu.count_living()
+        print(cpu.allocated_bytes() - 40, cpu.peak_bytes() - 40)
+        cpu.count_living.__wrapped__()
+        del view, model.bias
+        print(cpu.allocated_bytes() - 40)
+        model.weight.data = torch.empty(10)
+        del bytes_of, copied, of_numpy
+        print(cpu.allocated_bytes() - 40)
+        """
+    )
+    held = 20000 + 200 + 4000 + 64
+    assert said.split() == [str(n) for n in (held, held, 20000 + 64, 40)]
