@@ -15,7 +15,7 @@ from torch import fx
 
 from monetrun.capture.guards import Guard, Guards
 from monetrun.capture.open_strides import with_the_same_strides
-from monetrun.capture.operators import Described, Inputs, describe, mark_joint_calls
+from monetrun.capture.operators import Described, Inputs, describe, mark_held, mark_joint_calls
 from monetrun.capture.optional_operators import mark_optional
 from monetrun.capture.output_gradients import is_tangent, join_output_gradients
 from monetrun.capture.regions import Regions, refuse_updates
@@ -119,7 +119,7 @@ def capture(
     tensors = tuple(storages.tensors)
     gradients = _gradients(placeholders, results[forward_outputs:], storages)
     operators = mark_joint_calls([d.operator for d in described], nodes, gradients)
-    operators = mark_optional(operators, tensors, nodes)
+    operators = mark_optional(mark_held(operators, nodes), tensors, nodes)
     graph = Graph(name, tensors, operators, tuple(regions.found))
     alternatives = [(d, k, a) for d in described for k, a in enumerate(d.alternatives, 1)]
     return JointGraph(

@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -259,3 +259,29 @@ def mark_joint_calls(
         if op.phase == BACKWARD and same and reads:
             marked[op.id] = dataclasses.replace(op, one_call_with_next=True)
     return tuple(marked)
+
+
+def mark_held(operators: Sequence[Operator], nodes: Sequence[fx.Node]) -> tuple[Operator, ...]:
+    """``operators``, with ``plain_holds`` set for the last one of each node of autograd's graph in the backward.
+
+    Autograd releases what a node has saved, and the gradients it was given, once the node has returned, and the
+    gradient of what was broadcast has been summed (``Engine::evaluate_function``).
+
+    Args:
+        operators: of the whole graph, in order.
+        nodes: for each operator its fx node.
+    """
+    overwritten = {op.implementations[0].in_place_of for op in operators}
+    marked = list(operators)
+    backward = (op for op in operators if op.phase == BACKWARD and op.plain)
+    for number, run in groupby(backward, key=lambda op: _autograd_node(nodes[op.id])):
+        *earlier, last = run
+        held = {t for op in earlier for t in op.inputs}.difference(last.inputs, last.outputs, overwritten)
+        if number >= 0 and held:
+            marked[last.id] = dataclasses.replace(last, plain_holds=tuple(sorted(held)))
+    return tuple(marked)
+
+
+def _autograd_node(node: fx.Node) -> int:
+    """The number of autograd's node that has made a call of the backward; -1: none, a sum of gradients for instance."""
+    return -1 if node.meta.get("is_gradient_acc") else int(node.meta.get("seq_nr", -1))

@@ -104,6 +104,8 @@ class Operator:
             what a region computes, and computes it again in the backward pass.
         checkpoint_keeps: not its outputs: the region's policy keeps them.
         one_call_with_next: eager runs it and the next operator as one call, which has the results of both throughout.
+        plain_holds: with it a node of autograd's graph ends, which till then holds these tensors: operands of its
+            earlier operators. Only the plain step does.
     """
 
     id: int
@@ -120,6 +122,7 @@ class Operator:
     checkpoint_keeps: bool = False
     one_call_with_next: bool = False
     reads_changed: bool = False
+    plain_holds: tuple[int, ...] = ()
 
     @property
     def inputs(self) -> tuple[int, ...]:

@@ -25,11 +25,17 @@ def second_runs(graph: Graph) -> dict[int, list[int]]:
 
 
 def with_held_tensors(graph: Graph) -> Graph:
-    """``graph`` with what eager holds for its checkpoint regions as further operands, for replays of the plain step."""
-    if not graph.regions:
+    """``graph`` with what eager holds besides as further operands, for replays of the plain step.
+
+    That is what ``Operator.plain_holds`` says, and what is held for checkpoint regions.
+    """
+    if not graph.regions and not any(op.plain_holds for op in graph.operators):
         return graph
     regions = _Regions(graph)
     held, states = regions.held(), regions.states()
+    for op in graph.operators:
+        if op.plain_holds:
+            held.setdefault(op.id, set()).update(op.plain_holds)
 
     tensors = list(graph.tensors)
     for op in graph.operators:
