@@ -242,6 +242,7 @@ def test_walk_3_plans_a_training_step():
     assert plan.bound == pytest.approx(solution.bound_seconds / base.plain.seconds - 1)
 
 
+@pytest.mark.nightly
 def test_walk_3_has_a_test_of_its_own_that_passes(package, tmp_path):
     write(tmp_path, "tests/solve/test_drop_largest.py")
     options = ["-n0", "-rA", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]

@@ -289,6 +289,20 @@ class Lifetimes:
         """Outputs that were not freed so far."""
         return [(call.joint, t) for call in self._calls for t in sorted(call.alive) if call.is_output(t)]
 
+    def given_away(self, joint: JointGraph) -> set[fx.Node]:
+        """The gradients of the graph's outputs that each of its backwards has freed."""
+        calls = [call for call in self._calls if call.joint is joint and call.backward != _NOT_YET]
+        ended = [{t for t, at in call.ended.items() if at == call.backward} for call in calls]
+        return {n for n in joint.tangents if all(joint.storage.get(n) in found for found in ended)}
+
+    def freed_inputs_bytes(self) -> int:
+        """Bytes of the first call's inputs that are freed by now."""
+        if not self._calls:
+            return 0
+        call = self._calls[0]
+        inputs = {call.joint.storage.get(node) for node in call.joint.primals}
+        return sum(call.joint.graph.tensors[t].nbytes for t in inputs.intersection(call.inputs, call.ended))
+
     def absent_bytes(self, stretches: int) -> list[int]:
         """By the end of each stretch: bytes of what ``dropped`` told of, where the backward comes later, or never."""
         changes = [0] * (stretches + 1)

@@ -196,7 +196,7 @@ class Recorder(WithoutCaptures):
             return [cost.modelled(joint, self.model) for joint in self.joints]
         if self.memory is not None:
             self.memory.stop()
-        self.arriving, name = self._beside.arriving(self.joints), cost_store.device_name(self.device)
+        self.arriving, name = self._beside.arriving(self.joints, self._lifetimes), cost_store.device_name(self.device)
         self.known = cost_store.measure([a.joint for a in self.arriving], self.known, self.meter, self.device, store)
         return [a.with_copies(cost.costs_of(a.joint, self.known, name)) for a in self.arriving]
 
@@ -206,8 +206,8 @@ class Recorder(WithoutCaptures):
         gradients, state = self.zeroed.freed(self.stretches, self._gradients), self.optimizers.state_bytes
         events = _events(self, costs := self._beside.costs(costs), gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
-        # less is there at the end than at the start, beside the outputs, where inputs were freed
-        more = end - first - state - self._all_gradients_bytes
+        # inputs that were freed are there again when the next step begins
+        more = end - first - state - self._all_gradients_bytes + self._lifetimes.freed_inputs_bytes()
         events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
         if waiting := sum(gradients.values()):
             events.insert(0, last_gradients.are_there(waiting))

@@ -83,7 +83,9 @@ def seen(codes):
         codes.copy_(codes.flip(0))
 
 
-@pytest.mark.parametrize("write", [lambda codes: None, seen], ids=["by a call", "by the script"])
+@pytest.mark.parametrize(
+    "write", [lambda codes: None, pytest.param(seen, marks=pytest.mark.nightly)], ids=["by a call", "by the script"]
+)
 def test_no_plan_reads_again_what_is_changed_before_the_backward(write):
     expected = train_changed(write)
     with opened_session(budget="0.62x", solver_seconds=1.0, implementations="exact") as session:

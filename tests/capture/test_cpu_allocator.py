@@ -438,3 +438,17 @@ def test_what_was_allocated_before_counts_once_it_is_asked_for_and_its_release_i
     )
     held = 20000 + 200 + 4000 + 64
     assert said.split() == [str(n) for n in (held, held, 20000 + 64, 40)]
+
+
+def test_a_notebooks_model_counts_that_was_there_before_monetrun_was_applied():
+    said = run_fresh(
+        """
+        import torch
+        model = torch.nn.Linear(64, 64)
+        import monetrun
+        from monetrun.capture import cpu_allocator as cpu
+        monetrun.apply(model, "1MiB")
+        print(cpu.allocated_bytes())
+        """
+    )
+    assert said == str(64 * 65 * 4)

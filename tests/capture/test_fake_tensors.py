@@ -65,7 +65,7 @@ def small_gpt():
     optimizer.step()
 
 
-@pytest.mark.parametrize("train", [small_cnn, small_gpt])
+@pytest.mark.parametrize("train", [small_cnn, pytest.param(small_gpt, marks=pytest.mark.nightly)])
 def test_a_fake_trial_plans_the_same_bytes_as_a_real_one(train):
     (real, _), (imagined, frugal) = (recorded(train, on_fake_tensors=f) for f in (False, True))
     assert [g.fingerprint for g in imagined.graphs] == [g.fingerprint for g in real.graphs]

@@ -124,7 +124,7 @@ def train(sizes):
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("sizes", [(16, 16, 16), (16, 16, 20, 24, 16)])
+@pytest.mark.parametrize("sizes", [(16, 16, 16), pytest.param((16, 16, 20, 24, 16), marks=pytest.mark.nightly)])
 def test_a_model_in_channels_last_format_trains_as_in_eager(sizes):
     assert cpu_allocator.install()
     losses, weights = train(sizes)

@@ -222,6 +222,7 @@ def test_the_size_that_was_not_used_for_longest_is_forgotten(monkeypatch):
     assert sum(module() is not None for module in kept) <= 2
 
 
+@pytest.mark.nightly
 def test_where_sizes_cannot_be_left_open_each_is_traced(monkeypatch):
     def refuse(*given):
         raise CaptureFailed("not these", "")

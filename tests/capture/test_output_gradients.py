@@ -59,7 +59,7 @@ def trained(used_from, steps=5):
     return state, losses, peaks
 
 
-@pytest.mark.parametrize("used_from", [99, 3, 0])
+@pytest.mark.parametrize("used_from", [99, 3, pytest.param(0, marks=pytest.mark.nightly)])
 def test_an_output_without_a_gradient_costs_nothing_and_may_get_one_later(used_from):
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
     plain_state, losses, peaks = trained(used_from)
@@ -105,6 +105,28 @@ def test_an_output_that_the_script_drops_is_freed_before_the_backward():
         session.close()
         torch._dynamo.reset()
     assert plan.plain_peak_bytes == pytest.approx(plain[2], rel=0.005)
+    assert plan.planned_peak_bytes == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.Function, "boxed_grads_call"), reason="autograd itself holds it there")
+def test_the_gradient_of_an_output_is_freed_once_it_was_read():
+    session = Session(Settings(mode=RUN, budget="2x", solver_seconds=0.5, implementations="none"))
+    session.watch_process()
+    try:
+        model = nn.Sequential(nn.Embedding(VOCABULARY, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, VOCABULARY))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            tokens = torch.randint(VOCABULARY, (256,))
+            optimizer.zero_grad()
+            F.cross_entropy(model(tokens), tokens).backward()
+            optimizer.step()
+        record = session.engine.running.record
+        plan, measured = session.engine.plan, session.engine.peak_bytes
+    finally:
+        session.close()
+        torch._dynamo.reset()
+    (tangent,) = (t.id for t in record.graphs[0].tensors if t.name.startswith("tangents"))
+    assert [tangent in event.released for event in record.events if event.kind == "backward"] == [True]
     assert plan.planned_peak_bytes == pytest.approx(measured, rel=0.005)
 
 

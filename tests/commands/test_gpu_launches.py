@@ -97,6 +97,7 @@ def test_a_plain_run_that_fits_is_not_planned(machine, plain):
     assert "fits: nothing to plan" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_driver_that_maps_no_memory_trains_under_a_plan_without_expandable_segments(tmp_path):
     """With them the first tensor on the device failed, where torchrun trains."""
     unable = {

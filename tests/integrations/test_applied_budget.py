@@ -64,6 +64,7 @@ def test_under_the_launcher_nothing_is_begun_or_ended(monkeypatch):
     assert process._session is launched
 
 
+@pytest.mark.nightly
 def test_a_training_within_another_one_shares_its_budget_and_does_not_end_it(capsys):
     outer, inner = AppliedBudget("0.9x", **OPTIONS), AppliedBudget("0.9x", **OPTIONS)
     model, optimizer = net()

@@ -103,7 +103,13 @@ class Partitioned:
 
 @pytest.mark.parametrize(
     ("make", "budget"),
-    [(Net, "0.8x"), (Net, "0.6x"), (lambda: Net(dropout=0.3), "0.6x"), (Convolutions, "0.8x"), (Convolutions, "0.7x")],
+    [
+        (Net, "0.8x"),
+        (Net, "0.6x"),
+        (lambda: Net(dropout=0.3), "0.6x"),
+        pytest.param(Convolutions, "0.8x", marks=pytest.mark.nightly),
+        (Convolutions, "0.7x"),
+    ],
     ids=["linear-0.8", "linear-0.6", "dropout-0.6", "convolution-0.8", "convolution-0.7"],
 )
 def test_the_saved_set_is_the_plans_gradients_are_eagers_and_aot_eager_keeps_the_budget(make, budget, monkeypatch):

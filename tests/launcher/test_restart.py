@@ -81,6 +81,7 @@ def test_a_plan_is_tightened_before_torch_starts_the_workers_again(lives, tighte
     assert capsys.readouterr().err == "monetrun: tighter 0\nmonetrun: tighter 1\n"
 
 
+@pytest.mark.nightly
 def test_what_no_tighter_plan_is_left_for_runs_as_it_is_at_the_next_restart(lives, tightened, monkeypatch):
     decision = Decision(PLAIN, parse("auto"), 0, None, None, None, plan_given=False)
     monkeypatch.setattr(restart, "as_it_is", lambda job, why: decision)
@@ -97,23 +98,26 @@ def test_memory_that_runs_out_where_nothing_is_trained_under_a_plan_starts_nothi
     assert restart.ran_short_early(environment, 84) is early
 
 
+@pytest.mark.nightly
 def test_another_failure_tightens_no_plan(lives, tightened, capsys):
     restarts = restart.Restarts(a_job(lives.environment), lives.environment)
     assert lives(1, "3", "3", joined=restarts.joined)[0] == 3
     assert "tighter" not in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_workers_that_start_anew_for_a_mark_have_all_restarts_left(lives):
     code, plans = lives(1, f"{PROBED}!", "3", "0")
     assert (code, len(plans)) == (0, 3)
 
 
-@pytest.mark.parametrize("max_restarts", [0, 1])
+@pytest.mark.parametrize("max_restarts", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_mark_counts_once_and_a_script_may_then_end_with_that_code(lives, max_restarts):
     code, plans = lives(max_restarts, *[f"{PROBED}!"] * (2 + max_restarts))
     assert (code, len(plans)) == (PROBED, 2 + max_restarts)
 
 
+@pytest.mark.nightly
 def test_a_launch_that_succeeds_at_last_leaves_no_error_for_the_scheduler(lives, tmp_path, monkeypatch):
     told = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))

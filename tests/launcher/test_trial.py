@@ -194,6 +194,7 @@ def test_a_trial_whose_optimizer_makes_no_step_ends(script, capfd):
     assert "no optimizer of torch.optim makes a step in 256 backward passes" in capfd.readouterr().err
 
 
+@pytest.mark.nightly
 def test_where_nodes_run_a_path_the_trial_ends_as_elsewhere_and_trains_nothing_to_its_end(script, tmp_path):
     """The agent has told workers by then that they have no rank yet."""
     text = (
@@ -210,6 +211,7 @@ def test_where_nodes_run_a_path_the_trial_ends_as_elsewhere_and_trains_nothing_t
     assert "4 training steps" in done.stderr
 
 
+@pytest.mark.nightly
 def test_what_a_script_keeps_of_the_last_run_by_another_name_is_kept(script, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
@@ -228,7 +230,10 @@ def test_what_a_script_keeps_of_the_last_run_by_another_name_is_kept(script, tmp
     assert "planned peak" in done.stderr
 
 
-@pytest.mark.parametrize(("steps", "told"), [(5, "3 training steps, as far as it was told"), (1, "left no report (")])
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [(5, "3 training steps, as far as it was told"), pytest.param(1, "left no report (", marks=pytest.mark.nightly)],
+)
 def test_a_script_that_ends_by_exit_of_os_is_not_told_that_nothing_was_planned(script, steps, told):
     text = (
         "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
@@ -255,6 +260,7 @@ def test_a_script_that_updates_its_parameters_itself_is_told_that_nothing_is_pla
     assert "monetrun: nothing was planned: no optimizer of torch.optim was made" in printed
 
 
+@pytest.mark.nightly
 def test_a_script_that_trains_no_parameters_of_a_module_is_told_so_and_reads_no_message_of_ours(script, capfd):
     """As in style transfer: the picture is optimized."""
     text = (
@@ -517,6 +523,7 @@ def test_what_loaders_are_writing_when_the_trial_ends_is_not_left_as_half_a_file
     assert (tmp_path / "ready").exists()
 
 
+@pytest.mark.nightly
 def test_named_shared_memory_of_a_trial_is_free_again(script):
     name = f"monetrun_test_{os.getpid()}"
     text = (

@@ -209,6 +209,7 @@ def test_the_readme_has_the_verdict_of_the_results():
     assert f"{min(below):.0%} to {max(below):.0%} below".replace("%", "", 1) in text
 
 
+@pytest.mark.nightly
 def test_the_smallest_feasible_peak_lies_between_its_bound_and_the_plain_peak():
     found = least_peaks.least_peak("tiny", "small", 1.0)
     assert 0 < found["bound_bytes"] <= found["smallest_bytes"] < found["plain_bytes"]

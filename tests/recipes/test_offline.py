@@ -22,6 +22,7 @@ def plain(joint, costs):
     return simulate(joint.graph, costs, plain_schedule(joint.graph))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_resnet50_at_batch_184_is_captured_without_its_memory():
     import resource

@@ -78,6 +78,7 @@ def test_schedules_of_the_archive_give_what_the_table_says(store):
     assert {(row["peak"], row["overhead"]) for row in rows("cpu", "vgg16").values()} <= found
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("plain_surroundings")
 def test_a_plan_of_the_same_network_begins_with_what_was_imported_unless_changed(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)

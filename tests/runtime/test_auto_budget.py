@@ -60,7 +60,8 @@ def free(monkeypatch):
 @pytest.mark.parametrize(
     ("free_bytes", "batches", "calls", "ends"),
     [
-        (MIB, [512] * 4, 0, True),  # no schedule of the recorded step fits
+        # no schedule of the recorded step fits
+        pytest.param(MIB, [512] * 4, 0, True, marks=pytest.mark.nightly),
         pytest.param(
             8 * MIB, [512, 512, 512, 8192, 512], 1, False, marks=pytest.mark.nightly
         ),  # none of a larger batch

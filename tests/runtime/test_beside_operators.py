@@ -31,7 +31,7 @@ def trained():
     return [p.tolist() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("budget", ["1.0x", "0.9x"])
+@pytest.mark.parametrize("budget", ["1.0x", pytest.param("0.9x", marks=pytest.mark.nightly)])
 def test_what_a_kernel_copies_of_an_expanded_gradient_is_planned(budget):
     expected = trained()
     with opened_session(budget=budget, solver_seconds=1.0, implementations="exact") as opened:

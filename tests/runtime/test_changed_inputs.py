@@ -87,6 +87,7 @@ def test_a_batch_that_is_changed_before_the_backward_is_not_read_again():
     assert engine.peak_bytes <= engine.plan.budget_bytes
 
 
+@pytest.mark.nightly
 def test_nor_is_it_at_other_shapes():
     *given, _ = planned([16, 16, 16, 10])
     assert_same(given, train([16, 16, 16, 10]))

@@ -120,6 +120,7 @@ def test_the_shortest_of_each_kind_and_size_counts():
     assert not seconds_known(with_seconds(Sharding(modules, ()), found[:2]))
 
 
+@pytest.mark.nightly
 def test_what_is_timed_stops_with_the_session(slow):
     before = {name: getattr(dist, name) for name in ("reduce_scatter_tensor",)}
     with opened_session(budget="0.75x", solver_seconds=1.0) as session:

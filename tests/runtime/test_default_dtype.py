@@ -49,7 +49,7 @@ def trained(dtype):
     return losses, [p.tolist() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.nightly)], ids=str)
 def test_what_runs_again_in_the_backward_has_the_forwards_default_dtype(dtype):
     expected = trained(dtype)
     with opened_session(budget="1.0x", solver_seconds=1.0, implementations="exact") as opened:  # records the least peak

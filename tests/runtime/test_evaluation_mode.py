@@ -56,9 +56,9 @@ def train(how):
         ("start", STEPS - 3, "is trained in evaluation mode"),
         pytest.param("middle", STEPS - 2, "is trained in evaluation mode", marks=pytest.mark.nightly),
         ("validation", STEPS - 1, ""),
-        ("validation first", STEPS - 1, ""),
+        pytest.param("validation first", STEPS - 1, "", marks=pytest.mark.nightly),
         ("flops", STEPS - 2, "has made no training forward before"),
-        ("copies", STEPS - 1, ""),
+        pytest.param("copies", STEPS - 1, "", marks=pytest.mark.nightly),
     ],
 )
 def test_what_trains_is_planned_and_the_bits_are_eagers(how, steps, said, capsys):

@@ -142,6 +142,7 @@ class Noisy(Net):
         return F.dropout(super().forward(x + noise), 0.1, self.training)
 
 
+@pytest.mark.nightly
 def test_numpys_random_numbers_are_numpys():
     def script():
         np.random.seed(0)
@@ -213,6 +214,7 @@ def test_torchscript_knows_autograds_functions():
         assert torch.equal(scripted(positions), model(positions))
 
 
+@pytest.mark.nightly
 def test_a_function_that_the_script_compiles_has_dynamos_limit():
     """Each word is a variant; after eight of them torch runs the function as it is."""
 

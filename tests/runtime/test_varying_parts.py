@@ -227,6 +227,7 @@ class Experts(nn.Module):
         return torch.cat([e(part) for e, part in zip(self.experts, x.split(rows.tolist()), strict=True)])
 
 
+@pytest.mark.nightly
 def test_the_plain_peak_of_alike_parts_at_other_sizes_is_about_the_recorded_one():
     torch.manual_seed(0)
     plain = []
