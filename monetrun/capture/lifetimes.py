@@ -300,7 +300,7 @@ class Lifetimes:
         if not self._calls:
             return 0
         call = self._calls[0]
-        inputs = {call.joint.storage.get(node) for node in call.joint.primals}
+        inputs = {t for node in call.joint.primals if (t := call.joint.storage.get(node)) is not None}
         return sum(call.joint.graph.tensors[t].nbytes for t in inputs.intersection(call.inputs, call.ended))
 
     def absent_bytes(self, stretches: int) -> list[int]:
