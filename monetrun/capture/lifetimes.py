@@ -113,6 +113,23 @@ class _Call:
         return found | {t for t, storage, before in self.written if writes[storage.cdata] != before}
 
 
+class GivenFirst:
+    """What the first call of a step is given.
+
+    Args:
+        values: of them its tensors count.
+    """
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        tensors = (v for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided)
+        storages = {(storage := v.untyped_storage())._cdata: storage for v in tensors}
+        self._storages = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
+
+    def freed_bytes(self) -> int:
+        """Bytes of what is freed by now."""
+        return sum(nbytes for storage, nbytes in self._storages if storage.expired())
+
+
 class Lifetimes:
     """The lifetimes of the inputs and outputs of all calls of a step.
 
@@ -294,14 +311,6 @@ class Lifetimes:
         calls = [call for call in self._calls if call.joint is joint and call.backward != _NOT_YET]
         ended = [{t for t, at in call.ended.items() if at == call.backward} for call in calls]
         return {n for n in joint.tangents if all(joint.storage.get(n) in found for found in ended)}
-
-    def freed_inputs_bytes(self) -> int:
-        """Bytes of the first call's inputs that are freed by now."""
-        if not self._calls:
-            return 0
-        call = self._calls[0]
-        inputs = {t for node in call.joint.primals if (t := call.joint.storage.get(node)) is not None}
-        return sum(call.joint.graph.tensors[t].nbytes for t in inputs.intersection(call.inputs, call.ended))
 
     def absent_bytes(self, stretches: int) -> list[int]:
         """By the end of each stretch: bytes of what ``dropped`` told of, where the backward comes later, or never."""

@@ -14,7 +14,7 @@ from monetrun.capture import cost, cost_store, roofline
 from monetrun.capture.arriving_strides import Arriving
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
-from monetrun.capture.lifetimes import Lifetimes
+from monetrun.capture.lifetimes import GivenFirst, Lifetimes
 from monetrun.capture.meter import CudaMeter, Meter
 from monetrun.core import last_gradients
 from monetrun.core.allocator_settings import AllocatorSettings
@@ -89,6 +89,7 @@ class Recorder(WithoutCaptures):
         self.optimizers = OptimizerSteps(self._stretch_meter, self._end_stretch, self.memory, self._beside)
         self.sharding = ShardingRecorder(self._action_begins, self._action_ended)
         self._actions: dict[int, Action] = {}  # by the stretch
+        self._first = GivenFirst()
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number, and the schedule of the least peak that is known for it."""
@@ -103,14 +104,16 @@ class Recorder(WithoutCaptures):
     def forward_begins(self, arguments: Iterable[Any]) -> None:
         """A model is called whose hooks allocate before its first graph runs: they are of the step."""
         if not self.stretches:
+            self._first = GivenFirst(given := list(arguments))
             if self.memory is not None:
-                self.memory.begin_before_graphs(arguments)
+                self.memory.begin_before_graphs(given)
             self._stretch_meter.begin()
             self._end_stretch(OUTSIDE)
 
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins, and what the script did since the last one has ended."""
         if not self.stretches:
+            self._first = GivenFirst(arguments)
             if self.memory is not None:
                 self.memory.begin(self.joints, self.joints[graph], arguments)
             self._stretch_meter.begin()
@@ -207,7 +210,7 @@ class Recorder(WithoutCaptures):
         events = _events(self, costs := self._beside.costs(costs), gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
         # inputs that were freed are there again when the next step begins
-        more = end - first - state - self._all_gradients_bytes + self._lifetimes.freed_inputs_bytes()
+        more = end - first - state - self._all_gradients_bytes + self._first.freed_bytes()
         events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
         if waiting := sum(gradients.values()):
             events.insert(0, last_gradients.are_there(waiting))
