@@ -270,5 +270,7 @@ def show(found: Found, step: Accumulation, console: Console) -> None:
         return
     refused = {v.batch: v.reason for v in found.verified if not v.fits}
     ends = feeds_only(found.batch)
-    why = refused.get(found.next_batch, ends if ends in refused.values() else "predicted not to fit")
+    limits = f"{format_bytes(found.budget_bytes)} at {100 * found.max_overhead:g}% overhead (--max-overhead)"
+    unseen = ends if ends in refused.values() else f"predicted not to fit {limits}"
+    why = refused.get(found.next_batch, unseen)
     console.print(f"  batch {found.next_batch}: {why}")

@@ -52,6 +52,7 @@ def run(words: Sequence[str]) -> int:
     if options.json and args.out == STDOUT:
         raise UsageError("--out - and --json both print the plan", "leave out one")
     check_file("--out", args.out)
+    _check_replaced(args.out)
     over = None if args.link is None else link.parse(args.link)
     with open_job(_on_cluster(options, args)) as job:
         if over is not None:
@@ -68,6 +69,22 @@ def run(words: Sequence[str]) -> int:
             step = {} if clocks is None else {"step": report.clock_json(*clocks, job.ranks.world_size, args.link)}
             print(json.dumps({**codec.to_plain(plan), **step}) if step else codec.dumps(plan))
     return 0
+
+
+def _check_replaced(path: str) -> None:
+    """Check that what is at ``path`` is a plan, of this version or another one, or nothing.
+
+    Raises:
+        UsageError: it is another file.
+    """
+    if not Path(path).is_file() or not (content := Path(path).read_bytes()):
+        return
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not {"schema", "graphs"} <= found.keys():
+        raise UsageError(f"--out {path}: there is a file that is no plan, and it is not replaced", "give another --out")
 
 
 def _on_cluster(options: LaunchOptions, args: argparse.Namespace) -> LaunchOptions:

@@ -84,13 +84,16 @@ class LaunchParser(argparse.ArgumentParser):
         """Raise ``UsageError`` with argparse's message, and suggest the nearest option."""
         hint = "monetrun --help lists monetrun's options, torchrun --help all others"
         if "training_script" in message:
-            message, hint = f"no script was given{self._last_taken()}", f"usage: {self.usage_text}"
+            message = f"no script was given{self._last_taken()}"
+            hint = f"usage: {self.usage_text}; monetrun --help says more"
         if "expected one argument" in message:
             hint = "its value is missing, or begins with - like an option (--option=VALUE is read as a value)"
         for word in message.split():
             name = word.rstrip(":,").partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
-                if near := difflib.get_close_matches(name, self._option_string_actions, 1):
+                if name == "--dry-run":  # as other commands name it
+                    hint = "monetrun plan SCRIPT plans and trains nothing"
+                elif near := difflib.get_close_matches(name, self._option_string_actions, 1):
                     hint = f"did you mean {near[0]}?"
                 break
         raise UsageError(message, hint)

@@ -186,7 +186,7 @@ class _Search:
         self.verified.append(Verified(batch, not reason, reason))
         if plan is None:
             self.smallest_failing = batch if self.smallest_failing is None else min(self.smallest_failing, batch)
-            return f"batch {batch} does not: {reason}"
+            return f"batch {batch} does not fit: {reason}"
         self.largest_fitting, self.plan = batch, plan
         return f"batch {batch} fits: planned {format_bytes(planned_bytes(plan))}, overhead {plan.overhead:+.1%}"
 

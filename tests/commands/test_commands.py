@@ -239,3 +239,19 @@ def test_plan_leaves_a_scripts_own_out_to_the_script(monkeypatch):
     assert cli.main(["plan", "train.py", "--out", "models"]) == 0
     assert cli.main(["plan", "--budget", "0.5x", "--out", "p.json", "train.py", "--out=models", "--", "-x"]) == 0
     assert seen == [("plan.json", ("--out", "models")), ("p.json", ("--out=models", "--", "-x"))]
+
+
+def test_plan_replaces_a_plan_and_no_other_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    mine = tmp_path / "plan.json"
+    monkeypatch.setattr(Job, "planned", lambda job: job)
+    monkeypatch.setattr(plan, "write_plan", lambda job, out: None)
+    monkeypatch.setattr(plan, "show", lambda job, out: None)
+    for content in ("my notes", '{"mine": 1}', "[]"):
+        mine.write_text(content)
+        assert cli.main(["plan", "train.py"]) == 2
+        assert "there is a file that is no plan" in capsys.readouterr().err
+    for content in ("", '{"schema": 1, "graphs": []}'):  # another version's
+        mine.write_text(content)
+        assert cli.main(["plan", "train.py"]) == 0
