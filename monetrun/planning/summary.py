@@ -42,6 +42,8 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
     operators, runs = again(schedules, record)
     more = f" ({runs} runs)" if runs != operators else ""
     lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}")
+    if not operators and plan.budget_bytes >= plain:
+        lines.append("  the plain step fits the budget: a smaller one, such as 0.6x, saves memory")
     if inexact := inexact_runs(plan, record):
         lines.append(f"  {inexact} of these {ROUNDING}")
     return [*lines, *_kept_lines(plan, record)]

@@ -47,6 +47,11 @@ def test_operators_that_run_again_are_counted_once_and_their_runs_beside_them():
     assert f"{operators} of {total} forward operators run again ({operators + 1} runs); " in line
 
 
+def test_a_budget_that_the_plain_step_fits_is_told_to_be_one():
+    told = [any("the plain step fits" in line for line in summary_lines(plan_at(share), "t")) for share in (1.0, 0.3)]
+    assert told == [True, False]
+
+
 def test_explain_counts_the_same():
     plan = running_again_twice(plan_at(0.3))
     plan = replace(plan, planned_peak_bytes=explain_peak(plan))
