@@ -118,6 +118,9 @@ class GivenFirst:
 
     Args:
         values: of them its tensors count.
+
+    Attributes:
+        freed_bytes: of what was freed by the last ``look``.
     """
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
@@ -125,9 +128,11 @@ class GivenFirst:
         storages = {(storage := v.untyped_storage())._cdata: storage for v in tensors}
         self._storages = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
 
-    def freed_bytes(self) -> int:
-        """Bytes of what is freed by now."""
-        return sum(nbytes for storage, nbytes in self._storages if storage.expired())
+        self.freed_bytes = 0
+
+    def look(self) -> None:
+        """An optimizer has made its step."""
+        self.freed_bytes = sum(nbytes for storage, nbytes in self._storages if storage.expired())
 
 
 class Lifetimes:

@@ -154,6 +154,7 @@ class Recorder(WithoutCaptures):
         self._all_gradients_bytes = self.gradients_bytes()
         if self.stretches:
             self.optimizers.ended(name)
+            self._first.look()
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``."""
@@ -210,7 +211,7 @@ class Recorder(WithoutCaptures):
         events = _events(self, costs := self._beside.costs(costs), gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
         # inputs that were freed are there again when the next step begins
-        more = end - first - state - self._all_gradients_bytes + self._first.freed_bytes()
+        more = end - first - state - self._all_gradients_bytes + self._first.freed_bytes
         events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
         if waiting := sum(gradients.values()):
             events.insert(0, last_gradients.are_there(waiting))
