@@ -115,8 +115,9 @@ def count_living() -> None:
     nothing where CPU memory cannot be counted.
     """
     if install():
+        count = _library().monetrun_cpu_allocator_count
         for storage in living_storages():
-            _library().monetrun_cpu_allocator_count(storage._cdata)
+            count(storage._cdata)
 
 
 def unavailable_reason() -> str | None:

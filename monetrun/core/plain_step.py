@@ -62,18 +62,18 @@ def _as_one_call(own: Requests, of_next: Requests, nbytes: int) -> tuple[Request
         of_next = Requests((nbytes,), (1,))
     alike = takewhile(lambda pair: pair[0] == pair[1] > 0, zip(own.sizes, of_next.sizes, strict=False))
     shared = {n for n, _ in enumerate(alike, 1) if {-n} <= {*own.sizes} & {*of_next.sizes}}
-    count = sum(n > 0 for n in of_next.sizes)
+    made_by_next = [n for n in of_next.sizes if n > 0]
     numbers = {n: n for n in shared}
     sizes = [n for n in of_next.sizes if -n not in shared]
     for number in range(1, sum(n > 0 for n in own.sizes) + 1):
-        numbers.setdefault(number, count + number - len(shared.intersection(range(number))))
+        numbers.setdefault(number, len(made_by_next) + number - len(shared.intersection(range(number))))
     made = 0
     for n in own.sizes:
         made += n > 0
         if n < 0 or made not in shared:
             sizes.append(n if n > 0 else -numbers[-n])
     sizes += [-n for n in of_next.results]
-    given = tuple([n for n in of_next.sizes if n > 0][number - 1] for number in of_next.results)
+    given = tuple(made_by_next[number - 1] for number in of_next.results)
     return (
         Requests(tuple(sizes), tuple(numbers[n] for n in own.results)),
         Requests(given, tuple(range(1, len(given) + 1))),

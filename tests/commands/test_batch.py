@@ -102,7 +102,7 @@ def test_what_makes_up_a_step_is_shown():
     out = Console(file=io.StringIO(), width=120)
     show(found, Accumulation(96, 2), out)
     assert "12 samples x 2 devices x 4 forward passes = 96 in a step" in out.file.getvalue()
-    assert "batch 16: predicted not to fit " in out.file.getvalue()
+    assert "batch 16: predicted not to fit 99 bytes at 20% overhead (--max-overhead)" in out.file.getvalue()
     assert "reserved" not in out.file.getvalue()
     show(Found(48, 0, 99, 0.2, 200, 90, 0.1, 0.05, ()), Accumulation(96, 2), out)
     assert "no larger one: it is all that a device has in a step" in out.file.getvalue()
