@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,9 @@ from monetrun.ops.families import output_gradients
 from monetrun.ops.registry import Call
 
 _log = logging.getLogger("monetrun")
+
+# Whether autograd gives a compiled backward its gradients away; else it holds them until that has run.
+GIVES_AWAY = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,13 @@ class Arriving:
         return replace(costs, workspace_bytes=tuple(map(tuple, workspace)), requests=rows)
 
 
-def of(joint: JointGraph, given: Mapping[fx.Node, tuple[int, ...] | None]) -> Arriving:
+def of(joint: JointGraph, given: Mapping[fx.Node, tuple[int, ...] | None], freed: Collection[fx.Node] = ()) -> Arriving:
     """``joint`` where gradients of its outputs arrive with other strides than were traced, or not at all.
 
     Args:
         joint: a graph.
         given: the strides of such gradients, by their nodes; None: it is absent.
+        freed: the gradients that the backward frees once they were read.
     """
     if not given:
         return Arriving(joint)
@@ -80,6 +84,7 @@ def of(joint: JointGraph, given: Mapping[fx.Node, tuple[int, ...] | None]) -> Ar
     values = found.values
     beside, before = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     rows, timed = [list(row) for row in joint.signatures], dict(joint.timed)
+    places = {node: i for i, node in enumerate(joint.nodes)}
     for op, node in zip(joint.graph.operators, joint.nodes, strict=True):
         for k in range(len(op.implementations)):
             call = joint.calls[op.id, k] if k else Call.of(node)
@@ -87,16 +92,17 @@ def of(joint: JointGraph, given: Mapping[fx.Node, tuple[int, ...] | None]) -> Ar
             if not changed or signature(call) != rows[op.id][k]:  # or it has the costs of another call
                 continue
             if _takes_traced_strides(call, node):
-                beside[op.id, k] += sum(v.nbytes for n in changed for v in tensors_in(n.meta["val"]))
+                for n in changed:
+                    ends = (root := _root(n, places)) in freed and op.id == max(_read(root, places))
+                    (before if ends else beside)[op.id, k] += sum(v.nbytes for v in tensors_in(n.meta["val"]))
             else:
                 other = _with_values(call, values)
                 rows[op.id][k] = signature(other)
                 timed.setdefault(rows[op.id][k], (other, node))
     used = {*joint.exactness_trials, *(signature_ for row in rows for signature_ in row)}
     timed = {signature_: call for signature_, call in timed.items() if signature_ in used}
-    places = {node: i for i, node in enumerate(joint.nodes)}
     for node in found.reshaped:
-        read, nbytes, last = _read(node, places), node.meta["val"].nbytes, _last_use(node, places)
+        read, nbytes, last = _read(node, places), node.meta["val"].nbytes, _last_use(node, places, freed)
         for place in range(min(read, default=0), max(read, default=-1) + 1):
             for k in range(len(joint.graph.operators[place].implementations)):
                 if place <= last:
@@ -224,15 +230,19 @@ def _with_values(call: Call, values: Mapping[fx.Node, Any]) -> Call:
     return replace(call, args=arguments, kwargs=keywords)
 
 
-def _last_use(copy: fx.Node, places: Mapping[fx.Node, int]) -> int:
+def _last_use(copy: fx.Node, places: Mapping[fx.Node, int], freed: Collection[fx.Node]) -> int:
     """The last operator during which what ``copy`` is a copy of is there."""
-    source = copy.all_input_nodes[0]
-    root = source
-    while root not in places and root.op == "call_function":
-        root = root.all_input_nodes[0]
-    if root.op == "placeholder":  # autograd holds it until the backward has run
+    root = _root(copy.all_input_nodes[0], places)
+    if root.op == "placeholder" and root not in freed:  # autograd, or the script, holds it until the backward has run
         return len(places)
     return max(_read(root, places, but=copy), default=-1)
+
+
+def _root(node: fx.Node, places: Mapping[fx.Node, int]) -> fx.Node:
+    """What a view is a view of."""
+    while node not in places and node.op == "call_function":
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _read(source: fx.Node, places: Mapping[fx.Node, int], but: fx.Node | None = None) -> list[int]:

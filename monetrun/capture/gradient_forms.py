@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,11 +70,7 @@ def fitting(run: Callable[..., Any], module: fx.GraphModule, inputs: Sequence[An
     copied: dict[tuple[tuple[int, Any], ...], frozenset[int]] = {}  # by strides that differ: which are copied
 
     def called(arguments: list[Any]) -> Any:
-        others = tuple(
-            (position, given.stride())
-            for position, (shape, strides) in forms.items()
-            if (given := arguments[position]) is not None and not alike(shape, given.stride(), strides)
-        )
+        others = _with_other_strides(arguments, forms)
         if others:
             if others not in copied:
                 copied[others] = _to_copy(module, traced, others)
@@ -84,6 +80,19 @@ def fitting(run: Callable[..., Any], module: fx.GraphModule, inputs: Sequence[An
 
     called._boxed_call = True  # type: ignore[attr-defined]
     return called if forms else run
+
+
+def _with_other_strides(arguments: Sequence[Any], forms: Mapping[int, tuple[torch.Size, Any]]) -> tuple[Any, ...]:
+    """Positions and strides of gradients that arrive with others than ``forms``'.
+
+    A function of its own: a gradient that a name of the caller's holds is not freed before its backward has ended.
+    """
+    arriving = ((position, arguments[position], form) for position, form in forms.items())
+    return tuple(
+        (position, given.stride())
+        for position, given, (shape, strides) in arriving
+        if given is not None and not alike(shape, given.stride(), strides)
+    )
 
 
 def _form(value: Any) -> Any:

@@ -113,6 +113,28 @@ class _Call:
         return found | {t for t, storage, before in self.written if writes[storage.cdata] != before}
 
 
+class GivenFirst:
+    """What the first call of a step is given.
+
+    Args:
+        values: of them its tensors count.
+
+    Attributes:
+        freed_bytes: of what was freed by the last ``look``.
+    """
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        tensors = (v for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided)
+        storages = {(storage := v.untyped_storage())._cdata: storage for v in tensors}
+        self._storages = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
+
+        self.freed_bytes = 0
+
+    def look(self) -> None:
+        """An optimizer has made its step."""
+        self.freed_bytes = sum(nbytes for storage, nbytes in self._storages if storage.expired())
+
+
 class Lifetimes:
     """The lifetimes of the inputs and outputs of all calls of a step.
 
@@ -288,6 +310,12 @@ class Lifetimes:
     def held(self) -> list[tuple[JointGraph, int]]:
         """Outputs that were not freed so far."""
         return [(call.joint, t) for call in self._calls for t in sorted(call.alive) if call.is_output(t)]
+
+    def given_away(self, joint: JointGraph) -> set[fx.Node]:
+        """The gradients of the graph's outputs that each of its backwards has freed."""
+        calls = [call for call in self._calls if call.joint is joint and call.backward != _NOT_YET]
+        ended = [{t for t, at in call.ended.items() if at == call.backward} for call in calls]
+        return {n for n in joint.tangents if all(joint.storage.get(n) in found for found in ended)}
 
     def absent_bytes(self, stretches: int) -> list[int]:
         """By the end of each stretch: bytes of what ``dropped`` told of, where the backward comes later, or never."""

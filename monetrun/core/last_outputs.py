@@ -41,6 +41,15 @@ def last_outputs_bytes(record: StepRecord) -> int:
     return sum(e.delta_bytes for e in record.events if e.name == LAST_OUTPUTS and e.delta_bytes > 0)
 
 
+def with_more_outputs(record: StepRecord, nbytes: int) -> StepRecord:
+    """The record of a step before which the script holds so many bytes more of them, until its backward begins."""
+
+    def more(events: Sequence[Event]) -> list[Event]:
+        return with_last_outputs(events, nbytes, ())
+
+    return with_events(record, more) if nbytes > 0 else record
+
+
 def dropped_later(events: Sequence[Event]) -> list[int]:
     """Bytes of each of the last step's outputs that is still held after the step's first backward."""
     first = _next_backward(events, 0)

@@ -13,6 +13,7 @@ from torch import fx
 from monetrun.capture import arriving_strides
 from monetrun.capture.arriving_strides import Arriving
 from monetrun.capture.joint import JointGraph
+from monetrun.capture.lifetimes import Lifetimes
 from monetrun.capture.strides import alike
 from monetrun.core.graph import BACKWARD, Costs, Requests
 
@@ -48,9 +49,12 @@ class BesideOperators:
             if operator.phase == BACKWARD and read:
                 self.add(graph, operator.id, sum(joint.graph.tensors[t].nbytes for t in read))
 
-    def arriving(self, joints: Sequence[JointGraph]) -> list[Arriving]:
+    def arriving(self, joints: Sequence[JointGraph], lifetimes: Lifetimes) -> list[Arriving]:
         """The graphs, with the strides with which the gradients of their outputs arrived."""
-        return [arriving_strides.of(joint, self._given.get(graph, {})) for graph, joint in enumerate(joints)]
+        return [
+            arriving_strides.of(joint, self._given.get(graph, {}), lifetimes.given_away(joint))
+            for graph, joint in enumerate(joints)
+        ]
 
     def costs(self, costs: Sequence[Costs]) -> list[Costs]:
         """The costs of all graphs, with these."""

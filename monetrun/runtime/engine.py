@@ -41,7 +41,7 @@ from monetrun.runtime.reporter import Reporter
 from monetrun.runtime.room import Shortage
 from monetrun.runtime.running_plan import RunningPlan, intervals_of
 from monetrun.runtime.scalars import StepScalars, planned_values
-from monetrun.runtime.second_step import SecondStep, followed, outputs_are_held, with_gradients_held
+from monetrun.runtime.second_step import SecondStep, followed, outputs_are_held, with_what_is_held
 from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.runtime.terms import GradientTerms
@@ -289,7 +289,7 @@ def _recorded(engine: Engine, recorder: Recorder | SecondStep) -> StepRecord:
         first.memory.seen_between_steps(first.schedules)  # the next step begins
     record = recorder.record(recorder.measure(engine.store), engine.breaks.values())
     if first is not None:
-        record = with_gradients_held(first, record)
+        record = with_what_is_held(first, record)
     return dataclasses.replace(
         record,
         backward_autocast=engine.autocast.state,

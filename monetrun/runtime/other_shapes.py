@@ -118,9 +118,8 @@ class OtherShapes:
 
     def arriving(self, joint: JointGraph) -> Arriving:
         """A graph that is about to run, with gradients that arrive as they did at other shapes."""
-        return arriving_strides.of(
-            joint, arriving_strides.given_as(joint, self._strides.get(joint.graph.structural_fingerprint, ()))
-        )
+        given = arriving_strides.given_as(joint, self._strides.get(joint.graph.structural_fingerprint, ()))
+        return arriving_strides.of(joint, given, joint.tangents if arriving_strides.GIVES_AWAY else ())
 
     def step(self, new: NewGraph) -> tuple[StepRecord, StepRecord]:
         """The step of a graph that is about to run, under the plan's schedules and in the plain run.

@@ -14,7 +14,7 @@ from monetrun.capture import cost, cost_store, roofline
 from monetrun.capture.arriving_strides import Arriving
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
-from monetrun.capture.lifetimes import Lifetimes
+from monetrun.capture.lifetimes import GivenFirst, Lifetimes
 from monetrun.capture.meter import CudaMeter, Meter
 from monetrun.core import last_gradients
 from monetrun.core.allocator_settings import AllocatorSettings
@@ -61,6 +61,7 @@ class Recorder(WithoutCaptures):
         arriving: the graphs as they are measured.
         memory, sharding: what the device's allocator does (CUDA only), and FSDP2.
         parameters, zeroed: what the optimizers train, once known, and when the script zeroes its gradients.
+        given_first: what the step's first call was given.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Recorder(WithoutCaptures):
         self._beside, self.arriving = BesideOperators(), list[Arriving]()
         self.optimizers = OptimizerSteps(self._stretch_meter, self._end_stretch, self.memory, self._beside)
         self.sharding = ShardingRecorder(self._action_begins, self._action_ended)
-        self._actions: dict[int, Action] = {}  # by the stretch
+        self._actions, self.given_first = dict[int, Action](), GivenFirst()  # the former by the stretch
 
     def choose(self, joint: JointGraph) -> tuple[int, Schedule]:
         """The graph's number, and the schedule of the least peak that is known for it."""
@@ -103,14 +104,16 @@ class Recorder(WithoutCaptures):
     def forward_begins(self, arguments: Iterable[Any]) -> None:
         """A model is called whose hooks allocate before its first graph runs: they are of the step."""
         if not self.stretches:
+            self.given_first = GivenFirst(given := list(arguments))
             if self.memory is not None:
-                self.memory.begin_before_graphs(arguments)
+                self.memory.begin_before_graphs(given)
             self._stretch_meter.begin()
             self._end_stretch(OUTSIDE)
 
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins, and what the script did since the last one has ended."""
         if not self.stretches:
+            self.given_first = GivenFirst(arguments)
             if self.memory is not None:
                 self.memory.begin(self.joints, self.joints[graph], arguments)
             self._stretch_meter.begin()
@@ -151,6 +154,7 @@ class Recorder(WithoutCaptures):
         self._all_gradients_bytes = self.gradients_bytes()
         if self.stretches:
             self.optimizers.ended(name)
+            self.given_first.look()
 
     def zeroing_gradients(self, parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         """The script calls ``zero_grad``."""
@@ -196,7 +200,7 @@ class Recorder(WithoutCaptures):
             return [cost.modelled(joint, self.model) for joint in self.joints]
         if self.memory is not None:
             self.memory.stop()
-        self.arriving, name = self._beside.arriving(self.joints), cost_store.device_name(self.device)
+        self.arriving, name = self._beside.arriving(self.joints, self._lifetimes), cost_store.device_name(self.device)
         self.known = cost_store.measure([a.joint for a in self.arriving], self.known, self.meter, self.device, store)
         return [a.with_copies(cost.costs_of(a.joint, self.known, name)) for a in self.arriving]
 
@@ -206,7 +210,7 @@ class Recorder(WithoutCaptures):
         gradients, state = self.zeroed.freed(self.stretches, self._gradients), self.optimizers.state_bytes
         events = _events(self, costs := self._beside.costs(costs), gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
-        # less is there at the end than at the start, beside the outputs, where inputs were freed
+        # less is there at the end than at the start, beside the outputs, where inputs were freed (see ``second_step``)
         more = end - first - state - self._all_gradients_bytes
         events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
         if waiting := sum(gradients.values()):

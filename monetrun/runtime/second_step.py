@@ -15,7 +15,7 @@ from monetrun.capture.joint import JointGraph
 from monetrun.core.graph import BACKWARD, Costs
 from monetrun.core.keeping import with_memory
 from monetrun.core.last_gradients import last_gradients_bytes, with_gradients_kept
-from monetrun.core.last_outputs import last_outputs_bytes, with_outputs_dropped
+from monetrun.core.last_outputs import last_outputs_bytes, with_more_outputs, with_outputs_dropped
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Schedule
 from monetrun.core.step import OUTSIDE, Break, StepRecord, replay
@@ -37,14 +37,30 @@ def outputs_are_held(record: StepRecord) -> bool:
     return held > 0 and held >= replay(*plain_step(record)).peak_bytes >> _WORTHWHILE_SHIFT
 
 
-def with_gradients_held(recorder: Recorder, record: StepRecord) -> StepRecord:
-    """``record`` with the gradients that are there now, when the next step begins.
+def with_what_is_held(recorder: Recorder, record: StepRecord) -> StepRecord:
+    """``record`` with the outputs and gradients that are there now, when the next step begins.
 
-    Those that the script frees later in its step the record has already.
+    Gradients that the script frees later in its step the record has already.
     """
+    least = replay(*plain_step(record)).peak_bytes >> _WORTHWHILE_SHIFT
     more = recorder.gradients_bytes() - last_gradients_bytes(record)
-    worthwhile = more >= replay(*plain_step(record)).peak_bytes >> _WORTHWHILE_SHIFT
-    return with_gradients_kept(record, more) if worthwhile else record
+    outputs = _more_outputs_bytes(recorder, record)
+    record = with_more_outputs(record, outputs) if outputs >= least else record
+    return with_gradients_kept(record, more) if more >= least else record
+
+
+def _more_outputs_bytes(recorder: Recorder, record: StepRecord) -> int:
+    """Bytes of the last step's outputs that are held when the next step begins, beside those that ``record`` has.
+
+    Inputs that the step freed hid them at its end. Those of the next step are there by now and, where the script loads
+    a batch ahead, those that follow.
+    """
+    if not (hidden := recorder.given_first.freed_bytes):
+        return 0
+    recorder.meter.synchronize()
+    grown = recorder.meter.current_bytes() - recorder.stretches[0].end_bytes
+    found = grown - recorder.optimizers.state_bytes - recorder.gradients_bytes() - last_outputs_bytes(record)
+    return max(0, min(found, hidden))
 
 
 def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> SecondStep:
@@ -56,7 +72,7 @@ def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> 
         probe.leave(record, path)
     if recorder.memory is not None:
         recorder.memory.resume()
-    elif not outputs_are_held(record):
+    elif not outputs_are_held(record) and not recorder.given_first.freed_bytes:
         probe.leave(record, path)
     return TrialsSecondStep(recorder, record, path)
 
@@ -183,7 +199,7 @@ class TrialsSecondStep(SecondStep):
 
     def _step_begins(self) -> None:
         if not self._begun:
-            self._recorded = self._record = with_gradients_held(self._recorder, self._recorded)
+            self._recorded = self._record = with_what_is_held(self._recorder, self._recorded)
         memory = self._recorder.memory
         if memory is not None:
             memory.seen_between_steps()

@@ -61,12 +61,16 @@ def with_uses(keeper: RoomKeeper, number: int, positions: Sequence[int], run: T,
     """``run``, which runs the backward of the graph with this number; ``positions``: of its outputs' gradients."""
 
     def called(arguments: list[Any]) -> Any:
-        form = tuple(None if (given := arguments[k]) is None else given.stride() for k in positions)
-        keeper.gradients_come(number, form, recording=recording)
+        keeper.gradients_come(number, _strides(arguments, positions), recording=recording)
         return run(arguments)
 
     called._boxed_call = True  # type: ignore[attr-defined]
     return cast(T, called)
+
+
+def _strides(arguments: Sequence[Any], positions: Sequence[int]) -> tuple[tuple[int, ...] | None, ...]:
+    """Of the gradients at these positions; apart, since what names one of them would keep it from being freed."""
+    return tuple(None if arguments[k] is None else arguments[k].stride() for k in positions)
 
 
 def observed(observer: CallObserver | None, phase: str, number: int, run: Run) -> Run:

@@ -108,6 +108,28 @@ def test_an_output_that_the_script_drops_is_freed_before_the_backward():
     assert plan.planned_peak_bytes == pytest.approx(measured, rel=0.005)
 
 
+@pytest.mark.skipif(not hasattr(torch.autograd.Function, "boxed_grads_call"), reason="autograd itself holds it there")
+def test_the_gradient_of_an_output_is_freed_once_it_was_read():
+    session = Session(Settings(mode=RUN, budget="2x", solver_seconds=0.5, implementations="none"))
+    session.watch_process()
+    try:
+        model = nn.Sequential(nn.Embedding(VOCABULARY, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, VOCABULARY))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            tokens = torch.randint(VOCABULARY, (256,))
+            optimizer.zero_grad()
+            F.cross_entropy(model(tokens), tokens).backward()
+            optimizer.step()
+        record = session.engine.running.record
+        plan, measured = session.engine.plan, session.engine.peak_bytes
+    finally:
+        session.close()
+        torch._dynamo.reset()
+    (tangent,) = (t.id for t in record.graphs[0].tensors if t.name.startswith("tangents"))
+    assert [tangent in event.released for event in record.events if event.kind == "backward"] == [True]
+    assert plan.planned_peak_bytes == pytest.approx(measured, rel=0.005)
+
+
 def test_what_compiling_leaves_behind_does_not_hold_outputs_in_the_recorded_step():
     """Dynamo's trace of a frame that it leaves alone holds that call's tensors, in a cycle, in the first call."""
     first = [True]
