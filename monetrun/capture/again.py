@@ -20,6 +20,7 @@ from torch import fx
 from monetrun.capture import backward_autocast
 from monetrun.capture.gradient_terms import Edge, edge_of
 from monetrun.capture.marks import AGAIN
+from monetrun.capture.output_views import GradientsOfViews
 from monetrun.capture.storages import results_of, version_of
 from monetrun.core.errors import CaptureFailed
 from monetrun.ops.random import generator, uncounted_state
@@ -63,6 +64,7 @@ class Again:
         apart: called when a second backward runs (see ``second_backward``); gives whether its numbers count.
         versions: of the inputs, before the call.
         watched: what is called with the gradients of outputs, as ``register_hook`` has it: by the output's index.
+        of_views: gradients of outputs that autograd does not give the node itself.
         freed: the node's outputs whose backward has run, and its graph was not kept.
         kept: those whose backward has run, and its graph was kept.
     """
@@ -77,6 +79,7 @@ class Again:
     apart: Callable[[bool], bool]
     versions: tuple[int, ...]
     watched: dict[int, OrderedDict[int, Callable[..., Any]]] = field(default_factory=dict)
+    of_views: GradientsOfViews = field(default_factory=GradientsOfViews)
     freed: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
 

@@ -123,7 +123,7 @@ def run_again(nodes: Sequence[Any]) -> None:
             raise CaptureFailed("a compiled call cannot run again for gradients of gradients", "use torchrun")
         if _HOOKED in node.metadata:
             continue
-        node.metadata[_HOOKED] = True
+        node.metadata[_HOOKED] = again.of_views.kept = True
         node.register_hook(_hook(again, node.next_functions))
 
 
@@ -133,11 +133,12 @@ def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
 
     def replace(gradients: tuple[Any, ...], of_outputs: tuple[Any, ...]) -> Any:
         try:
-            return replaced(gradients, of_outputs)
+            return replaced(gradients, again.of_views.filled(of_outputs))
         finally:
             held.clear()
+            again.of_views.clear()
 
-    def replaced(gradients: tuple[Any, ...], of_outputs: tuple[Any, ...]) -> Any:
+    def replaced(gradients: tuple[Any, ...], of_outputs: Sequence[Any]) -> Any:
         create_graph = torch.is_grad_enabled()
         as_it_was = not again.traced.differs_under(backward_autocast.present()) or again.incomplete
         if not create_graph and not again.watched and as_it_was:

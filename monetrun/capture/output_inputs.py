@@ -8,6 +8,7 @@ again, as TorchDynamo traced it, from the output on that the gradient is for. Wh
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +20,20 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from monetrun.capture.again import ABSENT, Again, again_of, run_from
+from monetrun.capture.marks import GIVEN_APART
 from monetrun.capture.storages import results_of
 from monetrun.core.errors import CaptureFailed
 
 Grad = Callable[..., Any]
+
+
+def node_of(tensor: Any) -> Any:
+    """The autograd node of the call that gave ``tensor``, also where the tensor is a view apart (``output_views``)."""
+    node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+    if node is not None and GIVEN_APART in node.metadata:
+        while again_of(node) is None:
+            node = node.next_functions[0][0]
+    return node
 
 
 def given_by_calls(inputs: Any) -> dict[int, tuple[Again, int]]:
@@ -36,11 +47,14 @@ def given_by_calls(inputs: Any) -> dict[int, tuple[Again, int]]:
     """
     found = {}
     for place, tensor in enumerate(listed(inputs)):
-        again = None if not isinstance(tensor, torch.Tensor) else again_of(tensor.grad_fn)
-        if again is not None and tensor.output_nr in again.places:
+        if (node := node_of(tensor)) is None or (again := again_of(node)) is None:
+            continue
+        of: Any = tensor.grad_fn
+        number = of.metadata.get(GIVEN_APART)
+        if number is None and tensor.output_nr in again.places:
             number = again.places.index(tensor.output_nr)
-            if _depending(again.module, number):
-                found[place] = again, number
+        if number is not None and _depending(again.module, number):
+            found[place] = again, number
     return found
 
 
@@ -70,11 +84,18 @@ def grad(
     for place, (again, number) in given.items():
         for other in _depending(again.module, number):
             if (output_nr := again.places[other]) >= 0:
-                besides.append((place, other, GradientEdge(wanted[place].grad_fn, output_nr)))
+                besides.append((place, other, GradientEdge(node_of(wanted[place]), output_nr)))
     edges = [edge for _, _, edge in besides]
-    found = list(plain(outputs, [*wanted, *edges], grad_outputs, **options, allow_unused=True))
+    with contextlib.ExitStack() as stack:
+        for again, _ in given.values():
+            stack.enter_context(again.of_views.keeping())
+        found = list(plain(outputs, [*wanted, *edges], grad_outputs, **options, allow_unused=True))
+        of_views = [given[place][0].of_views.of(edge.output_nr) for place, _, edge in besides]
     arriving = {
-        (place, other): g for (place, other, _), g in zip(besides, found[len(wanted) :], strict=True) if g is not None
+        (place, other): g
+        for (place, other, _), *terms in zip(besides, found[len(wanted) :], of_views, strict=True)
+        for g in terms
+        if g is not None
     }
     del found[len(wanted) :]
     for place, (again, number) in given.items():
@@ -129,7 +150,8 @@ def _depending(module: fx.GraphModule, number: int) -> list[int]:
     results = results_of(module.graph)
     after = {results[number]}
     for node in module.graph.nodes:
-        if not after.isdisjoint(node.all_input_nodes):
+        twin = GIVEN_APART in node.meta and node.args[0] is results[number]
+        if not twin and not after.isdisjoint(node.all_input_nodes):
             after.add(node)
     return [k for k, node in enumerate(results) if k != number and node is not results[number] and node in after]
 

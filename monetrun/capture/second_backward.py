@@ -67,7 +67,9 @@ def repeat_backwards(function: Any) -> None:
         again = again_of(node)
         if again is None:
             return once(node, *gradients)
-        of_outputs = gradients[0] if getattr(function, "boxed_grads_call", False) else gradients
+        boxed = getattr(function, "boxed_grads_call", False)
+        of_outputs = again.of_views.filled(gradients[0] if boxed else gradients)
+        gradients = gradients if boxed else tuple(of_outputs)
         arriving = {place for place, gradient in enumerate(of_outputs) if gradient is not None}
         ends = set() if _keeps_graph() else arriving or {_NONE}
         of_others = again.freed and _is_freed(node) and not again.freed & arriving

@@ -30,6 +30,7 @@ from monetrun.capture.joint import JointGraph, capture
 from monetrun.capture.lowering import share_output_versions
 from monetrun.capture.open_sizes import FixedSizes, OpenSizes, has_open_sizes
 from monetrun.capture.output_gradients import AbsentGradients, is_tangent, stay_absent
+from monetrun.capture.output_views import views_apart
 from monetrun.capture.refusal import is_refusal
 from monetrun.capture.regions import note_regions
 from monetrun.capture.second_backward import sparing
@@ -178,14 +179,14 @@ class Backend:
         # while a step is recorded, it is known when its backward begins whether terms or turns are needed
         undecided = self.observer is not None and not gradient_order.communicates()
         self._order = order = GradientOrder(self.terms.needed or undecided, self.terms.by_turns or undecided)
-        self._traced = TracedBackward()
-        without_donation = torch._functorch.config.patch(donated_buffer=False)
-        capturing = contextlib.nullcontext() if self.observer is None else self.observer.capturing()
-        with capturing, operators_kept_whole(), order.observed(), gradient_forms.left_open(), without_donation:
+        self._traced, of_views = TracedBackward(), views_apart(module)
+        undonated = torch._functorch.config.patch(donated_buffer=False)
+        seen = contextlib.nullcontext() if self.observer is None else self.observer.capturing()
+        with of_views as given, seen, operators_kept_whole(), order.observed(), gradient_forms.left_open(), undonated:
             with backward_autocast.traced_under(self.autocast) as autocast, casts_once(module, inputs), order.kept():
                 compiled = uncounted(stay_absent(self._aot(module, inputs)), module)
             traced = dataclasses.replace(self._traced, autocast=autocast)
-            return repeatable(compiled, module, traced, lambda others: self.apart(others))
+            return given(repeatable(compiled, module, traced, lambda others: self.apart(others)))
 
     def failed_guards(self) -> FailedGuards | None:
         """The guards of one graph that do not hold any more (see ``Guards.failed_lately``), or None."""

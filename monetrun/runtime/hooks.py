@@ -295,13 +295,13 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
         given = {} if of_torch or torch.compiler.is_compiling() else output_inputs.given_by_calls(self)
         if not given:
             return register_hook(self, hook)
-        observer.plan_no_more([self.grad_fn], OF_OUTPUTS)
+        observer.plan_no_more([output_inputs.node_of(self)], OF_OUTPUTS)
         return output_inputs.watch(*given[0], hook)
 
     def observed_retain(self: torch.Tensor) -> None:
         given = {} if torch.compiler.is_compiling() else output_inputs.given_by_calls(self)
         if given and not self.retains_grad:
-            observer.plan_no_more([self.grad_fn], OF_OUTPUTS)
+            observer.plan_no_more([output_inputs.node_of(self)], OF_OUTPUTS)
             output_inputs.retain(self, *given[0])
         retain_grad(self)
 

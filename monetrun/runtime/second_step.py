@@ -193,9 +193,14 @@ class TrialsSecondStep(SecondStep):
         self._path = path
         self._ending = threading.Lock()
         atexit.register(self._end)
-        timer = threading.Timer(_PATIENCE_SECONDS, self._end)
-        timer.daemon = True
-        timer.start()
+        self._timer = threading.Timer(_PATIENCE_SECONDS, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def forget(self) -> None:
+        """The process goes on."""
+        self._timer.cancel()
+        atexit.unregister(self._end)
 
     def _step_begins(self) -> None:
         if not self._begun:
@@ -265,6 +270,8 @@ def end_before_a_checkpoint(recorder: Recorder | SecondStep | None, settings: Se
 
 def stop(recorder: Recorder | SecondStep | None) -> None:
     """Nothing is recorded from now on, and no record is made."""
+    if isinstance(recorder, TrialsSecondStep):
+        recorder.forget()
     recorder = recorder._recorder if isinstance(recorder, SecondStep) else recorder
     if recorder is None:
         return

@@ -10,7 +10,6 @@ pytestmark = pytest.mark.usefixtures("all_garbage_is_searched_afterwards")
 
 # others are run by hand: python -m support.random_models --short FIRST END
 SEEDS = range(20000, 20500)
-VIEWS = (20228, 20478)  # outputs that are views of each other: see docs/limits.md
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +19,7 @@ def _searches_are_short():
         yield
 
 
-def _marked(seed):
-    why = "the terms of a gradient are added in another order"
-    marks = [pytest.mark.xfail(reason=why, strict=False)] if seed in VIEWS else []
-    return pytest.param(seed, marks=marks)
-
-
-@pytest.mark.parametrize("seed", [_marked(seed) for seed in SEEDS])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_small_random_models_first_steps_are_eagers(seed):
     try:
         print(seed, random_models.check(seed, small=True, is_short=True))

@@ -70,8 +70,10 @@ def recorded(monkeypatch, tmp_path):
 
     def run(script):
         monkeypatch.setattr(probe, "leave", leave)
-        monkeypatch.setattr(second_step, "atexit", SimpleNamespace(register=lambda end: None))
-        never = SimpleNamespace(start=lambda: None)  # a thread that waits would keep the step's tensors
+        nothing = SimpleNamespace(register=lambda end: None, unregister=lambda end: None)
+        monkeypatch.setattr(second_step, "atexit", nothing)
+        # a thread that waits would keep the step's tensors
+        never = SimpleNamespace(start=lambda: None, cancel=lambda: None)
         without_timer = SimpleNamespace(Lock=threading.Lock, Timer=lambda seconds, end: never)
         monkeypatch.setattr(second_step, "threading", without_timer)
         monkeypatch.setattr(probe, "stand_in_for_the_other_ranks", lambda *args, **kwargs: None)
