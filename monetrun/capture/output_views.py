@@ -78,7 +78,7 @@ def views_apart(module: fx.GraphModule) -> Iterator[Callable[[Callable[..., Any]
     """
     (output,) = module.graph.find_nodes(op="output")
     before, results = output.args, results_of(module.graph)
-    late = [k for k, node in enumerate(results) if _is_added_late(node, results)]
+    late = _added_late(results)
     if not late:
         yield lambda compiled: compiled
         return
@@ -99,17 +99,26 @@ def views_apart(module: fx.GraphModule) -> Iterator[Callable[[Callable[..., Any]
         raise
 
 
-def _is_added_late(node: Any, results: list[Any]) -> bool:
-    """Whether eager adds the gradient of an output after that of something that was made of the same tensor later."""
-    value = _tensor(node)
-    if value is None or not value.requires_grad or not value._is_view() or value._version:
-        return False
-    key = value.untyped_storage()._cdata
-    alike = [n for n in node.graph.nodes if (v := _tensor(n)) is not None and v.untyped_storage()._cdata == key]
-    if any(n.op == "placeholder" for n in alike) or all(n is node for n in results if n in alike):
+def _added_late(results: list[Any]) -> list[int]:
+    """Outputs that are views of a tensor of which other outputs are, too, and of which more was made after one of them.
+
+    Eager adds the gradient of such a view after that of what was made later.
+    """
+    views: dict[int, list[int]] = {}  # by the storage
+    for k, node in enumerate(results):
+        if (value := _tensor(node)) is not None and value.requires_grad and value._is_view() and not value._version:
+            views.setdefault(value.untyped_storage()._cdata, []).append(k)
+    return sorted(k for key, places in views.items() if _is_used_later(key, places, results) for k in places)
+
+
+def _is_used_later(storage: int, views: list[int], results: list[Any]) -> bool:
+    """Whether something is made of ``storage`` after one of the ``views``, outputs that are not the only one of it."""
+    first = min(results[k] for k in views)
+    alike = [n for n in first.graph.nodes if (v := _tensor(n)) is not None and v.untyped_storage()._cdata == storage]
+    if any(n.op == "placeholder" for n in alike) or len({n for n in results if n in alike}) == 1:
         return False
     users = (user for n in alike for user in n.users if user not in alike and user.op != "output")
-    return any(node < user and (of := _tensor(user)) is not None and of.requires_grad for user in users)
+    return any(first < user and (of := _tensor(user)) is not None and of.requires_grad for user in users)
 
 
 def _tensor(node: Any) -> torch.Tensor | None:

@@ -29,6 +29,16 @@ class OneTable(Similarity):
         return y, y[:, 1:3], y.square().mean()
 
 
+class ViewMadeLast(Similarity):
+    """A view itself is used, before the other view is made."""
+
+    def forward(self, x):
+        y = self.second(F.gelu(self.first(x)))
+        other = torch.sin(x)
+        other.add_(y)
+        return y, y.transpose(1, 2), other.sum(-1)
+
+
 def loss_of(y, view, other):
     return (y * y.sin()).mean() + (view**3).mean() + other.sin().mean()
 
@@ -129,7 +139,7 @@ EXACT = (
 )
 
 
-@pytest.mark.parametrize("make", [Similarity, OneTable])
+@pytest.mark.parametrize("make", [Similarity, OneTable, ViewMadeLast])
 @pytest.mark.parametrize("script", EXACT)
 def test_gradients_of_views_are_added_in_eagers_order(script, make):
     if make is OneTable and script in (changes_the_view, changes_the_other):
