@@ -57,6 +57,7 @@ class Again:
         module: TorchDynamo's graph, of torch's own functions.
         inputs: the call's, tensors as weak references.
         places: of each output that the node gives: its index among the node's outputs; -1 for others.
+        viewed: of each other output that is a view of one of the node's: the index of that; -1 for others.
         sums: edges of the inputs of whose gradients the backward gives a sum over several uses.
         autocast: whether autocast was on for the device type, and its dtype.
         generators: states before the call, by device; empty where it draws no random numbers.
@@ -72,6 +73,7 @@ class Again:
     module: fx.GraphModule
     inputs: tuple[Any, ...]
     places: tuple[int, ...]
+    viewed: tuple[int, ...]
     sums: tuple[Edge, ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     generators: tuple[tuple[torch.device, torch.Tensor], ...]
@@ -201,11 +203,11 @@ def gradients_of(
         of_outputs: gradients of the node's outputs.
     """
     wanted = {edge: v for v in given if (edge := edge_of(v)) is not None}
-    pairs = [
-        (result, of_outputs[place])
-        for result, place in zip(results, again.places, strict=True)
-        if place >= 0 and of_outputs[place] is not None
-    ]
+    by_place = {place: result for result, place in zip(results, again.places, strict=True) if place >= 0}
+    for result, place in zip(results, again.viewed, strict=True):
+        if place >= 0 and place not in by_place and of_outputs[place] is not None:
+            by_place[place] = _base_like(result, of_outputs[place])
+    pairs = [(result, of_outputs[place]) for place, result in by_place.items() if of_outputs[place] is not None]
     plain: Any = inspect.unwrap(torch.autograd.grad)  # what stands there now looks for what the script differentiates
     found = plain(
         [result for result, _ in pairs],
@@ -215,6 +217,21 @@ def gradients_of(
         allow_unused=True,
     )
     return dict(zip(wanted, found, strict=True))
+
+
+def _base_like(result: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What a result of a second run is a view of, where it has such a gradient.
+
+    Raises:
+        CaptureFailed: it is a view of another tensor than in the call.
+    """
+    base = result._base
+    if base is None or base.shape != gradient.shape:
+        raise CaptureFailed(
+            "an output of the model that is a view of another was changed in place, and is differentiated again",
+            "change a copy",
+        )
+    return base
 
 
 def _zeros_like(example: torch.Tensor) -> torch.Tensor:

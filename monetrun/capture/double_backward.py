@@ -68,15 +68,24 @@ def repeatable(
             node._forward_cls.metadata.bw_donated_idxs = []  # unset, torch refuses a later ``retain_graph=True``
             repeat_backwards(node._forward_cls)
             places = tuple(r.output_nr if getattr(r, "grad_fn", None) is node else -1 for r in results)
+            viewed = tuple(
+                _place_of_base(r, node) if place < 0 else -1 for r, place in zip(results, places, strict=True)
+            )
             sums = tuple(edge for i in traced.sums if (edge := edge_of(given[i])) is not None)
             node.metadata[AGAIN] = Again(
-                module, tuple(inputs), places, sums, autocast, generators, traced, apart, versions
+                module, tuple(inputs), places, viewed, sums, autocast, generators, traced, apart, versions
             )
         return results
 
     if hasattr(compiled, "_boxed_call"):
         call._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
     return call
+
+
+def _place_of_base(result: Any, node: Any) -> int:
+    """Which output of ``node`` a result is a view of; -1: of none."""
+    base = result._base if isinstance(result, torch.Tensor) else None
+    return -1 if base is None or base.grad_fn is not node else int(base.output_nr)
 
 
 def _for_autograd(value: Any) -> Any:
@@ -123,7 +132,7 @@ def run_again(nodes: Sequence[Any]) -> None:
             raise CaptureFailed("a compiled call cannot run again for gradients of gradients", "use torchrun")
         if _HOOKED in node.metadata:
             continue
-        node.metadata[_HOOKED] = again.of_views.kept = True
+        node.metadata[_HOOKED] = again.of_views.read_twice = True
         node.register_hook(_hook(again, node.next_functions))
 
 
@@ -133,10 +142,9 @@ def _hook(again: Again, edges: Sequence[tuple[Any, int]]) -> Callable[..., Any]:
 
     def replace(gradients: tuple[Any, ...], of_outputs: tuple[Any, ...]) -> Any:
         try:
-            return replaced(gradients, again.of_views.filled(of_outputs))
+            return replaced(gradients, again.of_views.filled(of_outputs, again=True))
         finally:
             held.clear()
-            again.of_views.clear()
 
     def replaced(gradients: tuple[Any, ...], of_outputs: Sequence[Any]) -> Any:
         create_graph = torch.is_grad_enabled()

@@ -315,7 +315,7 @@ class Lifetimes:
         """The gradients of the graph's outputs that each of its backwards has freed."""
         calls = [call for call in self._calls if call.joint is joint and call.backward != _NOT_YET]
         ended = [{t for t, at in call.ended.items() if at == call.backward} for call in calls]
-        return {n for n in joint.tangents if all(joint.storage.get(n) in found for found in ended)}
+        return {n for n in joint.tangents if ended and all(joint.storage.get(n) in found for found in ended)}
 
     def absent_bytes(self, stretches: int) -> list[int]:
         """By the end of each stretch: bytes of what ``dropped`` told of, where the backward comes later, or never."""

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from monetrun.capture.again import ABSENT, Again, again_of, run_from
-from monetrun.capture.marks import GIVEN_APART
+from monetrun.capture.marks import TWIN
 from monetrun.capture.storages import results_of
 from monetrun.core.errors import CaptureFailed
 
@@ -30,7 +30,7 @@ Grad = Callable[..., Any]
 def node_of(tensor: Any) -> Any:
     """The autograd node of the call that gave ``tensor``, also where the tensor is a view apart (``output_views``)."""
     node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
-    if node is not None and GIVEN_APART in node.metadata:
+    if node is not None and TWIN in node.metadata:
         while again_of(node) is None:
             node = node.next_functions[0][0]
     return node
@@ -50,7 +50,7 @@ def given_by_calls(inputs: Any) -> dict[int, tuple[Again, int]]:
         if (node := node_of(tensor)) is None or (again := again_of(node)) is None:
             continue
         of: Any = tensor.grad_fn
-        number = of.metadata.get(GIVEN_APART)
+        number = of.metadata.get(TWIN)
         if number is None and tensor.output_nr in again.places:
             number = again.places.index(tensor.output_nr)
         if number is not None and _depending(again.module, number):
@@ -86,17 +86,12 @@ def grad(
             if (output_nr := again.places[other]) >= 0:
                 besides.append((place, other, GradientEdge(node_of(wanted[place]), output_nr)))
     edges = [edge for _, _, edge in besides]
-    with contextlib.ExitStack() as stack:
-        for again, _ in given.values():
-            stack.enter_context(again.of_views.keeping())
-        found = list(plain(outputs, [*wanted, *edges], grad_outputs, **options, allow_unused=True))
-        of_views = [given[place][0].of_views.of(edge.output_nr) for place, _, edge in besides]
-    arriving = {
-        (place, other): g
-        for (place, other, _), *terms in zip(besides, found[len(wanted) :], of_views, strict=True)
-        for g in terms
-        if g is not None
-    }
+    found, of_views = _with_those_of_views(plain, outputs, [*wanted, *edges], grad_outputs, given, options)
+    arriving = {}
+    for (place, other, edge), gradient in zip(besides, found[len(wanted) :], strict=True):
+        gradient = of_views[place].get(edge.output_nr) if gradient is None else gradient
+        if gradient is not None:
+            arriving[place, other] = gradient
     del found[len(wanted) :]
     for place, (again, number) in given.items():
         others = [other for of, other in arriving if of == place]
@@ -117,6 +112,28 @@ def grad(
     if materialize_grads:
         found = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
     return tuple(found)
+
+
+def _with_those_of_views(
+    plain: Grad,
+    outputs: Any,
+    wanted: list[Any],
+    grad_outputs: Any,
+    given: Mapping[int, tuple[Again, int]],
+    options: Mapping[str, Any],
+) -> tuple[list[Any], dict[int, Mapping[int, torch.Tensor]]]:
+    """What ``plain`` gives, and by the place in ``given``: what came for twins of views, by the node's output."""
+    with contextlib.ExitStack() as stack:
+        calls = {id(again): again.of_views for again, _ in given.values()}
+        if options["is_grads_batched"]:  # what comes is of use within this backward alone
+            if any(TWIN in tensor.grad_fn.metadata for tensor in (wanted[place] for place in given)):
+                raise CaptureFailed("batched gradients for an output that is a view of another", "take them one by one")
+            for of_views in calls.values():
+                stack.callback(setattr, of_views, "pass_on", of_views.pass_on)
+                of_views.pass_on = True
+        heard = {number: stack.enter_context(of_views.listening()) for number, of_views in calls.items()}
+        found = list(plain(outputs, wanted, grad_outputs, **options, allow_unused=True))
+        return found, {place: dict(heard[id(again)]) for place, (again, _) in given.items()}
 
 
 def watch(again: Again, number: int, hook: Callable[..., Any]) -> RemovableHandle:
@@ -150,7 +167,7 @@ def _depending(module: fx.GraphModule, number: int) -> list[int]:
     results = results_of(module.graph)
     after = {results[number]}
     for node in module.graph.nodes:
-        twin = GIVEN_APART in node.meta and node.args[0] is results[number]
+        twin = TWIN in node.meta and node.args[0] is results[number]
         if not twin and not after.isdisjoint(node.all_input_nodes):
             after.add(node)
     return [k for k, node in enumerate(results) if k != number and node is not results[number] and node in after]
@@ -158,6 +175,9 @@ def _depending(module: fx.GraphModule, number: int) -> list[int]:
 
 def _results_from(again: Again, known: Mapping[int, torch.Tensor], others: Sequence[int]) -> list[Any]:
     """Results of a call that runs again, of which some are ``known`` by their number: the ``others``."""
+    nodes = results_of(again.module.graph)
+    if any(nodes[number].meta["example_value"]._version for number in known):
+        raise CaptureFailed("gradients for an output that the model changes in place", "have the model give a copy")
     _, results, unknown = run_from(again, again.given(ABSENT), known)
     if not unknown.isdisjoint(others):
         raise CaptureFailed("an input of the model is gone that gradients for its outputs need", "keep it until then")

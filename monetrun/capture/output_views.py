@@ -1,9 +1,10 @@
-"""Gradients of outputs that are views of other outputs (``y.T`` beside ``y``), added where eager adds them.
+"""Gradients of outputs that are views of one tensor (``y`` and ``y.T``), added where eager adds them.
 
-AOTAutograd makes such a view anew from the other output, outside of its graph: the view's gradient is a term of that
-output's before the graph's backward begins. Eager adds it where the view was made: after the terms of all that has used
-``y`` later in the forward. Sums of three terms then differ by rounding. Here the graph gives each such view once more,
-as an output of its own (``_unsafe_view``) which nobody sees, and which gets the view's gradient.
+AOTAutograd makes such a view anew from the tensor, outside of its graph. The gradients of all views are one, the
+tensor's, before the graph's backward begins. Eager adds each view's where the view was made: after the terms of what
+has used the tensor later in the forward. Sums of three terms then differ by rounding, and nobody can tell what came for
+which output. Here the graph gives each such view once more, as an output of its own: its twin (``_unsafe_view``), which
+nobody sees, and which gets the view's gradient.
 """
 
 from __future__ import annotations
@@ -15,122 +16,115 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetrun.capture.marks import AGAIN, GIVEN_APART
+from monetrun.capture.marks import AGAIN, TWIN
 from monetrun.capture.storages import results_of
 
 
 class GradientsOfViews:
-    """Those of a call's outputs that go to the call's node past autograd, which refuses to put them in place of None.
+    """Those that go to the twins of one call's outputs past autograd, which refuses to put them in place of None.
 
     Attributes:
-        kept: whether they are there after the node's backward has taken them.
+        read_twice: whether something after the backward of the call's node reads them, too.
+        pass_on: whether autograd has them add to what the views are made of, as if there were no twins.
     """
 
     def __init__(self) -> None:
-        self.kept = False
-        self._values: dict[int, tuple[int, torch.Tensor]] = {}  # by the node's output: in which backward, and which
+        self.read_twice = self.pass_on = False
+        self._values: dict[tuple[int, int], torch.Tensor] = {}  # by the backward that runs, and the node's output
+        self._listening: list[dict[int, torch.Tensor]] = []
 
-    def take(self, place: int, gradient: torch.Tensor | None) -> None:
-        """The gradient of the node's output ``place`` has come, in the backward that runs now."""
-        self._values.pop(place, None)
-        if gradient is not None:
-            self._values[place] = torch._C._current_graph_task_id(), gradient
+    def take(self, place: int, gradient: torch.Tensor) -> None:
+        """The gradient of the node's output ``place`` has come."""
+        self._values[torch._C._current_graph_task_id(), place] = gradient
+        for found in self._listening:
+            found[place] = gradient
 
-    def filled(self, of_outputs: Sequence[Any]) -> Sequence[Any]:
-        """The gradients of the node's outputs, in the backward that runs now; a list is filled in place."""
+    def filled(self, of_outputs: Sequence[Any], *, again: bool = False) -> Sequence[Any]:
+        """The gradients of the node's outputs; a list is filled in place. ``again``: after the node's backward."""
         if not self._values:
             return of_outputs
-        task, found = torch._C._current_graph_task_id(), of_outputs if isinstance(of_outputs, list) else [*of_outputs]
-        for place, (of, gradient) in self._values.items():
-            if of == task:
-                found[place] = gradient
-        if not self.kept:
-            self._values.clear()
+        found = of_outputs if isinstance(of_outputs, list) else [*of_outputs]
+        task = torch._C._current_graph_task_id()
+        for key in [key for key in self._values if key[0] == task]:
+            keep = self.read_twice and not again
+            found[key[1]] = self._values[key] if keep else self._values.pop(key)
         return found
 
-    def of(self, place: int) -> torch.Tensor | None:
-        """The last gradient of the node's output ``place`` that is there."""
-        return self._values.get(place, (0, None))[1]
-
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """In this context they stay there."""
-        before, self.kept = self.kept, True
+    def listening(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Those that come in this context, by the node's output. They are not there for a backward afterwards."""
+        before, found = {*self._values}, dict[int, torch.Tensor]()
+        self._listening.append(found)
         try:
-            yield
+            yield found
         finally:
-            self.kept = before
-            self._values.clear()
-
-    def clear(self) -> None:
-        """None is there any more."""
-        self._values.clear()
+            self._listening.remove(found)
+            for key in self._values.keys() - before:
+                del self._values[key]
 
 
 @contextmanager
 def views_apart(module: fx.GraphModule) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """In this context ``module``, one of TorchDynamo's graphs, is compiled.
+    """In this context ``module``, one of TorchDynamo's graphs, is compiled, and has twins.
 
-    It keeps what it gives more, unless an error is raised.
+    It keeps them, unless an error is raised.
 
     Yields:
         What makes of the compiled graph one that gives what the module gave before.
     """
-    (output,) = module.graph.find_nodes(op="output")
-    before, results = output.args, results_of(module.graph)
-    late = _added_late(results)
-    if not late:
+    graph, results = module.graph, results_of(module.graph)
+    views = _views_of_one_tensor(results)
+    if not views:
         yield lambda compiled: compiled
         return
-    more = []
-    for node in (results[k] for k in late):
-        with module.graph.inserting_before(output):  # what comes from outside is the first term of its gradient
-            size = module.graph.call_method("size", (node,))
-            more.append(module.graph.call_function(torch.ops.aten._unsafe_view.default, (node, size)))
-        more[-1].meta = {name: value for name, value in node.meta.items() if name != "example_value"}
-        more[-1].meta[GIVEN_APART] = True
-    output.args = ((*results, *more),)
+    (output,) = graph.find_nodes(op="output")
+    before, added, twins = output.args, [], []
+    for node in (results[k] for k in views):
+        with graph.inserting_before(output):  # what comes from outside is the first term of its gradient
+            size = graph.call_method("size", (node,))
+            twin = graph.call_function(torch.ops.aten._unsafe_view.default, (node, size))
+        twin.meta = {**{name: value for name, value in node.meta.items() if name != "example_value"}, TWIN: True}
+        added += [size, twin]
+        twins.append(twin)
+    output.args = ((*results, *twins),)
     module.recompile()
     try:
-        yield lambda compiled: _without_more(compiled, len(results), late)
+        yield lambda compiled: _without_twins(compiled, len(results), views)
     except BaseException:
         output.args = before
+        for node in reversed(added):
+            graph.erase_node(node)
         module.recompile()
         raise
 
 
-def _added_late(results: list[Any]) -> list[int]:
-    """Outputs that are views of a tensor of which other outputs are, too, and of which more was made after one of them.
-
-    Eager adds the gradient of such a view after that of what was made later.
-    """
-    views: dict[int, list[int]] = {}  # by the storage
+def _views_of_one_tensor(results: list[Any]) -> list[int]:
+    """Which of a graph's results are views of a tensor that another result is, or is a view of, too."""
+    groups: dict[int, list[int]] = {}  # by the storage
     for k, node in enumerate(results):
-        if (value := _tensor(node)) is not None and value.requires_grad and value._is_view() and not value._version:
-            views.setdefault(value.untyped_storage()._cdata, []).append(k)
-    return sorted(k for key, places in views.items() if _is_used_later(key, places, results) for k in places)
+        if (value := _differentiable(node)) is not None:
+            groups.setdefault(value.untyped_storage()._cdata, []).append(k)
+    graph = next((node.graph for node in results if isinstance(node, fx.Node)), None)
+    inputs = () if graph is None else graph.find_nodes(op="placeholder")
+    for value in map(_differentiable, inputs):
+        if value is not None:
+            groups.pop(value.untyped_storage()._cdata, None)
+    several = (places for places in groups.values() if len({results[k] for k in places}) > 1)
+    return sorted(k for places in several for k in places if results[k].meta["example_value"]._is_view())
 
 
-def _is_used_later(storage: int, views: list[int], results: list[Any]) -> bool:
-    """Whether something is made of ``storage`` after one of the ``views``, outputs that are not the only one of it."""
-    first = min(results[k] for k in views)
-    alike = [n for n in first.graph.nodes if (v := _tensor(n)) is not None and v.untyped_storage()._cdata == storage]
-    if any(n.op == "placeholder" for n in alike) or len({n for n in results if n in alike}) == 1:
-        return False
-    users = (user for n in alike for user in n.users if user not in alike and user.op != "output")
-    return any(first < user and (of := _tensor(user)) is not None and of.requires_grad for user in users)
-
-
-def _tensor(node: Any) -> torch.Tensor | None:
+def _differentiable(node: Any) -> torch.Tensor | None:
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or not value.requires_grad:
+        return None
+    return value
 
 
-def _without_more(compiled: Callable[..., Any], count: int, late: list[int]) -> Callable[..., Any]:
+def _without_twins(compiled: Callable[..., Any], count: int, views: list[int]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         results = compiled(*arguments)
-        for k, extra in zip(late, results[count:], strict=True):
-            _give(results[k], extra, k)
+        for k, twin in zip(views, results[count:], strict=True):
+            _give(results[k], twin, k)
         return results[:count]
 
     if hasattr(compiled, "_boxed_call"):
@@ -138,19 +132,21 @@ def _without_more(compiled: Callable[..., Any], count: int, late: list[int]) -> 
     return call
 
 
-def _give(view: torch.Tensor, extra: torch.Tensor, number: int) -> None:
-    """Have ``extra``, an output of a compiled graph, get the gradient of ``view``, its result with this number."""
-    node: Any = extra.grad_fn
+def _give(view: torch.Tensor, twin: torch.Tensor, number: int) -> None:
+    """Have ``twin`` get the gradient of ``view``, a call's result with this number."""
+    node: Any = twin.grad_fn
     of: Any = view.grad_fn
-    place = extra.output_nr
+    place = twin.output_nr
     again = None if node is None else node.metadata.get(AGAIN)
     if again is None or of is None or of is node:
         return
     of_views: GradientsOfViews = again.of_views
 
-    def take(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    def take(gradients: tuple[Any, ...]) -> Any:
+        if of_views.pass_on or gradients[0] is None:
+            return None
         of_views.take(place, gradients[0])
         return (None,) * len(gradients)
 
     of.register_prehook(take)
-    of.metadata[GIVEN_APART] = number
+    of.metadata[TWIN] = number
