@@ -169,7 +169,8 @@ EXACT = (
 @pytest.mark.parametrize(
     ("make", "script"),
     [
-        *((make, script) for make in (Similarity, OneTable) for script in EXACT),
+        *((Similarity, script) for script in EXACT),
+        *(pytest.param(OneTable, script, marks=pytest.mark.nightly) for script in EXACT),
         *((make, all_of_them) for make in (ViewMadeLast, ViewsAlone, ReducedLater, ChangedInTheModel)),
     ],
 )
@@ -205,7 +206,9 @@ def asks_twice(outputs, seen, parameters):
     loss.backward()
 
 
-@pytest.mark.parametrize("make", [Similarity, OneTable, ViewsAlone])
+@pytest.mark.parametrize(
+    "make", [Similarity, *(pytest.param(m, marks=pytest.mark.nightly) for m in (OneTable, ViewsAlone))]
+)
 @pytest.mark.parametrize(
     "script",
     [
