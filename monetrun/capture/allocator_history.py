@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 import torch
 
 from monetrun.capture import device_peaks
-from monetrun.core.allocator_settings import NO_CACHING, AllocatorSettings, parse_settings, settings_text
+from monetrun.core.allocator_settings import (
+    NO_CACHING,
+    SMALL_SEGMENT,
+    AllocatorSettings,
+    parse_settings,
+    settings_text,
+)
 from monetrun.core.patched import patched
 from monetrun.core.plain_heap import calls_blas
 from monetrun.core.step import Segment
@@ -123,8 +129,12 @@ def _snapshot(device: torch.device) -> dict[str, Any]:
 
 
 def other_streams_bytes(device: torch.device) -> int:
-    """Bytes reserved for requests on other streams than the graphs'."""
-    return sum(s["total_size"] for s in _snapshot(device)["segments"] if s["stream"] != _stream_number())
+    """Bytes reserved for requests on other streams than the graphs', and a segment more for small tensors on each.
+
+    Collectives' small tensors come and go there outside of the recorded step, and are freed once the stream is done.
+    """
+    elsewhere = [s for s in _snapshot(device)["segments"] if s["stream"] != _stream_number()]
+    return sum(s["total_size"] for s in elsewhere) + SMALL_SEGMENT * len({s["stream"] for s in elsewhere})
 
 
 class AllocatorHistory:

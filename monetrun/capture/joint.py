@@ -18,6 +18,7 @@ from monetrun.capture.open_strides import with_the_same_strides
 from monetrun.capture.operators import Described, Inputs, describe, mark_held, mark_joint_calls
 from monetrun.capture.optional_operators import mark_optional
 from monetrun.capture.output_gradients import is_tangent, join_output_gradients
+from monetrun.capture.output_views import twins_are_views
 from monetrun.capture.regions import Regions, refuse_updates
 from monetrun.capture.storages import Storages, mutated_inputs, results_of
 from monetrun.capture.tracing import split_convolution_backward, take_new_statistics
@@ -96,6 +97,7 @@ def capture(
         CaptureFailed: the module has symbolic shapes, or an operator whose outputs are not tensors.
     """
     refuse_updates(module)
+    twins_are_views(module.graph)
     if split_convolutions:
         split_convolution_backward(module)
     take_new_statistics(module)

@@ -98,6 +98,18 @@ def views_apart(module: fx.GraphModule) -> Iterator[Callable[[Callable[..., Any]
         raise
 
 
+def twins_are_views(graph: fx.Graph) -> None:
+    """Have the twins in a joint graph hold views, as they do when it runs.
+
+    AOTAutograd's functional tensors have a copy there, where the view is of other strides than its shape tells.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._unsafe_view.default):
+        value, of = node.meta["val"], node.all_input_nodes[0].meta["val"]
+        if value.shape == of.shape and value.untyped_storage()._cdata != of.untyped_storage()._cdata:
+            with of.fake_mode:
+                node.meta["val"] = torch.ops.aten.alias.default(of)
+
+
 def _views_of_one_tensor(results: list[Any]) -> list[int]:
     """Which of a graph's results are views of a tensor that another result is, or is a view of, too."""
     groups: dict[int, list[int]] = {}  # by the storage
