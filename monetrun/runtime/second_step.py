@@ -72,7 +72,7 @@ def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> 
         probe.leave(record, path)
     if recorder.memory is not None:
         recorder.memory.resume()
-    elif not outputs_are_held(record) and not recorder.given_first.freed_bytes:
+    elif not outputs_are_held(record):
         probe.leave(record, path)
     return TrialsSecondStep(recorder, record, path)
 
