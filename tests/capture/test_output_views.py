@@ -232,12 +232,11 @@ def test_gradients_for_such_outputs_are_whole(script, make):
 
 def test_two_backwards_at_once_through_one_call_do_not_mix():
     def nested(outputs, seen, parameters):
-        loss, other, within = loss_of(*outputs), outputs[1].cos().mean(), []
+        loss, others = loss_of(*outputs), [outputs[1].cos().mean()]
 
         def begin(gradients):
-            if not within:
-                within.append(True)
-                seen.extend(torch.autograd.grad(other, parameters[0], retain_graph=True))
+            if others:  # it holds nothing afterwards: that would be a cycle through autograd's nodes
+                seen.extend(torch.autograd.grad(others.pop(), parameters[0], retain_graph=True))
 
         outputs[0].grad_fn.next_functions[0][0].register_prehook(begin)
         loss.backward(retain_graph=True)
