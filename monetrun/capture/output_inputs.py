@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from monetrun.capture.again import ABSENT, Again, again_of, run_from
 from monetrun.capture.marks import TWIN
-from monetrun.capture.storages import results_of
+from monetrun.capture.storages import results_of, version_of
 from monetrun.core.errors import CaptureFailed
 
 Grad = Callable[..., Any]
@@ -175,10 +175,10 @@ def _depending(module: fx.GraphModule, number: int) -> list[int]:
 
 def _results_from(again: Again, known: Mapping[int, torch.Tensor], others: Sequence[int]) -> list[Any]:
     """Results of a call that runs again, of which some are ``known`` by their number: the ``others``."""
-    nodes = results_of(again.module.graph)
-    if any(nodes[number].meta["example_value"]._version for number in known):
-        raise CaptureFailed("gradients for an output that the model changes in place", "have the model give a copy")
+    versions = list(map(version_of, known.values()))
     _, results, unknown = run_from(again, again.given(ABSENT), known)
+    if versions != list(map(version_of, known.values())):
+        raise CaptureFailed("gradients for an output that the model changes in place", "have the model give a copy")
     if not unknown.isdisjoint(others):
         raise CaptureFailed("an input of the model is gone that gradients for its outputs need", "keep it until then")
     return [results[other] for other in others]

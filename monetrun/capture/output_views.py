@@ -73,7 +73,7 @@ def views_apart(module: fx.GraphModule) -> Iterator[Callable[[Callable[..., Any]
         What makes of the compiled graph one that gives what the module gave before.
     """
     graph, results = module.graph, results_of(module.graph)
-    views = _views_of_one_tensor(results)
+    views = _views_of_one_tensor(graph, results)
     if not views:
         yield lambda compiled: compiled
         return
@@ -110,15 +110,13 @@ def twins_are_views(graph: fx.Graph) -> None:
                 node.meta["val"] = torch.ops.aten.alias.default(of)
 
 
-def _views_of_one_tensor(results: list[Any]) -> list[int]:
-    """Which of a graph's results are views of a tensor that another result is, or is a view of, too."""
+def _views_of_one_tensor(graph: fx.Graph, results: list[Any]) -> list[int]:
+    """Which of a graph's results are views of a tensor, no input, that another result is, or is a view of, too."""
     groups: dict[int, list[int]] = {}  # by the storage
     for k, node in enumerate(results):
         if (value := _differentiable(node)) is not None:
             groups.setdefault(value.untyped_storage()._cdata, []).append(k)
-    graph = next((node.graph for node in results if isinstance(node, fx.Node)), None)
-    inputs = () if graph is None else graph.find_nodes(op="placeholder")
-    for value in map(_differentiable, inputs):
+    for value in map(_differentiable, graph.find_nodes(op="placeholder")):
         if value is not None:
             groups.pop(value.untyped_storage()._cdata, None)
     several = (places for places in groups.values() if len({results[k] for k in places}) > 1)

@@ -43,11 +43,7 @@ def last_outputs_bytes(record: StepRecord) -> int:
 
 def with_more_outputs(record: StepRecord, nbytes: int) -> StepRecord:
     """The record of a step before which the script holds so many bytes more of them, until its backward begins."""
-
-    def more(events: Sequence[Event]) -> list[Event]:
-        return with_last_outputs(events, nbytes, ())
-
-    return with_events(record, more) if nbytes > 0 else record
+    return with_events(record, partial(with_last_outputs, nbytes=nbytes, held=()))
 
 
 def dropped_later(events: Sequence[Event]) -> list[int]:
