@@ -6,14 +6,15 @@ the plain run makes it, and what comes later (other shapes, other models, more t
 
 from __future__ import annotations
 
+import itertools
 import re
+from bisect import bisect
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.graph import BACKWARD, FORWARD, Operator
 from monetrun.core.plain_step import plain_step
-from monetrun.core.replayed_blocks import load_base
 from monetrun.core.requests import StepReplay
 from monetrun.core.reserved import settled, until_settled
 from monetrun.core.step import DeviceMemory, StepRecord
@@ -40,7 +41,7 @@ class PlainHeap:
             raise ValueError("the record does not have the device's memory")
         self._allocator = allocator = CachingAllocator(record.memory.plain_settings, record.memory.device_bytes)
         steps = _PlainSteps(record, allocator)
-        steps.begin_with(load_base(steps.take_libraries_later(record.memory), allocator))
+        steps.begin_with(steps.take_libraries_later(record.memory))
         self.recorded = settled(steps, record.memory)
         measured = record.memory.plain_reserved_bytes
         self._beside_bytes = measured - allocator.peak_reserved_bytes if measured else 0
@@ -77,17 +78,19 @@ class _PlainSteps(StepReplay):
         calling = {op.phase for op in operators if calls_blas(op.target)}
         passes = [phase for phase in (FORWARD, BACKWARD) if phase in calling]
         each = memory.library_bytes // max(1, len(passes))
-        if not each or sum(segment.blocks.count(each) for segment in memory.base) < len(passes):
+        used, known = [n for s in memory.base for n in s.blocks if n > 0], {*memory.gradients, *memory.outputs}
+        taken = [i for i, n in enumerate(used) if n == each and i not in known][: len(passes)]
+        if not each or len(taken) < len(passes):
             return memory
         self._workspaces = dict.fromkeys(passes, each)
-        left, base = len(passes), []
+        base, number = [], itertools.count()
         for segment in memory.base:
-            blocks = list(segment.blocks)
-            while left and each in blocks:
-                blocks.remove(each)
-                left -= 1
-            base += [replace(segment, blocks=tuple(blocks))] if blocks else []
-        return replace(memory, base=tuple(base))
+            blocks = tuple(n for n in segment.blocks if n < 0 or next(number) not in taken)
+            base += [replace(segment, blocks=blocks)] if blocks else []
+        gradients, outputs = (
+            tuple(i - bisect(taken, i) for i in found) for found in (memory.gradients, memory.outputs)
+        )
+        return replace(memory, base=tuple(base), gradients=gradients, outputs=outputs)
 
     def results_allocated(self, operator: Operator) -> None:
         """The first call of cuBLAS in a pass takes the workspace of its thread."""

@@ -22,10 +22,11 @@ from monetrun.core.replayed_blocks import (
     free_all,
     free_latest,
     free_some,
+    load_base,
     serve,
 )
 from monetrun.core.simulate import last_reads
-from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, Event, StepRecord, events_under
+from monetrun.core.step import LAST_GRADIENTS, LAST_OUTPUTS, DeviceMemory, Event, StepRecord, events_under
 
 
 @dataclass(slots=True)
@@ -70,11 +71,12 @@ class StepReplay:
         self._holds = [schedule.holds_by_step() for schedule in schedules]
         self._last = [last_reads(g, s.forward + s.backward) for g, s in zip(self.record.graphs, schedules, strict=True)]
 
-    def begin_with(self, base: Mapping[int, int]) -> None:
-        """The first step finds these blocks: the last step's gradients, its outputs and the batch are among them."""
-        if (memory := self.record.memory) is not None:
-            self.gradients, self.outputs = blocks_at(memory.gradients, base), blocks_at(memory.outputs, base)
+    def begin_with(self, memory: DeviceMemory) -> Mapping[int, int]:
+        """The first step finds its blocks, gradients, outputs and the batch among them: bytes by address."""
+        base = load_base(memory, self.allocator)
+        self.gradients, self.outputs = blocks_at(memory.gradients, base), blocks_at(memory.outputs, base)
         self.batch.find(base, (*self.gradients, *self.outputs))
+        return base
 
     def step(self, *, first: bool) -> None:
         """One step; in the first one nothing of an earlier step is held, and the optimizer allocates its state."""

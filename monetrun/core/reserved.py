@@ -14,7 +14,6 @@ from monetrun.core.allocator_settings import MOST_SMALL, SMALL_SEGMENT, Allocato
 from monetrun.core.caching_allocator import CachingAllocator, large_blocks
 from monetrun.core.last_outputs import last_outputs_bytes
 from monetrun.core.plan import Schedule
-from monetrun.core.replayed_blocks import load_base
 from monetrun.core.requests import StepReplay, held_by_calls
 from monetrun.core.step import DeviceMemory, StepRecord
 
@@ -106,7 +105,7 @@ def reserved_under(
         raise ValueError("the record does not have the device's memory")
     allocator = CachingAllocator(settings, record.memory.device_bytes)
     replay = StepReplay(record, begun_under or schedules, allocator)
-    replay.begin_with(load_base(record.memory, allocator))
+    replay.begin_with(record.memory)
     if begun_under:
         allocator.empty_cache()
         for number in range(2 if last_outputs_bytes(record) else 1):  # the second one shows when they are dropped

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from monetrun.core.allocator_settings import MOST_SMALL, AllocatorSettings
 from monetrun.core.caching_allocator import CachingAllocator
 from monetrun.core.plan import Schedule
-from monetrun.core.replayed_blocks import load_base
 from monetrun.core.requests import StepReplay
 from monetrun.core.step import StepRecord
 
@@ -55,9 +54,7 @@ def large_requests(record: StepRecord, schedules: Sequence[Schedule], steps: int
     assert record.memory is not None
     allocator = _Tracing(record.memory.settings, record.memory.device_bytes)
     traced = _TracedSteps(record, schedules, allocator)
-    base = load_base(record.memory, allocator)
-    allocator.base_is(base)
-    traced.begin_with(base)
+    allocator.base_is(traced.begin_with(record.memory))
     for number in range(steps):
         traced.step(first=number == 0)
     return allocator.events

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class DeviceRecorder:
         self._history = AllocatorHistory(device)
         self._requests: list[tuple[int, ...]] = []  # of each stretch; empty for calls of graphs
         self._base: tuple[Segment, ...] = ()
+        self._places: list[int] = []  # addresses of its blocks
         self._stays: dict[bool, list[int]] = {True: [], False: []}  # by whether it is small
         self._batch: tuple[int, ...] = ()
         self._library_bytes = 0
@@ -61,10 +62,11 @@ class DeviceRecorder:
         if libraries:
             allocator_history.warm_up_libraries(self.device)
         torch.cuda.empty_cache()
-        self._base = allocator_history.segments(self.device)
+        self._base, there = allocator_history.segments(self.device), allocator_history.blocks(self.device)
+        self._places = sorted(there)
         blocks = _blocks_of(batch)
         self._batch = tuple(blocks.values())
-        self._history.start(blocks, allocator_history.blocks(self.device))
+        self._history.start(blocks, there)
 
     def warm_up_again(self) -> None:
         """Another step begins after ``end``: libraries take what they keep before it, as before the recorded one."""
@@ -150,8 +152,8 @@ class DeviceRecorder:
         self._library_bytes = allocator_history.clear_library_workspaces(self.device)
         return self._library_bytes
 
-    def memory(self) -> DeviceMemory:
-        """What was recorded."""
+    def memory(self, gradients: Container[int]) -> DeviceMemory:
+        """What was recorded; ``gradients``: addresses of those of an earlier step that the recorded one freed."""
         settings = allocator_history.present_settings()
         return DeviceMemory(
             settings=settings,
@@ -162,6 +164,7 @@ class DeviceRecorder:
             batch=self._batch,
             excess_bytes=_SEARCH_PAGES * settings.large_segment_bytes if torch.backends.cudnn.benchmark else 0,
             other_streams_bytes=self._other_streams_bytes,
+            gradients=tuple(i for i, place in enumerate(self._places) if place in gradients),
             between=self._between,
             begun_under=self._begun_under,
         )

@@ -17,14 +17,18 @@ REST = "activations, batches and other tensors of the script"
 def holdings(device: torch.device, held_bytes: int) -> dict[str, int]:
     """What ``held_bytes`` consist of, by kind: of all optimizers in the process, and the rest."""
     parameters = _parameters()
-    states = [value for o in hooks.optimizers() for state in o.state.values() for value in _values(state)]
     seen: set[int] = set()
     rows = {
         "parameters": _new_bytes(parameters, device, seen),
         "gradients": _new_bytes((p.grad for p in parameters), device, seen),
-        "optimizer state": _new_bytes(states, device, seen),
+        "optimizer state": _new_bytes(_states(), device, seen),
     }
     return {**rows, REST: max(0, held_bytes - sum(rows.values()))}
+
+
+def state_bytes(device: torch.device) -> int:
+    """Bytes of the state of all optimizers in the process."""
+    return _new_bytes(_states(), device, set())
 
 
 def gradients(device: torch.device) -> dict[int, int]:
@@ -51,6 +55,12 @@ def _is_in_bucket(gradient: torch.Tensor) -> bool:
 
 def _parameters() -> list[torch.Tensor]:
     return [p for o in hooks.optimizers() for group in o.param_groups for p in group["params"]]
+
+
+def _states() -> list[object]:
+    """Of all optimizers; one that stands around another may have none of its own."""
+    states = (getattr(optimizer, "state", {}) for optimizer in hooks.optimizers())
+    return [value for state in states for of_one in state.values() for value in _values(of_one)]
 
 
 def _values(state: object) -> list[object]:

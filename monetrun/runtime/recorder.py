@@ -32,7 +32,7 @@ from monetrun.core.sharding import Sharding
 from monetrun.core.step import BUCKETS, LIBRARIES, OUTSIDE, Break, Event, StepRecord
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
-from monetrun.runtime import sharding
+from monetrun.runtime import holdings, sharding
 from monetrun.runtime.beside_operators import BesideOperators
 from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.optimizer_steps import OptimizerSteps
@@ -79,7 +79,7 @@ class Recorder(WithoutCaptures):
         self._numbers: dict[str, int] = {}  # index of a graph, by its fingerprint
         self._stretch_meter = StretchMeter(meter)
         self._lifetimes = Lifetimes(first_inputs_only=isinstance(meter, CudaMeter))
-        self._all_gradients_bytes = 0
+        self._all_gradients_bytes = self._state_before = 0
         self.parameters: list[torch.Tensor] = []
         self._gradients: dict[int, dict[int, int]] = {}  # by the parameter: bytes of storages, by their number
         self.zeroed = ZeroedGradients()
@@ -101,10 +101,14 @@ class Recorder(WithoutCaptures):
 
     # ---- what happens in the step
 
+    def _step_begins(self, arguments: Sequence[Any]) -> None:
+        self.given_first, self._state_before = GivenFirst(arguments), holdings.state_bytes(self.device)
+        self.zeroed.step_begins(holdings.gradients(self.device))
+
     def forward_begins(self, arguments: Iterable[Any]) -> None:
         """A model is called whose hooks allocate before its first graph runs: they are of the step."""
         if not self.stretches:
-            self.given_first = GivenFirst(given := list(arguments))
+            self._step_begins(given := list(arguments))
             if self.memory is not None:
                 self.memory.begin_before_graphs(given)
             self._stretch_meter.begin()
@@ -113,7 +117,7 @@ class Recorder(WithoutCaptures):
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins, and what the script did since the last one has ended."""
         if not self.stretches:
-            self.given_first = GivenFirst(arguments)
+            self._step_begins(arguments)
             if self.memory is not None:
                 self.memory.begin(self.joints, self.joints[graph], arguments)
             self._stretch_meter.begin()
@@ -207,31 +211,25 @@ class Recorder(WithoutCaptures):
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
         first, end = (self.stretches[0].end_bytes, self.stretches[-1].end_bytes) if self.stretches else (0, 0)
+        first -= self.zeroed.bytes_freed_now
         gradients, state = self.zeroed.freed(self.stretches, self._gradients), self.optimizers.state_bytes
         events = _events(self, costs := self._beside.costs(costs), gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
         # less is there at the end than at the start, beside the outputs, where inputs were freed (see ``second_step``)
         more = end - first - state - self._all_gradients_bytes
         events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
-        if waiting := sum(gradients.values()):
+        if waiting := sum(gradients.values()) + self.zeroed.bytes_freed_now:
             events.insert(0, last_gradients.are_there(waiting))
-        weights, libraries = _bytes_of(self.parameters), 0 if self.memory is None else self.memory.end()
-        buckets = min(_bucket_bytes(self._parallel), max(0, first - weights - libraries))
+        libraries = 0 if self.memory is None else self.memory.end()
         modules = self.sharding.stop()
         events = with_lingering_copies(events, modules, self.device)
-        memory = None if self.memory is None else self.memory.memory()
+        memory = None if self.memory is None else self.memory.memory(self.zeroed.places_freed_now)
         record = StepRecord(
             graphs=tuple(_known_of(self, joint) for joint in self.joints),
             costs=tuple(costs),
             events=tuple(events),
             base_bytes=first + state,
-            ledger={
-                "parameters": weights,
-                "gradients": self._all_gradients_bytes,
-                "optimizer state": state,
-                **{name: nbytes for name, nbytes in ((LIBRARIES, libraries), (BUCKETS, buckets)) if nbytes},
-                "script (batch, buffers, ...)": max(0, first - weights - libraries - buckets),
-            },
+            ledger=_ledger(self, first, state, libraries),
             device=costs[0].device if costs else cost_store.device_name(self.device),
             torch_version=torch.__version__,
             exact=self.meter.exact,
@@ -243,6 +241,20 @@ class Recorder(WithoutCaptures):
             else None,
         )
         return as_scripted(record)
+
+
+def _ledger(recorder: Recorder, first: int, state: int, libraries: int) -> dict[str, int]:
+    """What the ``first`` bytes, there when the step begins, gradients and the ``state`` that it adds consist of."""
+    weights, before = _bytes_of(recorder.parameters), recorder._state_before
+    rest = max(0, first - weights - before - libraries)
+    buckets = min(_bucket_bytes(recorder._parallel), rest)
+    return {
+        "parameters": weights,
+        "gradients": recorder._all_gradients_bytes,
+        "optimizer state": before + state,
+        **{name: nbytes for name, nbytes in ((LIBRARIES, libraries), (BUCKETS, buckets)) if nbytes},
+        "script (batch, buffers, ...)": rest - buckets,
+    }
 
 
 def _known_of(recorder: Recorder, joint: JointGraph) -> Graph:
@@ -260,8 +272,10 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
     now = recorder.stretches[0].end_bytes if recorder.stretches else 0  # as ``replay`` will have it
     absent_bytes = recorder._lifetimes.absent_bytes(len(recorder.stretches))
     for i, stretch in enumerate(recorder.stretches[1:], 1):
-        if i - 1 in gradients:
-            events.append(last_gradients.are_freed(gradients[i - 1]))
+        freed_now = sum(recorder.zeroed.freed_now.get(i - 1, {}).values())
+        if freed := freed_now + gradients.get(i - 1, 0):
+            events.append(last_gradients.are_freed(freed))
+            now -= freed_now
         if stretch.kind == OUTSIDE:
             absent = absent_bytes[i]
             delta, peak = stretch.end_bytes + absent - now, stretch.peak_bytes + absent - now

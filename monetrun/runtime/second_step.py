@@ -208,7 +208,7 @@ class TrialsSecondStep(SecondStep):
         memory = self._recorder.memory
         if memory is not None:
             memory.seen_between_steps()
-            self._record = with_memory(self._record, memory.memory())
+            self._record = with_memory(self._record, memory.memory(self._recorder.zeroed.places_freed_now))
             self._end()
         super()._step_begins()
 

@@ -131,7 +131,7 @@ def test_all_of_the_last_gradients_are_freed_also_what_rounding_adds_to_their_bl
     for step in (record, rounded):
         allocator = CachingAllocator(EXPANDABLE)
         replayed = StepReplay(step, plain(step), allocator)
-        replayed.begin_with(load_base(step.memory, allocator))
+        replayed.begin_with(step.memory)
         replayed.step(first=True)
     assert found[0] == found[1]
 
@@ -141,7 +141,7 @@ def test_a_gradient_of_the_batchs_size_is_not_taken_for_the_batch(record):
     memory = replace(record.memory, base=(Segment(False, (size, size)),), batch=(size,), gradients=(1,))
     allocator = CachingAllocator(EXPANDABLE)
     replayed = StepReplay(replace(record, memory=memory), plain(record), allocator)
-    replayed.begin_with(load_base(memory, allocator))
+    replayed.begin_with(memory)
     assert [b.address for b in replayed.batch.blocks[0]] != [b.address for b in replayed.gradients]
 
 
