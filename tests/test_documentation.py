@@ -1,6 +1,7 @@
 """README and docs/: links lead somewhere, options and exit codes are all there, tables are those of the results."""
 
 import argparse
+import dataclasses
 import html
 import importlib.util
 import json
@@ -11,8 +12,18 @@ import sys
 import pytest
 
 import landing
+from monetrun.commands.doctor_checks import Check
 from monetrun.core import errors
+from monetrun.core.plan import Plan
 from monetrun.launcher.options import add_launch_options
+from monetrun.launcher.rank_figures import RankFigures
+from monetrun.launcher.report import Outcome, outcome_json
+from monetrun.machine.store import Entry
+from monetrun.planning.batch import Found, Verified
+from monetrun.planning.check import CheckReport, Difference, OperatorTime
+from monetrun.planning.explain import Explanation, Held, Large, ModuleCost, Used
+from monetrun.planning.frontier import Frontier, Point
+from monetrun.planning.intervals import Interval
 from support.paths import DOCS, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
@@ -55,6 +66,17 @@ def test_all_options_of_a_launch_are_described():
     options = [option for action in parser._actions for option in action.option_strings]
     assert options
     assert [option for option in options if f"`{option}" not in described] == []
+
+
+def test_all_names_of_json_are_described():
+    described = set(re.findall(r"`(\w+)`", (DOCS / "json.md").read_text()))
+    kinds = (
+        *(Plan, Interval, RankFigures, Frontier, Point, Found, Verified, CheckReport, Difference, OperatorTime),
+        *(Explanation, Held, Large, ModuleCost, Used, Entry, Check),
+    )
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    names |= outcome_json(Outcome(None, None, None, None, 0, None, 0, (), None)).keys()
+    assert sorted(names - described) == []
 
 
 def test_all_exit_codes_have_a_section_and_a_line():

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from monetrun.capture.boxed import passed_on
+
 _STATISTICS = {1: "running_mean", 2: "running_var"}  # arguments of F.batch_norm
 
 
@@ -39,6 +41,4 @@ def uncounted(compiled: Callable[..., Any], module: fx.GraphModule) -> Callable[
         with torch.autograd._unsafe_preserve_version_counter(statistics):
             return compiled(*arguments)
 
-    if hasattr(compiled, "_boxed_call"):
-        call._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
-    return call
+    return passed_on(call, compiled)

@@ -17,6 +17,7 @@ from torch import fx
 
 from monetrun.capture import backward_autocast
 from monetrun.capture.again import Again, TracedBackward, again_of, gradients_of, run
+from monetrun.capture.boxed import passed_on
 from monetrun.capture.gradient_order import give_instead, through_gates
 from monetrun.capture.gradient_terms import Edge, edge_of
 from monetrun.capture.marks import AGAIN
@@ -77,9 +78,7 @@ def repeatable(
             )
         return results
 
-    if hasattr(compiled, "_boxed_call"):
-        call._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
-    return call
+    return passed_on(call, compiled)
 
 
 def _place_of_base(result: Any, node: Any) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from monetrun.capture.boxed import passed_on
 from monetrun.capture.gradient_terms import EARLIER, shaped
 from monetrun.capture.in_turn import InTurn, Turns
 from monetrun.capture.marks import AGAIN
@@ -124,9 +125,7 @@ def stay_absent(compiled: Callable[..., Any]) -> Callable[..., Any]:
                 break
         return results
 
-    if hasattr(compiled, "_boxed_call"):
-        call._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
-    return call
+    return passed_on(call, compiled)
 
 
 def autograd_node(result: torch.Tensor) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from monetrun.capture.boxed import passed_on
 from monetrun.capture.marks import AGAIN, TWIN
 from monetrun.capture.storages import results_of
 
@@ -137,9 +138,7 @@ def _without_twins(compiled: Callable[..., Any], count: int, views: list[int]) -
             _give(results[k], twin, k)
         return results[:count]
 
-    if hasattr(compiled, "_boxed_call"):
-        call._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
-    return call
+    return passed_on(call, compiled)
 
 
 def _give(view: torch.Tensor, twin: torch.Tensor, number: int) -> None:

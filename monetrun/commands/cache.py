@@ -93,6 +93,7 @@ def show(store: Store, *, as_json: bool) -> None:
     for entry in entries:
         when = datetime.datetime.fromtimestamp(entry.modified_seconds).strftime("%Y-%m-%d %H:%M")
         what = f"unusable: {entry.problem}" if entry.problem else _contents(store, entry)
+        what = f"{entry.script}: {what}" if entry.script and what else what or entry.script
         print(f"{entry.kind:8}  {entry.key}  {when}  {entry.size_bytes / 1024:9.1f} KiB  {what}".rstrip())
     total_bytes = sum(entry.size_bytes for entry in entries)
     print(f"monetrun: {len(entries)} entries, {total_bytes / 1024:.1f} KiB in {store.root}", file=sys.stderr)

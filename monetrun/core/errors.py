@@ -119,6 +119,10 @@ class InfeasibleBudget(MonetrunError):
         self.plain_bytes = plain_bytes
         self.operator = operator
 
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n  monetrun.close() ends the budget: models run as they are" if _arguments else text
+
 
 class NoPlanInTime(MonetrunError):
     """The solver found no schedule in its time."""

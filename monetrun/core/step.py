@@ -154,6 +154,7 @@ class StepRecord:
         gradients_in_terms: the graphs' backwards give an input's gradient in terms, one for each of its uses.
         gradients_by_turns: they give each gradient as soon as it is final, also in one process.
         sharding: the modules that FSDP2 shards, if any; ``events`` are those of its present choice.
+        others_share: of the processors' time what other processes took, so that operators were measured too slow.
     """
 
     graphs: tuple[Graph, ...]
@@ -171,6 +172,7 @@ class StepRecord:
     gradients_in_terms: bool = False
     gradients_by_turns: bool = False
     sharding: Sharding | None = None
+    others_share: float = 0.0
 
     def check(self) -> None:
         """Check what was read.

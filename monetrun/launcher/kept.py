@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -29,7 +30,7 @@ def find_store(options: LaunchOptions) -> Store | None:
     if not options.use_cache or options.script == "-":
         return None
     try:
-        return Store(default_root())
+        return Store(default_root(), script=Path(options.script).name)
     except UsageError as homeless:
         report.warn(f"nothing is cached: {homeless.message}. {homeless.hint}")
         return None

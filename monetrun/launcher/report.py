@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from monetrun.planning.summary import planned_bytes, summary_lines
 from monetrun.planning.summary import share as share
 
 _LEAST_WIDTH = 200
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _NO_END = "(did the script end with os._exit?)"
 
 
@@ -252,6 +254,8 @@ def _measured_step(reports: Sequence[Mapping[str, Any]]) -> MeasuredStep | None:
 def outcome_lines(outcome: Outcome, exit_code: int, *, planned: bool = False) -> list[str]:
     """The report at the end of a run: planned and measured figures; of a failed run, only why memory ran out.
 
+    One that was stopped (Ctrl-C, SIGTERM) has not failed: its figures are those so far.
+
     Args:
         outcome: of the run.
         exit_code: of the launch.
@@ -260,7 +264,8 @@ def outcome_lines(outcome: Outcome, exit_code: int, *, planned: bool = False) ->
     plan = outcome.plan
     if exit_code == BudgetExceeded.exit_code and plan is not None:
         return _out_of_memory_lines(outcome, plan)
-    if exit_code != 0:
+    stopped = exit_code in _STOPPED
+    if exit_code != 0 and not (stopped and plan is not None):
         return []
     if planned and not outcome.ranks:
         return [f"[bold]monetrun[/bold]: the workers left no report {_NO_END}"]
@@ -268,7 +273,7 @@ def outcome_lines(outcome: Outcome, exit_code: int, *, planned: bool = False) ->
         why = f": {outcome.unplanned}" if outcome.unplanned else ""
         return [f"[bold]monetrun[/bold]: nothing was planned{why}{_held(outcome)}"]
     if plan.pool is not None:
-        return _cuda_lines(outcome, plan, plan.pool)
+        return _cuda_lines(outcome, plan, plan.pool, stopped)
     measured = outcome.measured_peak_bytes
     peak = "not counted (see monetrun doctor)" if measured is None else format_bytes(measured)
     if measured is not None:
@@ -276,7 +281,7 @@ def outcome_lines(outcome: Outcome, exit_code: int, *, planned: bool = False) ->
     overhead = outcome.measured_overhead
     planned_peak, _ = outcome.planned(plan)
     return [
-        _heading(outcome),
+        _heading(outcome, stopped),
         f"  plain peak     {format_bytes(plan.plain_peak_bytes)}",
         f"  budget         {format_bytes(plan.budget_bytes)}{_budget_notes(outcome, plan, plan.plain_peak_bytes)}",
         f"  planned peak   {format_bytes(planned_peak)} ({share(planned_peak, plan.plain_peak_bytes)})",
@@ -306,8 +311,10 @@ def _out_of_memory_lines(outcome: Outcome, plan: Plan) -> list[str]:
     ]
 
 
-def _heading(outcome: Outcome) -> str:
+def _heading(outcome: Outcome, stopped: bool) -> str:
     by_then = f", as far as it was told: the workers left no report at their end {_NO_END}" * outcome.interim
+    if stopped:
+        by_then = ", and maybe more: the workers left no report at their end" if outcome.interim else ", then stopped"
     return f"[bold]monetrun[/bold]  {_steps(outcome.steps)}{by_then}"
 
 
@@ -323,7 +330,7 @@ def _held(outcome: Outcome) -> str:
     return f"; {_steps(outcome.steps)} took {reserved} of the device ({allocated} allocated)"
 
 
-def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
+def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool, stopped: bool) -> list[str]:
     """The report of a run on CUDA: reserved and allocated bytes."""
     plain = pool.plain_bytes
     planned_allocated, planned_reserved = outcome.planned(plan)
@@ -337,7 +344,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool) -> list[str]:
     overhead = outcome.measured_overhead
     retries = f"; {outcome.retries} allocation retries in settled steps" if outcome.retries else ""
     return [
-        _heading(outcome),
+        _heading(outcome, stopped),
         row("plain peak", plain, plan.plain_peak_bytes) + (", estimated" if pool.plain_is_estimated else ""),
         f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved{_budget_notes(outcome, plan, plain)}",
         row("planned peak", planned_reserved, planned_allocated),

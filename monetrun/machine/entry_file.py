@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,16 @@ def content_of(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def header(kind: str, key: str, type_name: str, body: bytes) -> bytes:
-    """The first line of a file with the value ``body``."""
+def header(kind: str, key: str, type_name: str, body: bytes, script: str = "") -> bytes:
+    """The first line of a file with the value ``body``; ``script``: that it is of, for those who look."""
     fields = {
         "monetrun": SCHEMA,
         "kind": kind,
         "key": key,
         "type": type_name,
         "bytes": len(body),
-        "sha256": hashlib.sha256(body).hexdigest(),
+        "sha256": hashlib.sha256(script.encode() + body).hexdigest(),
+        **({"script": script} if script else {}),
     }
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
@@ -60,9 +62,9 @@ def checked(content: bytes, kind: str, key: str, type_name: str) -> bytes:
     """
     first, _, rest = content.partition(b"\n")
     body = rest[:-1]
-    if content == header(kind, key, type_name, body) + body + b"\n":
-        return body
     fields = fields_of(first)
+    if content == header(kind, key, type_name, body, script_of(fields)) + body + b"\n":
+        return body
     if fields is None:
         raise ValueError("not a file of monetrun's cache")
     if fields["monetrun"] != SCHEMA:
@@ -74,6 +76,12 @@ def checked(content: bytes, kind: str, key: str, type_name: str) -> bytes:
     if fields.get("bytes") != len(body):
         raise ValueError(f"{len(body)} bytes where {fields.get('bytes')!r} were written")
     raise ValueError("the checksum does not match")
+
+
+def script_of(fields: Mapping[str, Any] | None) -> str:
+    """The script that a file is of, by its header; empty if that names none that can be shown."""
+    named = (fields or {}).get("script", "")
+    return named if isinstance(named, str) and named.isprintable() else ""
 
 
 def check(kind: str, key: str, content: bytes) -> None:

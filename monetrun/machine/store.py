@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from monetrun.core import codec
 from monetrun.core.errors import MonetrunError, UsageError
 from monetrun.core.user_folders import NO_LOCKS_HERE, user_cache
-from monetrun.machine.entry_file import checked, content_of, fields_of, header, write
+from monetrun.machine.entry_file import checked, content_of, fields_of, header, script_of, write
 
 T = TypeVar("T")
 
@@ -75,6 +75,7 @@ class Entry:
         size_bytes: its size.
         modified_seconds: when it was written, seconds since the epoch.
         problem: why reading it would be a miss, or empty.
+        script: that was launched when it was written, or empty.
     """
 
     kind: str
@@ -84,6 +85,7 @@ class Entry:
     size_bytes: int
     modified_seconds: float
     problem: str
+    script: str
 
 
 class Store:
@@ -92,10 +94,12 @@ class Store:
     Args:
         root: the folder; made at the first ``put``.
         lock_seconds: how long a writer waits for the lock before it goes on without writing.
+        script: what is put here is of its launch.
     """
 
-    def __init__(self, root: Path, *, lock_seconds: float = LOCK_SECONDS) -> None:
+    def __init__(self, root: Path, *, lock_seconds: float = LOCK_SECONDS, script: str = "") -> None:
         self.root = root
+        self._script = script if script.isprintable() else ""
         self.lock_seconds = lock_seconds
         self._warned: set[str] = set()
 
@@ -147,7 +151,7 @@ class Store:
         path, text = self.path(kind, key), codec.dumps(value)
         try:
             with self.locked():
-                self._write(path, kind, key, type(value).__name__, text)
+                self._write(path, kind, key, type(value).__name__, text, self._script)
         except OSError as failure:
             self._warn(f"{self.root} cannot be written, going on without it: {failure.strerror}")
             return None
@@ -240,9 +244,9 @@ class Store:
             return None
         return checked(content, kind, key, type_name).decode()
 
-    def _write(self, path: Path, kind: str, key: str, type_name: str, text: str) -> None:
+    def _write(self, path: Path, kind: str, key: str, type_name: str, text: str, script: str = "") -> None:
         body = text.encode()
-        write(path, header(kind, key, type_name, body) + body + b"\n")
+        write(path, header(kind, key, type_name, body, script) + body + b"\n")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -279,14 +283,14 @@ class Store:
 
 def _entry(kind: str, path: Path) -> Entry:
     status, name, problem = path.lstat(), path.name.removesuffix(".json"), ""
-    type_name = ""
+    type_name = script = ""
     try:
         content = content_of(path)
         fields = fields_of(content.partition(b"\n")[0])
-        type_name = str((fields or {}).get("type", ""))
+        type_name, script = str((fields or {}).get("type", "")), script_of(fields)
         checked(content, kind, name, type_name)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as failure:
         problem = str(failure)
-    return Entry(kind, name, type_name, path, status.st_size, status.st_mtime, problem)
+    return Entry(kind, name, type_name, path, status.st_size, status.st_mtime, problem, script)

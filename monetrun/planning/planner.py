@@ -56,7 +56,7 @@ class BudgetBelowSmallest(InfeasibleBudget):
         super().__init__(
             f"budget {format_bytes(budget_bytes)} < smallest feasible {format_bytes(smallest, exact=True)}"
             f"{of_it}{_restriction(options)}\n"
-            f"  floor: {base.frugal.peak_name}\n  of it: {ledger_line(ledger(record, base.frugal))}",
+            f"  at its peak: {base.frugal.peak_name}\n  it is: {ledger_line(ledger(record, base.frugal))}",
             hint,
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,

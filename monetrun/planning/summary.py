@@ -46,7 +46,13 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
         lines.append("  the plain step fits the budget: a smaller one, such as 0.6x, saves memory")
     if inexact := inexact_runs(plan, record):
         lines.append(f"  {inexact} of these {ROUNDING}")
-    return [*lines, *_kept_lines(plan, record)]
+    lines += _kept_lines(plan, record)
+    if record is not None and record.others_share:
+        lines.append(
+            f"  other processes took {record.others_share:.0%} of the CPU while operators were measured:"
+            " monetrun cache clear --kind costs --kind probe has that done again"
+        )
+    return lines
 
 
 def _chosen(plan: Plan, record: StepRecord | None) -> list[Implementation]:

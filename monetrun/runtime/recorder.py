@@ -27,12 +27,12 @@ from monetrun.core.last_outputs import with_last_outputs
 from monetrun.core.left_out import without, without_reading_again
 from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import Schedule
-from monetrun.core.reductions import Reductions
-from monetrun.core.sharding import Sharding
-from monetrun.core.step import BUCKETS, LIBRARIES, OUTSIDE, Break, Event, StepRecord
+from monetrun.core.sharding import ShardedModule, Sharding
+from monetrun.core.step import BUCKETS, LIBRARIES, OUTSIDE, Break, DeviceMemory, Event, StepRecord
+from monetrun.machine.busy import OthersWork
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
-from monetrun.runtime import holdings, sharding
+from monetrun.runtime import ddp, holdings, sharding
 from monetrun.runtime.beside_operators import BesideOperators
 from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.optimizer_steps import OptimizerSteps
@@ -80,6 +80,7 @@ class Recorder(WithoutCaptures):
         self._stretch_meter = StretchMeter(meter)
         self._lifetimes = Lifetimes(first_inputs_only=isinstance(meter, CudaMeter))
         self._all_gradients_bytes = self._state_before = 0
+        self._others_share = 0.0
         self.parameters: list[torch.Tensor] = []
         self._gradients: dict[int, dict[int, int]] = {}  # by the parameter: bytes of storages, by their number
         self.zeroed = ZeroedGradients()
@@ -154,7 +155,7 @@ class Recorder(WithoutCaptures):
     def optimizer_ended(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
         """It has ended; what it leaves allocated is the optimizer's state. ``parameters``: all that are trained."""
         self.parameters = list(parameters)
-        self._gradients = {id(p): _storages([p.grad]) for p in _outside_buckets(self)}
+        self._gradients = {id(p): _storages([p.grad]) for p in ddp.outside_buckets(self._parallel, self.parameters)}
         self._all_gradients_bytes = self.gradients_bytes()
         if self.stretches:
             self.optimizers.ended(name)
@@ -168,7 +169,7 @@ class Recorder(WithoutCaptures):
 
     def gradients_bytes(self) -> int:
         """Bytes of the gradients that are there now, of what the optimizers train, without those in DDP's buckets."""
-        return _bytes_of(p.grad for p in _outside_buckets(self))
+        return _bytes_of(p.grad for p in ddp.outside_buckets(self._parallel, self.parameters))
 
     def _action_begins(self) -> bool:
         if found := bool(self.stretches):
@@ -205,7 +206,9 @@ class Recorder(WithoutCaptures):
         if self.memory is not None:
             self.memory.stop()
         self.arriving, name = self._beside.arriving(self.joints, self._lifetimes), cost_store.device_name(self.device)
+        others = OthersWork()
         self.known = cost_store.measure([a.joint for a in self.arriving], self.known, self.meter, self.device, store)
+        self._others_share = others.share() if self.memory is None else 0.0  # a GPU times its operators itself
         return [a.with_copies(cost.costs_of(a.joint, self.known, name)) for a in self.arriving]
 
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
@@ -235,10 +238,9 @@ class Recorder(WithoutCaptures):
             exact=self.meter.exact,
             memory=memory,
             breaks=tuple(breaks),
-            reductions=_reductions(self._parallel, self._given),
-            sharding=Sharding(modules, tuple(events), between=None if memory is None else memory.between)
-            if modules
-            else None,
+            reductions=ddp.reductions(self._parallel, self._given),
+            sharding=_sharding(modules, events, memory),
+            others_share=self._others_share,
         )
         return as_scripted(record)
 
@@ -247,7 +249,7 @@ def _ledger(recorder: Recorder, first: int, state: int, libraries: int) -> dict[
     """What the ``first`` bytes, there when the step begins, gradients and the ``state`` that it adds consist of."""
     weights, before = _bytes_of(recorder.parameters), recorder._state_before
     rest = max(0, first - weights - before - libraries)
-    buckets = min(_bucket_bytes(recorder._parallel), rest)
+    buckets = min(ddp.bucket_bytes(recorder._parallel), rest)
     return {
         "parameters": weights,
         "gradients": recorder._all_gradients_bytes,
@@ -255,6 +257,11 @@ def _ledger(recorder: Recorder, first: int, state: int, libraries: int) -> dict[
         **{name: nbytes for name, nbytes in ((LIBRARIES, libraries), (BUCKETS, buckets)) if nbytes},
         "script (batch, buffers, ...)": rest - buckets,
     }
+
+
+def _sharding(modules: tuple[ShardedModule, ...], events: list[Event], memory: DeviceMemory | None) -> Sharding | None:
+    between = None if memory is None else memory.between
+    return Sharding(modules, tuple(events), between=between) if modules else None
 
 
 def _known_of(recorder: Recorder, joint: JointGraph) -> Graph:
@@ -322,34 +329,6 @@ def _of_weights(joint: JointGraph) -> set[fx.Node]:
     """The gradients that are of parameters."""
     pairs = zip(joint.primals, joint.gradients, strict=False)
     return {g for p, g in pairs if isinstance(g, fx.Node) and joint.storage.get(p) not in joint.transient}
-
-
-def _outside_buckets(recorder: Recorder) -> list[torch.Tensor]:
-    """The parameters whose gradients are no views of DistributedDataParallel's buckets, which are always there."""
-    parallel = recorder._parallel
-    views = parallel is not None and parallel.gradient_as_bucket_view
-    within = {id(p) for p in parallel.parameters()} if views else set()
-    return [p for p in recorder.parameters if id(p) not in within]
-
-
-def _bucket_bytes(parallel: Any) -> int:
-    """What ``parallel``, the DistributedDataParallel around the model if there is one, holds for the gradients.
-
-    With ``gradient_as_bucket_view`` the gradients themselves.
-    """
-    if parallel is None:
-        return 0
-    ignored, named = parallel.parameters_to_ignore, parallel.module.named_parameters()
-    return sum(p.nbytes for name, p in named if p.requires_grad and name not in ignored)
-
-
-def _reductions(parallel: Any, given: Iterable[tuple[int, int]]) -> Reductions | None:
-    """What ``parallel``, the DistributedDataParallel around the model if there is one, reduces."""
-    gradients = tuple(given)
-    if parallel is None or not gradients:
-        return None
-    cap = int(parallel.bucket_bytes_cap)
-    return Reductions(gradients, cap, min(cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES))
 
 
 def _most_frugal(joint: JointGraph, budget: Budget | None, held_bytes: int) -> Schedule:

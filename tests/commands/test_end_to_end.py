@@ -157,7 +157,7 @@ def test_plan_writes_a_plan_that_a_launch_runs_and_measures_and_another_model_re
 def test_a_budget_under_the_smallest_feasible_names_it_and_it_is_feasible():
     done = monetrun("--budget", "3MiB", "--solver-seconds", "1", TINY, "out", expect=80)
     assert "smallest feasible" in done.stderr
-    assert "floor: Sequential" in done.stderr
+    assert "at its peak: Sequential" in done.stderr
     smallest = done.stderr.split("fits: --budget ")[1].split()[0]
     assert not Path("out.steps").exists()
     # the schedule found is kept, and no search is needed to find it again

@@ -135,7 +135,7 @@ def test_a_budget_that_no_schedule_keeps_is_refused_in_reserved_bytes(machine, p
     done = launch(machine, "--budget", "64MiB", SCRIPT)
     assert done.returncode == 80
     assert "budget 64.0 MiB < smallest feasible" in done.stderr
-    assert re.search(r"reserved, of it [\d.]+ MiB allocated\n  floor: ", done.stderr)
+    assert re.search(r"reserved, of it [\d.]+ MiB allocated\n  at its peak: ", done.stderr)
     assert f"the plain step takes {plain['reserved'] / MIB:.1f} MiB" in done.stderr
 
 

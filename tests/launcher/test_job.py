@@ -114,7 +114,7 @@ LITTLE, MOST = (PlainPeaks((n - 10) * MIB, n * MIB, 0, 2, outside_bytes=5 * MIB)
 @pytest.mark.parametrize(
     ("free_mib", "peaks", "error", "said"),
     [
-        (400, MOST, InfeasibleBudget("too small\n  floor: mm"), "too small;"),
+        (400, MOST, InfeasibleBudget("too small\n  at its peak: mm"), "too small;"),
         (400, MOST, NoPlanInTime("too slow"), "too slow"),
         (150, LITTLE, None, "150.0 MiB are free on the device"),
         (400, None, InfeasibleBudget("too small"), "too small"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,19 @@ def test_workers_that_leave_no_report_under_a_plan_are_not_said_to_have_none(tmp
     assert told in outcome_lines(read_outcome(tmp_path), 0, planned=True)[0]
     write_report(tmp_path, 0, steps=5)
     assert outcome_lines(read_outcome(tmp_path), 0, planned=True)[0] == "[bold]monetrun[/bold]  5 training steps"
+
+
+@pytest.mark.parametrize("pool", [None, Pool(9 << 20, 1 << 20, 3 << 20)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_was_stopped_has_the_figures_so_far(number, pool, tmp_path):
+    stopped = 128 + number
+    assert outcome_lines(read_outcome(tmp_path), stopped, planned=True) == []
+    write_report(tmp_path, 0, steps=3, plan=replace(PLAN, pool=pool))
+    lines = outcome_lines(read_outcome(tmp_path), stopped, planned=True)
+    assert lines[0] == "[bold]monetrun[/bold]  3 training steps, then stopped"
+    assert any(line.startswith("  planned peak") for line in lines)
+    write_report(tmp_path, 0, steps=3, plan=PLAN, interim=True)
+    assert "3 training steps, and maybe more" in outcome_lines(read_outcome(tmp_path), stopped, planned=True)[0]
 
 
 def test_the_intervals_of_all_ranks_that_measured_them_are_read_by_rank(tmp_path):

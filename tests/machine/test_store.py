@@ -291,6 +291,21 @@ def test_what_no_run_has_written_is_a_miss_with_a_reason_and_replaced(
     assert cache.get("costs", "k", Measured) == Measured(1.0)
 
 
+def test_an_entry_names_the_script_of_its_launch_and_a_changed_name_is_a_changed_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Store(tmp_path, script="train.py").put("costs", "k", Measured(1.0))
+    cache = Store(tmp_path)
+    assert [(entry.script, entry.problem) for entry in cache.entries()] == [("train.py", "")]
+    assert cache.get("costs", "k", Measured) == Measured(1.0)
+    path = cache.path("costs", "k")
+    path.write_bytes(path.read_bytes().replace(b"train.py", b"other.py"))
+    assert cache.get("costs", "k", Measured) is None
+    assert "checksum" in warnings_in(caplog)[0]
+    Store(tmp_path, script="a\nb").put("costs", "k", Measured(1.0))
+    assert cache.entries()[0].script == ""
+
+
 def test_a_value_that_its_reader_cannot_use_is_a_miss_with_its_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

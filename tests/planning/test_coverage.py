@@ -36,7 +36,7 @@ def test_a_floor_outside_of_all_graphs_is_named_by_the_calls_around_it():
     with pytest.raises(planner.BudgetBelowSmallest) as refused:
         planner.plan_step(record, 1_900_000)
     assert (
-        "floor: what the script runs outside the captured graphs, between Chain's forward and Chain's forward"
+        "at its peak: what the script runs outside the captured graphs, between Chain's forward and Chain's forward"
         in str(refused.value)
     )
 

@@ -204,7 +204,7 @@ def test_a_refusal_names_the_share_that_fits_and_what_the_peak_is_made_of(weight
     record = dataclasses.replace(record, base_bytes=weights + 7000, ledger=grown)
     with pytest.raises(planner.BudgetBelowSmallest) as refused:
         planner.plan_step(record, 5000, "greedy", Options(seconds=1.0))
-    assert f"of it: parameters {format_bytes(weights)} + " in refused.value.message
+    assert f"it is: parameters {format_bytes(weights)} + " in refused.value.message
     share = re.search(r"or (\d\.\d\dx) \(the plain step", refused.value.hint)[1]
     budget_bytes = resolve(parse(share), None, refused.value.plain_bytes)
     smallest, plain = refused.value.smallest_bytes, refused.value.plain_bytes
