@@ -24,6 +24,8 @@ from monetrun.launcher.parser import LaunchParser, command_parser
 from monetrun.planning.check import FACTOR, GRADIENT, CheckReport, Difference, OperatorTime
 
 _ROWS = 10
+# Where operators were planned to take so many times as long as they do, the machine was busy when they were measured.
+_FAR_OFF = 2.0
 
 
 def prepare_parser() -> LaunchParser:
@@ -147,6 +149,10 @@ def _show_operators(times: Sequence[OperatorTime], console: Console) -> None:
         return
     planned, measured = sum(t.planned_seconds for t in times), sum(t.measured_seconds for t in times)
     console.print(f"  operators: planned {1e3 * planned:.3f} ms, measured {1e3 * measured:.3f} ms in the planned step")
+    if planned > _FAR_OFF * measured:
+        console.print(
+            "  costs are far off: monetrun cache clear --kind costs --kind probe has operators measured again"
+        )
     rows = report.table("<  farthest from plan", "<module", "<pass", "<implementation", "planned ms", "measured ms")
     for t in times[:_ROWS]:
         name = t.name.removeprefix(f"{t.module}.") + (f" x{t.runs}" if t.runs > 1 else "")

@@ -26,6 +26,7 @@ from monetrun.core.patched import patched
 from monetrun.launcher.failure import report_failure
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.process import (
+    Stopped,
     exit_on_signals,
     restored_environment,
     restored_signal_handlers,
@@ -66,8 +67,8 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
         joined: gives further ones each time the nodes have met, before workers start.
 
     Returns:
-        0, or the exit code of the worker that failed first, 128 + n for signal n; or 128 + n if signal n stopped the
-        launcher. The reason of a failure has then been printed to stderr.
+        0, or the exit code of the worker that failed first, 128 + n for signal n; or ``Stopped`` if a signal stopped
+        the launcher. The reason of a failure has then been printed to stderr.
 
     Raises:
         MonetrunError: the nodes did not find one another; or from ``joined``.
@@ -99,7 +100,7 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
             return report_failure(options, error.failures, workers.stopped_pids)
         except SignalException as error:
             print(f"monetrun: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
-            return 128 + int(error.sigval)
+            return Stopped(128 + error.sigval)
         except (RendezvousError, DistError) as error:
             where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
             raise _alone(error, where, have_met=bool(meetings)) from error

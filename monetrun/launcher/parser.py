@@ -88,6 +88,8 @@ class LaunchParser(argparse.ArgumentParser):
             hint = f"usage: {self.usage_text}; monetrun --help says more"
         if "expected one argument" in message:
             hint = "its value is missing, or begins with - like an option (--option=VALUE is read as a value)"
+        if message.startswith("ambiguous option"):
+            raise UsageError(message, "write it in full, also one of the script's own: torchrun takes it no other way")
         for word in message.split():
             name = word.rstrip(":,").partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:

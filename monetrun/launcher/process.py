@@ -21,6 +21,10 @@ _FEW_BYTES = 64 << 10
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
+class Stopped(int):
+    """The exit code of a launch that a signal to the launcher has ended, 128 and the signal's number."""
+
+
 @contextlib.contextmanager
 def restored_environment(added: Mapping[str, str] | None = None) -> Iterator[None]:
     """Add ``added`` to this process's environment, which workers inherit; restore the environment at the end."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from monetrun.core.plan import Plan, Pool
 from monetrun.core.sharding import CollectiveSeconds
 from monetrun.core.step import StepRecord
 from monetrun.launcher import rank_figures
+from monetrun.launcher.process import Stopped
 from monetrun.launcher.rank_figures import RankFigures
 from monetrun.planning.coverage import coverage
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
@@ -31,7 +31,6 @@ from monetrun.planning.summary import planned_bytes, summary_lines
 from monetrun.planning.summary import share as share
 
 _LEAST_WIDTH = 200
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _NO_END = "(did the script end with os._exit?)"
 
 
@@ -264,7 +263,7 @@ def outcome_lines(outcome: Outcome, exit_code: int, *, planned: bool = False) ->
     plan = outcome.plan
     if exit_code == BudgetExceeded.exit_code and plan is not None:
         return _out_of_memory_lines(outcome, plan)
-    stopped = exit_code in _STOPPED
+    stopped = isinstance(exit_code, Stopped)
     if exit_code != 0 and not (stopped and plan is not None):
         return []
     if planned and not outcome.ranks:

@@ -273,7 +273,7 @@ def _restriction(options: Options | None) -> str:
     if options is None:
         return ""
     recompute = "" if options.recompute else ", without recomputation"
-    return recompute + ("" if options.implementations is None else ", with part of the implementations")
+    return recompute + ("" if options.implementations is None else ", with the implementations that are allowed alone")
 
 
 def _offers_inexact(graph: Graph, options: Options) -> bool:

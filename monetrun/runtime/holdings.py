@@ -26,6 +26,11 @@ def holdings(device: torch.device, held_bytes: int) -> dict[str, int]:
     return {**rows, REST: max(0, held_bytes - sum(rows.values()))}
 
 
+def all_gradients() -> list[torch.Tensor]:
+    """The gradients of all optimizers' parameters, those in DDP's buckets too."""
+    return [g for p in _parameters() if (g := p.grad) is not None]
+
+
 def state_bytes(device: torch.device) -> int:
     """Bytes of the state of all optimizers in the process."""
     return _new_bytes(_states(), device, set())
@@ -58,9 +63,10 @@ def _parameters() -> list[torch.Tensor]:
 
 
 def _states() -> list[object]:
-    """Of all optimizers; one that stands around another may have none of its own."""
-    states = (getattr(optimizer, "state", {}) for optimizer in hooks.optimizers())
-    return [value for state in states for of_one in state.values() for value in _values(of_one)]
+    """Of all optimizers; one that stands around another may have none of its own, or none that is a mapping."""
+    states = (getattr(optimizer, "state", None) for optimizer in hooks.optimizers())
+    found = (of_one for state in states if isinstance(state, Mapping) for of_one in state.values())
+    return [value for of_one in found for value in _values(of_one)]
 
 
 def _values(state: object) -> list[object]:

@@ -35,6 +35,7 @@ from monetrun.planning.intervals import Stretch
 from monetrun.runtime import ddp, holdings, sharding
 from monetrun.runtime.beside_operators import BesideOperators
 from monetrun.runtime.device_recorder import DeviceRecorder
+from monetrun.runtime.gradients_before import GradientsBefore
 from monetrun.runtime.optimizer_steps import OptimizerSteps
 from monetrun.runtime.resharding import ShardingRecorder, with_lingering_copies
 from monetrun.runtime.ruled_out import changeable, usable_now
@@ -60,7 +61,8 @@ class Recorder(WithoutCaptures):
         known: costs, by signature; ``measure`` adds to it.
         arriving: the graphs as they are measured.
         memory, sharding: what the device's allocator does (CUDA only), and FSDP2.
-        parameters, zeroed: what the optimizers train, once known, and when the script zeroes its gradients.
+        parameters, gradients: what the optimizers train, once known; of each, bytes by the number of the storage.
+        zeroed, before: when the script zeroes gradients, and those that were there before.
         given_first: what the step's first call was given.
     """
 
@@ -79,11 +81,10 @@ class Recorder(WithoutCaptures):
         self._numbers: dict[str, int] = {}  # index of a graph, by its fingerprint
         self._stretch_meter = StretchMeter(meter)
         self._lifetimes = Lifetimes(first_inputs_only=isinstance(meter, CudaMeter))
-        self._all_gradients_bytes = self._state_before = 0
-        self._others_share = 0.0
+        self._all_gradients_bytes, self._state_before, self._others_share = 0, 0, 0.0
         self.parameters: list[torch.Tensor] = []
-        self._gradients: dict[int, dict[int, int]] = {}  # by the parameter: bytes of storages, by their number
-        self.zeroed = ZeroedGradients()
+        self.gradients: dict[int, dict[int, int]] = {}  # by the parameter: bytes of storages, by their number
+        self.zeroed, self.before = ZeroedGradients(), GradientsBefore([], device)
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
         self.memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
@@ -102,14 +103,10 @@ class Recorder(WithoutCaptures):
 
     # ---- what happens in the step
 
-    def _step_begins(self, arguments: Sequence[Any]) -> None:
-        self.given_first, self._state_before = GivenFirst(arguments), holdings.state_bytes(self.device)
-        self.zeroed.step_begins(holdings.gradients(self.device))
-
     def forward_begins(self, arguments: Iterable[Any]) -> None:
         """A model is called whose hooks allocate before its first graph runs: they are of the step."""
         if not self.stretches:
-            self._step_begins(given := list(arguments))
+            _step_begins(self, given := list(arguments))
             if self.memory is not None:
                 self.memory.begin_before_graphs(given)
             self._stretch_meter.begin()
@@ -118,7 +115,7 @@ class Recorder(WithoutCaptures):
     def call_begins(self, phase: str, graph: int, arguments: Sequence[Any]) -> None:
         """A graph's call begins, and what the script did since the last one has ended."""
         if not self.stretches:
-            self._step_begins(arguments)
+            _step_begins(self, arguments)
             if self.memory is not None:
                 self.memory.begin(self.joints, self.joints[graph], arguments)
             self._stretch_meter.begin()
@@ -155,7 +152,7 @@ class Recorder(WithoutCaptures):
     def optimizer_ended(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
         """It has ended; what it leaves allocated is the optimizer's state. ``parameters``: all that are trained."""
         self.parameters = list(parameters)
-        self._gradients = {id(p): _storages([p.grad]) for p in ddp.outside_buckets(self._parallel, self.parameters)}
+        self.gradients = {id(p): _storages([p.grad]) for p in ddp.outside_buckets(self._parallel, self.parameters)}
         self._all_gradients_bytes = self.gradients_bytes()
         if self.stretches:
             self.optimizers.ended(name)
@@ -194,6 +191,7 @@ class Recorder(WithoutCaptures):
         self.meter.synchronize()
         self._stretch_meter.end(kind, graph, name)
         self._lifetimes.look(len(self.stretches) - 1, kind == OUTSIDE)
+        self.before.look(len(self.stretches) - 1, kind == OUTSIDE)
         if self.memory is not None:
             self.memory.stretch_ended(kind)
 
@@ -214,41 +212,48 @@ class Recorder(WithoutCaptures):
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
         """The step in its steady state: with optimizer state, and the last step's outputs and gradients."""
         first, end = (self.stretches[0].end_bytes, self.stretches[-1].end_bytes) if self.stretches else (0, 0)
-        first -= self.zeroed.bytes_freed_now
-        gradients, state = self.zeroed.freed(self.stretches, self._gradients), self.optimizers.state_bytes
+        first -= self.before.freed_bytes
+        gradients, state = self.zeroed.freed(self.stretches, self.gradients), self.optimizers.state_bytes
         events = _events(self, costs := self._beside.costs(costs), gradients)
         held = [(self.joints.index(j), j.graph.tensors[t].nbytes) for j, t in self._lifetimes.held()]
         # less is there at the end than at the start, beside the outputs, where inputs were freed (see ``second_step``)
         more = end - first - state - self._all_gradients_bytes
         events = with_last_outputs(events, max(more, sum(nbytes for _, nbytes in held)), held)
-        if waiting := sum(gradients.values()) + self.zeroed.bytes_freed_now:
+        if waiting := sum(gradients.values()) + self.before.freed_bytes:
             events.insert(0, last_gradients.are_there(waiting))
         libraries = 0 if self.memory is None else self.memory.end()
         modules = self.sharding.stop()
         events = with_lingering_copies(events, modules, self.device)
-        memory = None if self.memory is None else self.memory.memory(self.zeroed.places_freed_now)
-        record = StepRecord(
-            graphs=tuple(_known_of(self, joint) for joint in self.joints),
-            costs=tuple(costs),
-            events=tuple(events),
-            base_bytes=first + state,
-            ledger=_ledger(self, first, state, libraries),
-            device=costs[0].device if costs else cost_store.device_name(self.device),
-            torch_version=torch.__version__,
-            exact=self.meter.exact,
-            memory=memory,
-            breaks=tuple(breaks),
-            reductions=ddp.reductions(self._parallel, self._given),
-            sharding=_sharding(modules, events, memory),
-            others_share=self._others_share,
+        memory = None if self.memory is None else self.memory.memory(self.before.freed_places)
+        return as_scripted(
+            StepRecord(
+                graphs=tuple(_known_of(self, joint) for joint in self.joints),
+                costs=tuple(costs),
+                events=tuple(events),
+                base_bytes=first + state,
+                ledger=_ledger(self, first, state, libraries),
+                device=costs[0].device if costs else cost_store.device_name(self.device),
+                torch_version=torch.__version__,
+                exact=self.meter.exact,
+                memory=memory,
+                breaks=tuple(breaks),
+                reductions=ddp.reductions(self._parallel, self._given),
+                sharding=_sharding(modules, events, memory),
+                others_share=self._others_share,
+            )
         )
-        return as_scripted(record)
+
+
+def _step_begins(recorder: Recorder, arguments: Sequence[Any]) -> None:
+    recorder.given_first, recorder._state_before = GivenFirst(arguments), holdings.state_bytes(recorder.device)
+    recorder.before = GradientsBefore(holdings.all_gradients(), recorder.device)
 
 
 def _ledger(recorder: Recorder, first: int, state: int, libraries: int) -> dict[str, int]:
     """What the ``first`` bytes, there when the step begins, gradients and the ``state`` that it adds consist of."""
     weights, before = _bytes_of(recorder.parameters), recorder._state_before
-    rest = max(0, first - weights - before - libraries)
+    kept = recorder.before.kept_bytes(recorder.gradients.values())
+    rest = max(0, first - weights - before - kept - libraries)
     buckets = min(ddp.bucket_bytes(recorder._parallel), rest)
     return {
         "parameters": weights,
@@ -279,7 +284,7 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
     now = recorder.stretches[0].end_bytes if recorder.stretches else 0  # as ``replay`` will have it
     absent_bytes = recorder._lifetimes.absent_bytes(len(recorder.stretches))
     for i, stretch in enumerate(recorder.stretches[1:], 1):
-        freed_now = sum(recorder.zeroed.freed_now.get(i - 1, {}).values())
+        freed_now = sum(recorder.before.freed.get(i - 1, {}).values())
         if freed := freed_now + gradients.get(i - 1, 0):
             events.append(last_gradients.are_freed(freed))
             now -= freed_now

@@ -43,7 +43,8 @@ def with_what_is_held(recorder: Recorder, record: StepRecord) -> StepRecord:
     Gradients that the script frees later in its step the record has already.
     """
     least = replay(*plain_step(record)).peak_bytes >> _WORTHWHILE_SHIFT
-    more = recorder.gradients_bytes() - last_gradients_bytes(record)
+    known = last_gradients_bytes(record) + recorder.before.kept_bytes(recorder.gradients.values())
+    more = recorder.gradients_bytes() - known
     outputs = _more_outputs_bytes(recorder, record)
     record = with_more_outputs(record, outputs) if outputs >= least else record
     return with_gradients_kept(record, more) if more >= least else record
@@ -208,7 +209,7 @@ class TrialsSecondStep(SecondStep):
         memory = self._recorder.memory
         if memory is not None:
             memory.seen_between_steps()
-            self._record = with_memory(self._record, memory.memory(self._recorder.zeroed.places_freed_now))
+            self._record = with_memory(self._record, memory.memory(self._recorder.before.freed_places))
             self._end()
         super()._step_begins()
 

@@ -13,6 +13,7 @@ from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, parse_plan
 from monetrun.launcher import keys
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import launch_parser
+from monetrun.launcher.process import Stopped
 from monetrun.launcher.report import outcome_json, outcome_lines, read_outcome, stdout_console, table
 from monetrun.machine.store import Store, default_root
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
@@ -47,12 +48,13 @@ def test_workers_that_leave_no_report_under_a_plan_are_not_said_to_have_none(tmp
 @pytest.mark.parametrize("pool", [None, Pool(9 << 20, 1 << 20, 3 << 20)])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_was_stopped_has_the_figures_so_far(number, pool, tmp_path):
-    stopped = 128 + number
+    stopped = Stopped(128 + number)
     assert outcome_lines(read_outcome(tmp_path), stopped, planned=True) == []
     write_report(tmp_path, 0, steps=3, plan=replace(PLAN, pool=pool))
     lines = outcome_lines(read_outcome(tmp_path), stopped, planned=True)
     assert lines[0] == "[bold]monetrun[/bold]  3 training steps, then stopped"
     assert any(line.startswith("  planned peak") for line in lines)
+    assert outcome_lines(read_outcome(tmp_path), 128 + number, planned=True) == []  # a worker's, not the launcher's
     write_report(tmp_path, 0, steps=3, plan=PLAN, interim=True)
     assert "3 training steps, and maybe more" in outcome_lines(read_outcome(tmp_path), stopped, planned=True)[0]
 

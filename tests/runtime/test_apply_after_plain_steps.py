@@ -29,8 +29,8 @@ def found(order, before):
 
     def step():
         loss = model(torch.randn(1024, 512, device=device)).square().mean()
-        if order == "before the backward":
-            optimizer.zero_grad()
+        if order in ("before the backward", "in place"):
+            optimizer.zero_grad(set_to_none=order != "in place")
         loss.backward()
         optimizer.step()
         if order == "at the end":
@@ -51,7 +51,7 @@ def found(order, before):
 
 print(json.dumps([found(ORDER, BEFORE)]))
 """
-ORDERS = ["before the backward", "at the end"]
+ORDERS = ["before the backward", "at the end", "in place"]
 
 
 def on_cpu(script):
