@@ -74,4 +74,6 @@ def test_gradients_and_state_of_plain_steps_count_once():
 def test_gradients_and_state_of_plain_steps_count_once_in_reserved_bytes():
     """They are among the blocks that are there when the recorded step begins, and it frees them."""
     rows = [printed_by(SCRIPT.replace("ORDER", repr(ORDERS[0])).replace("BEFORE", before)) for before in ("0", "2")]
-    assert rows[0] == rows[1]
+    (without, plain_bytes, reserved), (behind, plain_behind, reserved_behind) = (row[0] for row in rows)
+    assert (without, reserved) == (behind, reserved_behind)
+    assert plain_behind == pytest.approx(plain_bytes, rel=1e-3)  # small tensors of the script come and go
