@@ -488,7 +488,7 @@ def namespaces():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces are made by ip, of the package iproute2")
 def test_two_machines_train_as_under_torchrun(tmp_path, plain_surroundings):
     with namespaces() as machines:
