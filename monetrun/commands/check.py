@@ -22,6 +22,7 @@ from monetrun.launcher.check import check
 from monetrun.launcher.job import open_job
 from monetrun.launcher.parser import LaunchParser, command_parser
 from monetrun.planning.check import FACTOR, GRADIENT, CheckReport, Difference, OperatorTime
+from monetrun.planning.summary import MEASURE_AGAIN
 
 _ROWS = 10
 # Where operators were planned to take so many times as long as they do, the machine was busy when they were measured.
@@ -150,9 +151,7 @@ def _show_operators(times: Sequence[OperatorTime], console: Console) -> None:
     planned, measured = sum(t.planned_seconds for t in times), sum(t.measured_seconds for t in times)
     console.print(f"  operators: planned {1e3 * planned:.3f} ms, measured {1e3 * measured:.3f} ms in the planned step")
     if planned > _FAR_OFF * measured:
-        console.print(
-            "  costs are far off: monetrun cache clear --kind costs --kind probe has operators measured again"
-        )
+        console.print(f"  costs are far off: {MEASURE_AGAIN}")
     rows = report.table("<  farthest from plan", "<module", "<pass", "<implementation", "planned ms", "measured ms")
     for t in times[:_ROWS]:
         name = t.name.removeprefix(f"{t.module}.") + (f" x{t.runs}" if t.runs > 1 else "")

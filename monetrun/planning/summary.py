@@ -15,6 +15,9 @@ from monetrun.planning.ledger import ledger_line
 # the end of a line about implementations that do not give eager's bits
 ROUNDING = "differ from eager by rounding; --implementations exact leaves them out"
 
+# how costs that a busy machine has spoilt are made anew
+MEASURE_AGAIN = "monetrun cache clear --kind costs --kind probe has operators measured again"
+
 
 def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> list[str]:
     """A plan's peak, its ledger (the parts add up to the planned peak), and what the plan does.
@@ -50,7 +53,7 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
     if record is not None and record.others_share:
         lines.append(
             f"  other processes took {record.others_share:.0%} of the CPU while operators were measured:"
-            " monetrun cache clear --kind costs --kind probe has that done again"
+            f" {MEASURE_AGAIN}"
         )
     return lines
 

@@ -7,24 +7,20 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from monetrun.runtime.sharding import local
-
 
 class GradientsBefore:
     """Looks, after each stretch of the recorded step, which of them are still there.
 
     Args:
-        gradients: all that are there when it begins.
-        device: of the step.
+        storages: of all gradients that are there when it begins.
 
     Attributes:
         freed: address and bytes of those that were freed, by the stretch after which they were.
     """
 
-    def __init__(self, gradients: Iterable[torch.Tensor], device: torch.device) -> None:
-        own = (g for g in gradients if g.layout == torch.strided and g.device.type == device.type)
-        storages = {s._cdata: s for g in own if (s := local(g).untyped_storage()).nbytes()}
-        self._there = [(StorageWeakRef(s), s.data_ptr(), s.nbytes()) for s in storages.values()]
+    def __init__(self, storages: Iterable[torch.UntypedStorage] = ()) -> None:
+        each = {storage._cdata: storage for storage in storages if storage.nbytes()}
+        self._there = [(StorageWeakRef(s), s.data_ptr(), s.nbytes()) for s in each.values()]
         self.freed: dict[int, dict[int, int]] = {}
 
     def look(self, stretch: int, outside: bool) -> None:

@@ -26,9 +26,9 @@ def holdings(device: torch.device, held_bytes: int) -> dict[str, int]:
     return {**rows, REST: max(0, held_bytes - sum(rows.values()))}
 
 
-def all_gradients() -> list[torch.Tensor]:
-    """The gradients of all optimizers' parameters, those in DDP's buckets too."""
-    return [g for p in _parameters() if (g := p.grad) is not None]
+def gradient_storages(device: torch.device) -> Iterator[torch.UntypedStorage]:
+    """Of the gradients of all optimizers' parameters, those in DDP's buckets too; one may come several times."""
+    return storages((p.grad for p in _parameters()), device)
 
 
 def state_bytes(device: torch.device) -> int:
@@ -39,7 +39,7 @@ def state_bytes(device: torch.device) -> int:
 def gradients(device: torch.device) -> dict[int, int]:
     """Bytes of the gradients of all optimizers' parameters, by their address; not those in DDP's buckets."""
     own = (g for p in _parameters() if (g := p.grad) is not None and not _is_in_bucket(g))
-    return {s.data_ptr(): s.nbytes() for s in _storages(own, device)}
+    return {s.data_ptr(): s.nbytes() for s in storages(own, device)}
 
 
 def table(now: Mapping[str, int], planned: Mapping[str, int], held_bytes: int) -> str:
@@ -74,7 +74,7 @@ def _values(state: object) -> list[object]:
     return tree_leaves(dict(state) if isinstance(state, Mapping) else state)
 
 
-def _storages(tensors: Iterable[object], device: torch.device) -> Iterator[torch.UntypedStorage]:
+def storages(tensors: Iterable[object], device: torch.device) -> Iterator[torch.UntypedStorage]:
     """Of those that are tensors on ``device``, one after the other."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == device.type:
@@ -84,7 +84,7 @@ def _storages(tensors: Iterable[object], device: torch.device) -> Iterator[torch
 def _new_bytes(tensors: Iterable[object], device: torch.device, seen: set[int]) -> int:
     """Bytes of the storages on ``device`` that are not in ``seen``, to which they are added."""
     total = 0
-    for storage in _storages(tensors, device):
+    for storage in storages(tensors, device):
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += storage.nbytes()

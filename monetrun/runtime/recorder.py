@@ -84,7 +84,7 @@ class Recorder(WithoutCaptures):
         self._all_gradients_bytes, self._state_before, self._others_share = 0, 0, 0.0
         self.parameters: list[torch.Tensor] = []
         self.gradients: dict[int, dict[int, int]] = {}  # by the parameter: bytes of storages, by their number
-        self.zeroed, self.before = ZeroedGradients(), GradientsBefore([], device)
+        self.zeroed, self.before = ZeroedGradients(), GradientsBefore()
         self._parallel: Any = None  # the DistributedDataParallel around the model
         self._given: dict[tuple[int, int], None] = {}  # (graph, tensor) of the gradients of weights, in order
         self.memory = DeviceRecorder(device, plain_settings) if isinstance(meter, CudaMeter) else None
@@ -204,9 +204,9 @@ class Recorder(WithoutCaptures):
         if self.memory is not None:
             self.memory.stop()
         self.arriving, name = self._beside.arriving(self.joints, self._lifetimes), cost_store.device_name(self.device)
-        others = OthersWork()
+        others = OthersWork() if self.memory is None else None  # a GPU times its operators itself
         self.known = cost_store.measure([a.joint for a in self.arriving], self.known, self.meter, self.device, store)
-        self._others_share = others.share() if self.memory is None else 0.0  # a GPU times its operators itself
+        self._others_share = others.share() if others is not None else 0.0
         return [a.with_copies(cost.costs_of(a.joint, self.known, name)) for a in self.arriving]
 
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:
@@ -246,7 +246,7 @@ class Recorder(WithoutCaptures):
 
 def _step_begins(recorder: Recorder, arguments: Sequence[Any]) -> None:
     recorder.given_first, recorder._state_before = GivenFirst(arguments), holdings.state_bytes(recorder.device)
-    recorder.before = GradientsBefore(holdings.all_gradients(), recorder.device)
+    recorder.before = GradientsBefore(holdings.gradient_storages(recorder.device))
 
 
 def _ledger(recorder: Recorder, first: int, state: int, libraries: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ def test_what_was_freed_is_found_however_the_script_does_it():
     whole, kept, by_hand = torch.zeros(3, 256), torch.zeros(64), torch.zeros(128)
     views = list(whole)  # as of torch.cat([q, k, v]): freed with the last of them
     gradients = [*views, kept, by_hand, torch.zeros(2, 2).to_sparse(), torch.zeros(0)]
-    before = GradientsBefore(gradients, CPU)
+    before = GradientsBefore(holdings.storages(gradients, CPU))
     places = {whole.untyped_storage().data_ptr(), by_hand.untyped_storage().data_ptr()}
     numbers = [{t.untyped_storage()._cdata: t.nbytes} for t in (kept, torch.zeros(8))]
     del gradients, whole
