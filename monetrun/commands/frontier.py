@@ -96,7 +96,7 @@ def _solved(job: Job, budgets: Sequence[Budget], points: int) -> Frontier:
             job.store.put("plan", smallest_key, StepSchedules(plan.graphs))
 
     with SolverProgress(job.console, base.plain.seconds, shown=not job.options.quiet) as progress:
-        options = replace(job.options.solver_options(), on_progress=progress)
+        options = replace(job.options.solver_options(), on_progress=progress, on_search=progress.search)
         found = frontier(record, wanted, job.options.algorithm, options, base, progress.begin, keep)
     found = replace(found, smallest_bytes=smallest, implementations=job.options.implementations)
     if job.store is not None:

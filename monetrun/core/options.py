@@ -23,6 +23,8 @@ class Options:
         seed: for randomized solvers; the same inputs give the same schedule.
         on_progress: called with (seconds since the beginning, seconds of the best schedule or infinity, bound in
             seconds) whenever the schedule or the bound improves. Not compared: it does not change the result.
+        on_search: called with what the planner looks for, where it begins to look for something else with the same
+            options; ``on_progress`` then begins anew. Not compared.
     """
 
     seconds: float = 10.0
@@ -32,6 +34,7 @@ class Options:
     mip_solver: str = "scip"
     seed: int = 0
     on_progress: Callable[[float, float, float], None] | None = field(default=None, compare=False, repr=False)
+    on_search: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
 
 
 def parse_kinds(text: str, name: str = "--implementations ") -> tuple[str, ...] | None:

@@ -155,6 +155,7 @@ class StepRecord:
         gradients_by_turns: they give each gradient as soon as it is final, also in one process.
         sharding: the modules that FSDP2 shards, if any; ``events`` are those of its present choice.
         others_share: of the processors' time what other processes took, so that operators were measured too slow.
+        unlike_eager: what of the models' results, gradients and buffers has other bits than eager's, a sentence each.
     """
 
     graphs: tuple[Graph, ...]
@@ -173,6 +174,7 @@ class StepRecord:
     gradients_by_turns: bool = False
     sharding: Sharding | None = None
     others_share: float = 0.0
+    unlike_eager: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Check what was read.

@@ -280,7 +280,7 @@ def _solved(job: Job, record: StepRecord, smallest_key: str, budget_bytes: int |
     budget_bytes, known = budget_of(planner.plain_bytes(record, base)), _known(job, base)
     try:
         with SolverProgress(job.console, base.plain.seconds, shown=not job.options.quiet) as progress:
-            options = replace(job.options.solver_options(), on_progress=progress)
+            options = replace(job.options.solver_options(), on_progress=progress, on_search=progress.search)
             plan = kept_parameters.plan_step(record, budget_bytes, job.options.algorithm, options, base, known)
             progress.found(plan.overhead, plan.bound)
             return plan

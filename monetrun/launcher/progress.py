@@ -65,7 +65,7 @@ def _signs(text: Callable[[], str]) -> Iterator[None]:
 class SolverProgress:
     """Shows overhead, bound and gap while a solver runs: a line that changes in a terminal, new lines in a pipe.
 
-    It is a context manager, and the solver's ``Options.on_progress``.
+    It is a context manager, and the solver's ``Options.on_progress``; ``search`` is its ``Options.on_search``.
 
     Args:
         console: where it is shown.
@@ -77,12 +77,12 @@ class SolverProgress:
     def __init__(
         self, console: Console, plain_seconds: float, activity: str = "planning", *, shown: bool = True
     ) -> None:
-        self.activity = activity
+        self.activity = self._whole = activity
         self._console = console
         self._plain_seconds = plain_seconds
         self._began = time.monotonic()
         self._best_seconds, self._bound_seconds = math.inf, 0.0
-        self._solver_seconds = 0.0
+        self._solver_seconds = self._seconds_before = 0.0
         self._printed = ""
         self._printed_at = -math.inf
         self._prints_lines = shown and not console.is_terminal
@@ -111,20 +111,31 @@ class SolverProgress:
             bound_seconds: lower bound on the cost of a step under any plan.
         """
         better = incumbent_seconds < self._best_seconds
-        self._best_seconds, self._bound_seconds, self._solver_seconds = incumbent_seconds, bound_seconds, seconds
+        self._best_seconds, self._bound_seconds = incumbent_seconds, bound_seconds
+        self._solver_seconds = self._seconds_before + seconds
         if better and time.monotonic() - self._printed_at >= _SECONDS_BETWEEN_LINES:
             self._print_line()
 
     def found(self, overhead: float, bound: float) -> None:
         """The plan that is taken, which need not be the last one seen: what is printed last is of it."""
+        self.activity = self._whole
         self._best_seconds, self._bound_seconds = ((1.0 + x) * self._plain_seconds for x in (overhead, bound))
 
     def begin(self, budget_bytes: int) -> None:
         """Start again for another budget."""
-        self._print_line()
-        self.activity = f"planning {format_bytes(budget_bytes)}"
-        self._best_seconds, self._bound_seconds = math.inf, 0.0
+        self._begin(f"planning {format_bytes(budget_bytes)}")
+        self._whole, self._seconds_before = self.activity, 0.0
         self._began, self._printed_at = time.monotonic(), -math.inf
+
+    def search(self, name: str) -> None:
+        """Start again for other plans of the same budget."""
+        self._begin(f"{self._whole}, {name}")
+        self._seconds_before = self._solver_seconds
+
+    def _begin(self, activity: str) -> None:
+        self._print_line()
+        self.activity = activity
+        self._best_seconds, self._bound_seconds = math.inf, 0.0
 
     def text(self) -> str:
         """``"+12.3% (bound 11.8%, gap 0.5%)"``."""

@@ -15,6 +15,8 @@ from monetrun.planning.ledger import ledger_line
 # the end of a line about implementations that do not give eager's bits
 ROUNDING = "differ from eager by rounding; --implementations exact leaves them out"
 
+CHECK = "monetrun check compares each parameter"
+
 # how costs that a busy machine has spoilt are made anew
 MEASURE_AGAIN = "monetrun cache clear --kind costs --kind probe has operators measured again"
 
@@ -50,6 +52,7 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
     if inexact := inexact_runs(plan, record):
         lines.append(f"  {inexact} of these {ROUNDING}")
     lines += _kept_lines(plan, record)
+    lines += [f"  {told} (seen in the trial run): {CHECK}" for told in (() if record is None else record.unlike_eager)]
     if record is not None and record.others_share:
         lines.append(
             f"  other processes took {record.others_share:.0%} of the CPU while operators were measured:"

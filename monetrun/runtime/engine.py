@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -35,6 +34,7 @@ from monetrun.runtime.autocast import BackwardAutocast
 from monetrun.runtime.backend import Backend, PlannedCallMeters
 from monetrun.runtime.budget_here import auto_is_no_limit, budget_here
 from monetrun.runtime.call_timing import CallTiming, OperatorTiming
+from monetrun.runtime.eager_comparison import EagerComparison
 from monetrun.runtime.first_steps import FirstSteps
 from monetrun.runtime.recorder import Recorder, begun_anew, is_forgotten
 from monetrun.runtime.reporter import Reporter
@@ -45,6 +45,7 @@ from monetrun.runtime.second_step import SecondStep, followed, outputs_are_held,
 from monetrun.runtime.settings import CHECK, PROBE, Settings
 from monetrun.runtime.step_meter import StepMeter
 from monetrun.runtime.terms import GradientTerms
+from monetrun.runtime.traces import Traces
 from monetrun.runtime.with_room import WithRoom
 
 _log = logging.getLogger("monetrun")
@@ -71,6 +72,7 @@ class Engine(WithRoom):
         breaks: modules that are not captured whole, by ``Break.module``.
         autocast: under which the script calls the backward.
         terms: whether graphs give gradients in terms.
+        comparison: of a trial's models with eager.
 
     Raises:
         PlanMismatch: the plan was made with another torch.
@@ -85,8 +87,7 @@ class Engine(WithRoom):
         plan: Plan | None = None,
     ) -> None:
         super().__init__()
-        self.settings = settings
-        self.device = device
+        self.settings, self.device = settings, device
         self.trained_parameters = trained_parameters
         self.reporter = reporter
         self.meter = meter_for(device)
@@ -97,12 +98,11 @@ class Engine(WithRoom):
         timing = OperatorTiming if settings.mode == CHECK else CallTiming
         self.meters = PlannedCallMeters(timing(self.meter, self.known), StepMeter(self.meter))
         self.scalars = StepScalars(settings, reporter.warn, partial(_scalars, self))
-        self.generation = 0
-        self.breaks: dict[str, Break] = {}
+        self.generation, self.breaks = 0, dict[str, Break]()
         self.running: RunningPlan | None = None
         self.autocast, self.terms = BackwardAutocast(reporter.warn), GradientTerms()
         self._first_steps = FirstSteps(self.meters.steps, settings)
-        self._traces = _Traces()
+        self._traces, self.comparison = Traces(), EagerComparison()
         plan = _given_plan(plan, settings)
         if plan is None:
             self.recorder = _recorder(self)
@@ -114,6 +114,7 @@ class Engine(WithRoom):
         set_limit(self.device, None)
         second_step.stop(self.recorder)
         self.recorder = None
+        self.comparison.forget()
         if self.running is not None:
             self.running.collectives.close()
         self.scalars.close()
@@ -280,7 +281,17 @@ def _look(engine: Engine, running: RunningPlan) -> bool:
 def _end_trial(engine: Engine) -> None:
     assert engine.recorder is not None
     record = _recorded(engine, engine.recorder)
-    engine.recorder = followed(engine.recorder, record, engine.settings.record_file)
+    engine.recorder = followed(engine.recorder, record, engine.settings.record_file, partial(_compared, engine))
+
+
+def _compared(engine: Engine, record: StepRecord) -> StepRecord:
+    """``record`` with what its models compute otherwise than in eager."""
+    if engine.settings.cost_model != roofline.MEASURED or engine.autocast.state:
+        return record
+    recorder, engine.recorder = engine.recorder, second_step.looking_at_nothing(engine.recorder, record)
+    found = engine.comparison.differences(record, engine.device)
+    engine.recorder = recorder
+    return dataclasses.replace(record, unlike_eager=found)
 
 
 def _recorded(engine: Engine, recorder: Recorder | SecondStep) -> StepRecord:
@@ -303,22 +314,6 @@ def _recorder(engine: Engine) -> Recorder:
     model = roofline.parse(settings.cost_model)
     plain = AllocatorSettings() if settings.own_allocator else None
     return Recorder(engine.meter, engine.device, engine.known, model, plain, _budget(settings))
-
-
-class _Traces:
-    """Dynamo's traces of frames that it left alone: they hold that call's tensors, in cycles."""
-
-    _made = False
-
-    def were_made(self) -> None:
-        """A forward is being traced."""
-        self._made = True
-
-    def drop(self) -> None:
-        """Collect those that were made since the last time."""
-        if self._made:
-            self._made = False
-            gc.collect()
 
 
 def _given_plan(plan: Plan | None, settings: Settings) -> Plan | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from monetrun.capture.joint import JointGraph
@@ -64,18 +64,31 @@ def _more_outputs_bytes(recorder: Recorder, record: StepRecord) -> int:
     return max(0, min(found, hidden))
 
 
-def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str) -> SecondStep:
+def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str, last_look: LastLook) -> SecondStep:
     """What takes the place of the trial's recorder once ``record`` is made of its step.
 
-    The process ends at once where the next step would show nothing more.
+    The process ends at once where the next step would show nothing more. On CUDA ``last_look`` comes after that step,
+    which shows where blocks come to lie.
     """
-    if isinstance(recorder, SecondStep) or not recorder.meter.exact:
-        probe.leave(record, path)
-    if recorder.memory is not None:
+    if not isinstance(recorder, SecondStep) and recorder.memory is not None and recorder.meter.exact:
         recorder.memory.resume()
-    elif not outputs_are_held(record):
+        return TrialsSecondStep(recorder, record, path, last_look)
+    record = last_look(record)
+    if isinstance(recorder, SecondStep) or not recorder.meter.exact or not outputs_are_held(record):
         probe.leave(record, path)
     return TrialsSecondStep(recorder, record, path)
+
+
+def looking_at_nothing(recorder: Recorder | SecondStep | None, record: StepRecord) -> SecondStep:
+    """What takes the place of ``recorder`` for calls that are not of the script."""
+    assert recorder is not None
+    step = SecondStep(recorder._recorder if isinstance(recorder, SecondStep) else recorder, record)
+    step._begun = step._seen = True
+    return step
+
+
+LastLook = Callable[[StepRecord], StepRecord]
+"""Adds what is looked at when all has been measured."""
 
 
 class SecondStep(WithoutCaptures):
@@ -187,11 +200,12 @@ class TrialsSecondStep(SecondStep):
         recorder: of the step before.
         record: that it made.
         path: of the record's file.
+        last_look: at the process, when all has been seen.
     """
 
-    def __init__(self, recorder: Recorder, record: StepRecord, path: str) -> None:
+    def __init__(self, recorder: Recorder, record: StepRecord, path: str, last_look: LastLook = lambda r: r) -> None:
         super().__init__(recorder, record)
-        self._path = path
+        self._path, self._last_look = path, last_look
         self._ending = threading.Lock()
         atexit.register(self._end)
         self._timer = threading.Timer(_PATIENCE_SECONDS, self._end)
@@ -210,6 +224,9 @@ class TrialsSecondStep(SecondStep):
         if memory is not None:
             memory.seen_between_steps()
             self._record = with_memory(self._record, memory.memory(self._recorder.before.freed_places))
+            self._timer.cancel()
+            memory.stop()
+            self._record = self._last_look(self._record)
             self._end()
         super()._step_begins()
 

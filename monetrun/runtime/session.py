@@ -290,7 +290,7 @@ class Session:
         planned = PlannedCall(module, self._nesting, self.engine, self.reporter, path, abandon=self.run_as_it_is)
         self.planned.append(planned)
         module._compiled_call_impl = planned  # type: ignore[assignment]
-        return planned
+        return self.engine.comparison.of_first_call(planned) if self.settings.mode == PROBE else planned
 
 
 def _why_left_alone(session: Session, module: nn.Module) -> str:

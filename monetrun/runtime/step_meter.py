@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from monetrun.capture.meter import Meter
 from monetrun.capture.peaks import Peaks
@@ -42,7 +43,7 @@ class StepMeter:
         self.stretches: Sequence[Stretch] = ()
         self._recent = (0, 0)  # peak_bytes and reserved_bytes since ``recent_peaks``
         self._before = 0, 0, self._recent  # the three when the present step began
-        self._within_step = False
+        self._within_step = self._has_called = False  # a graph has, in it
         self._turns, self._ended = OptimizerTurns(), 0  # training steps since ``measure_a_settled_step``
         self._measures_detail = False
         self._counted = 1  # how many of them ``steps`` counts
@@ -88,7 +89,7 @@ class StepMeter:
         """A planned model is called in training."""
         if self._within_step:
             return
-        self._within_step = True
+        self._within_step, self._has_called = True, False
         self._before = self.peak_bytes, self.reserved_bytes, self._recent
         retries = self.meter.peaks().retries
         settled = self._ended >= SETTLING_STEPS
@@ -105,6 +106,7 @@ class StepMeter:
 
     def call_begins(self) -> None:
         """A call of a graph begins."""
+        self._has_called = True
         if self._detail is not None:
             self._end_stretch(OUTSIDE)
 
@@ -160,6 +162,21 @@ class StepMeter:
         """They have been: their peak, and what was retried for them, is not the step's."""
         self._retries_before += self.meter.peaks().retries - self._retries_within
         self.meter.reset_peak()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """A graph is captured within the step: what that takes for a moment is not the step's.
+
+        Nor is what has led to it, where no graph has run in this step yet.
+        """
+        if self._has_called:
+            self.interrupt()
+        else:
+            self._retries_within = self.meter.peaks().retries
+        try:
+            yield
+        finally:
+            self.resume()
 
     def recent_peaks(self) -> tuple[int, int]:
         """The most allocated, and the most reserved, since this was called last."""

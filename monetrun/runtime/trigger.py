@@ -66,6 +66,15 @@ class Nesting:
         finally:
             self._local.depth -= 1
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Calls in this context are not those of the script: whatever runs around them, they can be outermost."""
+        before, self._local.depth = getattr(self._local, "depth", 0), 0
+        try:
+            yield
+        finally:
+            self._local.depth = before
+
 
 def is_training(module: nn.Module, any_mode: bool = False) -> bool:
     """Whether this call of ``module`` is a training forward, and not one that something else traces.

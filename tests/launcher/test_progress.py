@@ -65,6 +65,21 @@ def test_the_last_line_is_of_the_plan_that_is_taken():
     assert lines(console)[-1] == "monetrun: planning: +25.0% (bound 10.0%, gap 15.0%) 0.5 s"
 
 
+def test_a_second_search_of_the_same_budget_has_its_name_and_goes_on_in_time(monkeypatch):
+    monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LINES", 0.0)
+    console = pipe()
+    with SolverProgress(console, 10.0) as progress:
+        progress(0.5, 11.0, 10.5)
+        progress.search("bit for bit")
+        progress(0.25, 12.0, 10.5)
+        progress.found(0.2, 0.1)
+    assert lines(console) == [
+        "monetrun: planning: +10.0% (bound 5.0%, gap 5.0%) 0.5 s",
+        "monetrun: planning, bit for bit: +20.0% (bound 5.0%, gap 15.0%) 0.8 s",
+        "monetrun: planning: +20.0% (bound 10.0%, gap 10.0%) 0.8 s",
+    ]
+
+
 def test_a_search_that_finds_nothing_for_long_says_that_it_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_SIGNS", 0.05)
     with SolverProgress(pipe(), 10.0):

@@ -96,3 +96,11 @@ def test_what_does_not_give_eagers_bits_is_counted_and_a_plan_made_later_says_so
     assert any(line.startswith(f"  {runs} of these differ from eager") for line in summary_lines(plan, "t", record))
     assert rounding_note(plan, record).startswith(f"; {runs} implementations in it differ from eager by rounding")
     assert rounding_note(plan, RECORD) == rounding_note(plan, None) == ""
+
+
+def test_what_the_trial_has_found_unlike_eager_is_a_line():
+    record = replace(RECORD, unlike_eager=("Net: 1 of 1 results differ from eager's",))
+    (line,) = [line for line in summary_lines(plan_at(1.0), "t", record) if "Net:" in line]
+    assert line == (
+        "  Net: 1 of 1 results differ from eager's (seen in the trial run): monetrun check compares each parameter"
+    )

@@ -116,6 +116,23 @@ def test_neither_bytes_nor_retries_of_operators_that_are_measured_are_the_steps(
     assert steps.retries == 1
 
 
+def test_what_a_capture_takes_for_a_moment_is_not_the_steps():
+    meter, steps = metered(1)
+    steps.forward_begins()
+    meter.allocate(0, 900)  # Dynamo's trace
+    with steps.capturing():
+        meter.allocate(20, 800)
+        meter.retries += 1
+    steps.call_begins()
+    meter.allocate(0, 50)
+    steps.call_ended(FORWARD, 0)
+    meter.allocate(0, 120)  # between two graphs
+    with steps.capturing():
+        meter.allocate(0, 700)
+    steps.optimizer_ended("SGD", 0)
+    assert (steps.peak_bytes, steps.retries) == (140, 0)
+
+
 def test_what_another_optimizer_steps_with_alone_is_no_training_steps():
     """Of a model that the script trains without a forward, say: its gradients are made up."""
     meter, steps = metered(1)
