@@ -70,10 +70,14 @@ class Chooser(RoomKeeper, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedCallMeters:
-    """Measure the calls of graphs under a plan: their seconds, and their bytes."""
+    """Measure the calls of graphs under a plan: their seconds, and their bytes.
+
+    What runs ``capturing`` is not the step's: there a graph is captured.
+    """
 
     timing: CallTiming
     steps: StepMeter
+    capturing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +185,7 @@ class Backend:
         self._order = order = GradientOrder(self.terms.needed or undecided, self.terms.by_turns or undecided)
         self._traced, of_views = TracedBackward(), views_apart(module)
         undonated = torch._functorch.config.patch(donated_buffer=False)
-        seen = _seen(self)
+        seen = by.capturing() if (by := self.observer or self.meters) else contextlib.nullcontext()
         with of_views as given, seen, operators_kept_whole(), order.observed(), gradient_forms.left_open(), undonated:
             with backward_autocast.traced_under(self.autocast) as autocast, casts_once(module, inputs), order.kept():
                 compiled = uncounted(stay_absent(self._aot(module, inputs)), module)
@@ -320,13 +324,6 @@ class Backend:
         timed = self.meters.timing.instrumented(module, BACKWARD, number)
         early = None if timed is None else sparing(timed, order.of_turns(timed).run)
         return self.meters.timing.early_calls_by_turns(run, early)
-
-
-def _seen(backend: Backend) -> contextlib.AbstractContextManager[None]:
-    """What a capture takes for a moment is not the step's."""
-    if backend.observer is not None:
-        return backend.observer.capturing()
-    return contextlib.nullcontext() if backend.meters is None else backend.meters.steps.capturing()
 
 
 def _with_uses(backend: Backend, number: int, module: fx.GraphModule, run: T) -> T:

@@ -218,3 +218,14 @@ class Enforcement:
             reserved.hold(self.device, self._pool, self._libraries, self._budget_bytes)
             peaks = self.meter.peaks()
             self._held_bytes, self._retries = peaks.reserved_now_bytes, peaks.retries
+
+
+@contextlib.contextmanager
+def unbounded(enforcement: Enforcement) -> Iterator[None]:
+    """A context within a step in which nothing is bounded, and of which nothing stays."""
+    set_limit(enforcement.device, None)
+    try:
+        yield
+    finally:
+        if enforcement.holds:
+            set_limit(enforcement.device, enforcement._limit_bytes())

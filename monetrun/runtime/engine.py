@@ -96,7 +96,7 @@ class Engine(WithRoom):
         self.store = Store(Path(settings.cache_folder)) if settings.cache_folder else None
         self.known = cost_store.load(self.store, device)
         timing = OperatorTiming if settings.mode == CHECK else CallTiming
-        self.meters = PlannedCallMeters(timing(self.meter, self.known), StepMeter(self.meter))
+        self.meters = PlannedCallMeters(timing(self.meter, self.known), StepMeter(self.meter), self.capturing)
         self.scalars = StepScalars(settings, reporter.warn, partial(_scalars, self))
         self.generation, self.breaks = 0, dict[str, Break]()
         self.running: RunningPlan | None = None

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from monetrun.capture.gradient_terms import within_backward
 from monetrun.core.errors import PlanningFault
+from monetrun.runtime.enforcement import unbounded
 from monetrun.runtime.open_step import OpenStep
 from monetrun.runtime.output_uses import Form, OutputUses
 from monetrun.runtime.recording import Recording
@@ -51,6 +52,17 @@ class WithRoom(Recording):
         self.part_in_python = True
         if self.running is not None:
             self.running.enforcement.share_is_estimate = True
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """A graph is captured: under a plan, what that takes for a moment is not the step's, nor bounded."""
+        running = self.running
+        if running is None:
+            with super().capturing():
+                yield
+        else:
+            with running.steps.capturing(), unbounded(running.enforcement):
+                yield
 
     def check_room(self, fingerprint: str) -> None:
         """A graph's forward begins under a plan: see ``RunningPlan.check_room``."""

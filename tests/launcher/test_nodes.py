@@ -488,20 +488,33 @@ def namespaces():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+def on_two_machines(folder, machines, name, module, *words, given=()):
+    """Two agents, one on each of the ``machines``, train four ranks; gives their results."""
+    script = [str(SCRIPTS / "tiny.py"), str(folder / name), "--ddp", "--steps=4", "--bucket-mb=0.01", *given]
+    own = "--local-addr=10.213.77.{}", "--nproc-per-node=2", "--rdzv-conf=is_host={},join_timeout=300"
+    options = [[word.format(value) for word, value in zip(own, (k, "", 2 - k), strict=True)] for k in (1, 2)]
+    done = agents(folder, machines, "10.213.77.1:29411", [module, *words], options, script)
+    assert [agent.code for agent in done] == [0, 0], done
+    return done
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces are made by ip, of the package iproute2")
-def test_two_machines_train_as_under_torchrun(tmp_path, plain_surroundings):
+def test_two_machines_train_as_under_torchrun_also_where_one_comes_late_and_is_lost(tmp_path, plain_surroundings):
+    words = "monetrun", *PLANNED, "--budget=0.8x"
     with namespaces() as machines:
-        for name, words in (
-            ("plain", ["torch.distributed.run"]),
-            ("planned", ["monetrun", *PLANNED, "--budget=1.0x"]),
-        ):
-            script = [str(SCRIPTS / "tiny.py"), str(tmp_path / name), "--ddp", "--steps=4", "--bucket-mb=0.01"]
-            own = "--local-addr=10.213.77.{}", "--nproc-per-node=2", "--rdzv-conf=is_host={}"
-            options = [[word.format(value) for word, value in zip(own, (k, "", 2 - k), strict=True)] for k in (1, 2)]
-            given = agents(tmp_path, machines, "10.213.77.1:29411", words, options, script)
-            assert [agent.code for agent in given] == [0, 0], given
+        on_two_machines(tmp_path, machines, "plain", "torch.distributed.run")
+        planned = on_two_machines(tmp_path, machines, "planned", *words)
+        shutil.rmtree(tmp_path / "cache0")  # the machine that comes late has a cache, the other has none
+        again = ["sh", "-c", 'sleep 20; "$@"; [ $? -eq 137 ] && "$@"', "sh"]  # a new agent, once the first is killed
+        machines = [machines[0], [*machines[1], *again]]
+        lost = on_two_machines(tmp_path, machines, "lost", *words, "--max-restarts=2", given=["--lost=3"])
+        assert (tmp_path / "lost.lost").exists()
+    assert sum("trial run up to" in agent.err for agent in lost) <= 1
+    for found in (json.loads(agent.out.splitlines()[-1]) for agent in (*planned, *lost)):
+        assert found["measured_peak_bytes"] <= found["budget_bytes"] == int(0.8 * found["plain_peak_bytes"])
     for rank in range(4):
-        a, b = (torch.load(tmp_path / f"{name}.{rank}") for name in ("plain", "planned"))
-        assert a["losses"] == b["losses"]
-        assert [k for k in a["state"] if not torch.equal(a["state"][k], b["state"][k])] == []
+        plain, *others = (torch.load(tmp_path / f"{name}.{rank}") for name in ("plain", "planned", "lost"))
+        for other in others:
+            assert other["losses"] == plain["losses"]
+            assert [k for k in plain["state"] if not torch.equal(plain["state"][k], other["state"][k])] == []

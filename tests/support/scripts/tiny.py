@@ -1,10 +1,11 @@
-"""A small training script: `tiny.py OUT [--ddp] [--bucket-mb M] [--steps N] [--fail WHERE]`.
+"""A small training script: `tiny.py OUT [--ddp] [--bucket-mb M] [--steps N] [--fail WHERE] [--lost RANK]`.
 
 Saves losses and weights to OUT.<rank>.
 """
 
 import argparse
 import os
+import signal
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ def main():
     parser.add_argument("--fail", default="")
     parser.add_argument("--hold", type=int, default=0, help="bytes that grow at the third step")
     parser.add_argument("--untried", type=int, default=0, help="bytes that only a planned run takes, before backward")
+    parser.add_argument("--lost", type=int, default=-1, help="the rank whose machine is lost in the third step, once")
     args = parser.parse_args()
     rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(0)
@@ -41,6 +43,10 @@ def main():
         x, y = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
         optimizer.zero_grad()
         loss = F.cross_entropy(net(x), y)
+        if step == 2 and rank == args.lost and not os.path.exists(f"{args.out}.lost"):
+            open(f"{args.out}.lost", "w").close()
+            os.kill(os.getppid(), signal.SIGKILL)  # torchrun's agent
+            os.kill(os.getpid(), signal.SIGKILL)
         if args.fail == "backward":
             raise ValueError("a bad batch")
         untried = torch.zeros(args.untried if os.environ.get("MONETRUN_MODE") == "run" else 0, dtype=torch.uint8)
