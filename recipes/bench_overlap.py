@@ -1,11 +1,14 @@
 """Steps under DistributedDataParallel on a link of a given speed: plain ones and planned ones, paired, interleaved.
 
     python recipes/bench_overlap.py --cases resnet gpt --shares 1.0 0.6 --out recipes/results/overlap.json
+    python recipes/bench_overlap.py --reduced-after --out recipes/results/overlap.json
 
 Two ranks share a link that takes its time and no core (``lib.timed_group``). In each rank the plain model and the
 planned one train in turn, step by step. The link passes on all gradients in 0.5, 1 and 2 times the seconds of the plain
 backward without communication. Ratios are medians over the pairs, the slower rank's. ``starts`` says when each bucket's
 all-reduce begins, ``waits`` how long the backward waits after the last one has begun, in seconds of that backward.
+``--reduced-after`` is what monetrun does not do: plain steps whose buckets are reduced once the backward has
+ended, beside plain ones. It is what overlapping is worth, and goes into the file that is there.
 """
 
 from __future__ import annotations
@@ -79,6 +82,7 @@ class Trainer:
 
     def __init__(self, case: str) -> None:
         torch.manual_seed(0)
+        self.case = case
         self.model, self.loss = CASES[case]()
         self.parallel = DistributedDataParallel(self.model, bucket_cap_mb=BUCKET_MB[case], gradient_as_bucket_view=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
@@ -93,6 +97,37 @@ class Trainer:
         loss = self.loss(self.parallel)
         backward = time.monotonic()
         loss.backward()
+        ended = time.monotonic()
+        self.optimizer.step()
+        starts = tuple(t.posted - backward for t in transfers)
+        return Timing(time.monotonic() - begun, ended - backward, starts, ended - backward - max(starts, default=0.0))
+
+
+class ReducedAfter(Trainer):
+    """As plain, but the buckets are reduced when the backward has ended."""
+
+    def step(self) -> Timing:
+        """Train once."""
+        transfers = timed_group.default().transfers
+        dist.barrier()
+        transfers.clear()
+        begun = time.monotonic()
+        self.optimizer.zero_grad()
+        with self.parallel.no_sync():
+            loss = self.loss(self.parallel)
+            backward = time.monotonic()
+            loss.backward()
+        gradients = [p.grad for p in reversed(list(self.model.parameters())) if p.grad is not None]
+        most = int(BUCKET_MB[self.case] * (1 << 20))
+        works = []
+        for bucket in torch._utils._take_tensors(gradients, most):
+            flat = torch._utils._flatten_dense_tensors(bucket)
+            works.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+        for bucket, flat, work in works:
+            work.wait()
+            flat /= RANKS
+            for gradient, reduced in zip(bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True):
+                gradient.copy_(reduced)
         ended = time.monotonic()
         self.optimizer.step()
         starts = tuple(t.posted - backward for t in transfers)
@@ -166,6 +201,26 @@ def work(case: str, share: float, args: argparse.Namespace) -> list[dict[str, An
     return found
 
 
+def work_reduced_after(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """As ``work``, of plain steps that are reduced after the backward."""
+    torch.set_num_threads(1)
+    group = timed_group.default()
+    plain, after = Trainer(case), ReducedAfter(case)
+    paired(plain, after, 3)
+    with plain.parallel.no_sync():
+        backward = median_of([plain.step().backward for _ in range(args.pairs // 2 + 1)])
+    nbytes = sum(p.nbytes for p in plain.model.parameters())
+    found = []
+    for ratio in args.links:
+        group.link = timed_group.Link(bytes_per_second=nbytes / (ratio * backward) if ratio else float("inf"))
+        rows = paired(plain, after, args.pairs)
+        step_ratio = median_of([b.step / a.step for a, b in rows])
+        found.append({"case": case, "link": ratio, "step_ratio": step_ratio, "pairs": args.pairs})
+        found[-1] |= {"backward_seconds": backward, "plain_step_seconds": summary(rows, 0, backward)["step_seconds"]}
+        group.link = timed_group.Link()
+    return found
+
+
 def summary(rows: list[tuple[Timing, Timing]], which: int, backward: float) -> dict[str, Any]:
     """Medians of one of the two models."""
     timings = [row[which] for row in rows]
@@ -182,7 +237,10 @@ def rank(args: argparse.Namespace) -> None:
     """Run as one of the ranks."""
     timed_group.register()
     dist.init_process_group("timed")
-    rows = work(args.rank_of, args.shares[0], args)
+    if args.reduced_after:
+        rows = work_reduced_after(args.rank_of, args)
+    else:
+        rows = work(args.rank_of, args.shares[0], args)
     if dist.get_rank() == 0:
         Path(args.out).write_text(json.dumps(rows))
     dist.barrier()
@@ -195,6 +253,7 @@ def launch(case: str, share: float, args: argparse.Namespace) -> list[dict[str, 
         out = Path(folder) / "rows.json"
         words = ["--rank-of", case, "--shares", str(share), "--links", *map(str, args.links), "--out", str(out)]
         words += ["--pairs", str(args.pairs), "--solver-seconds", str(args.solver_seconds)]
+        words += ["--reduced-after"] if args.reduced_after else []
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         subprocess.run([*torchrun, __file__, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return json.loads(out.read_text())
@@ -209,12 +268,21 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--solver-seconds", type=float, default=10.0)
+    parser.add_argument("--reduced-after", action="store_true", help="what it would cost to reduce after the backward")
     parser.add_argument("--out")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     assert cpu_allocator.install(), cpu_allocator.unavailable_reason()
     if args.rank_of:
         rank(args)
+        return
+    if args.reduced_after:
+        rows = [row for case in args.cases for row in launch(case, 1.0, args)]
+        for row in rows:
+            print(f"{row['case']:7} link {row['link']:3}  reduced after the backward: step x{row['step_ratio']:.3f}")
+        if args.out:
+            kept = json.loads(Path(args.out).read_text()) if Path(args.out).exists() else {}
+            Path(args.out).write_text(json.dumps({**kept, "reduced_after": rows}, indent=1) + "\n")
         return
     rows = []
     for case in args.cases:
@@ -230,7 +298,9 @@ def main() -> None:
                     flush=True,
                 )
     if args.out:
-        Path(args.out).write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        kept = json.loads(Path(args.out).read_text()) if Path(args.out).exists() else {}
+        found = {**kept, "torch": torch.__version__, "rows": rows}
+        Path(args.out).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,14 @@ def test_a_step_on_a_slow_link_takes_no_longer_than_under_torchrun_beyond_what_i
         assert row["step_ratio"] <= most, row
 
 
+def test_reducing_gradients_after_the_backward_would_cost_what_a_planned_step_does_not():
+    found = figures("overlap")
+    planned = {(r["case"], r["link"]): r["step_ratio"] for r in found["rows"] if r["share"] == 1.0}
+    assert {(r["case"], r["link"]) for r in found["reduced_after"]} == set(planned)
+    for row in found["reduced_after"]:
+        assert row["step_ratio"] > max(1.05, planned[row["case"], row["link"]]), row
+
+
 def test_sharded_modules_keep_what_makes_the_step_no_slower_than_the_better_of_all_and_none():
     found = figures("kept_parameters")["over_the_better"]
     assert len(found) == 3
