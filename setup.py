@@ -57,6 +57,7 @@ setup(
             "mypy>=1.15",
             "import-linter>=2.1",
             "matplotlib>=3.8",
+            "build>=1.2",
         ],
         "docs": ["mkdocs-material>=9.5"],
         "cudnn": ["nvidia-cudnn-frontend>=1.18"],

@@ -1,13 +1,14 @@
-"""Make the README's figure and table, and the page of a GPU's figures, from the committed results.
+"""Make the README's figure and table, and the tables of other pages, from the committed results.
 
     python recipes/landing.py
 
 The figure (``docs/overhead.svg``) has the points that torch's ``activation_memory_budget`` reaches, and the plans found
 within the same peaks, both by recomputation and in-place operators alone (``recipes/results/partitioner.json``). The
 table has, for each network of MONeT's paper, the least memory in the paper at which there is a plan
-(``recipes/results/paper_table.json``). Both are planned under ``roofline:p100``; neither was measured on a GPU. The
-table of ``docs/recipes.md`` was: it has the launches of ``gpu_check.py`` (``recipes/results/gpu_*.json``), and below it
-is what failed or was stopped.
+(``recipes/results/paper_table.json``); ``docs/algorithms.md`` has all of its rows. Both are planned under
+``roofline:p100``; neither was measured on a GPU. Nor was the table of ``docs/commands.md``, the largest batches of a
+ResNet-50 (``recipes/results/batch_table.json``). The table of ``docs/recipes.md`` was: it has the launches of
+``gpu_check.py`` (``recipes/results/gpu_*.json``), and below it is what failed or was stopped.
 """
 
 from __future__ import annotations
@@ -37,16 +38,41 @@ PAPER = {  # name and batch size
 
 def table() -> str:
     """The README's table, a line for each network."""
-    rows = json.loads((RESULTS / "paper_table.json").read_text())["rows"]
+    found = _paper_rows()
+    with_plan = {n: [r for r in rows if r["overhead"] is not None] for n, rows in found.items()}
+    return _paper_lines([min(rows, key=lambda r: float(r["paper_gb"])) for rows in with_plan.values()])
+
+
+def whole_table() -> str:
+    """All rows of the paper's table."""
+    return _paper_lines([row for rows in _paper_rows().values() for row in rows])
+
+
+def _paper_rows() -> dict[str, list[dict[str, Any]]]:
+    rows = [r for r in json.loads((RESULTS / "paper_table.json").read_text())["rows"] if r["reading"] == "ratio"]
+    return {network: [r for r in rows if r["network"] == network] for network in PAPER}
+
+
+def _paper_lines(rows: Iterable[dict[str, Any]]) -> str:
     lines = ["| network, batch | plain | within | MONeT, published | monetrun, planned | no plan is below |"]
     lines.append("|---|---|---|---|---|---|")
-    for network, (name, batch) in PAPER.items():
-        found = [r for r in rows if (r["network"], r["reading"]) == (network, "ratio") and r["overhead"] is not None]
-        row = min(found, key=lambda r: float(r["paper_gb"]))
+    for row in rows:
+        name, batch = PAPER[row["network"]]
         share = f"{row['paper_gb'] / row['paper_plain_gb']:.0%}"
-        bound = max(0.0, row["bound"])
         cells = [f"{name}, {batch}", f"{row['paper_plain_gb']:.1f} GB", f"{row['paper_gb']:.1f} GB ({share})"]
-        cells += [f"+{row['paper_overhead']:.1f}%", f"+{row['overhead']:.1f}%", f"+{bound:.1f}%"]
+        planned = "none found" if row["overhead"] is None else f"{row['overhead']:+.1f}%"
+        bound = "" if row["bound"] is None else f"+{max(0.0, row['bound']):.1f}%"
+        cells += [f"+{row['paper_overhead']:.1f}%", planned, bound]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def batch_table() -> str:
+    """The largest batches of a ResNet-50, a line for each GPU's memory."""
+    lines = ["| GPU memory | plain | within +10% | within +20% |", "|---|---|---|---|"]
+    for row in json.loads((RESULTS / "batch_table.json").read_text())["rows"]:
+        cells = [f"{row['gib']:g} GiB", str(row["plain"])]
+        cells += [f"{found['batch']} ({found['ratio']:.1f}x)" for found in row["within"].values()]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -141,9 +167,19 @@ def draw(path: Path) -> None:
     pyplot.close(figure)
 
 
+TABLES = {
+    ROOT / "README.md": table,
+    ROOT / "docs" / "recipes.md": gpu_table,
+    ROOT / "docs" / "algorithms.md": whole_table,
+    ROOT / "docs" / "commands.md": batch_table,
+}
+"""By page, what makes its table."""
+
+
 @click.command(help=__doc__)
 def main() -> None:
-    for page, made in ((ROOT / "README.md", table()), (ROOT / "docs" / "recipes.md", gpu_table())):
+    for page, make in TABLES.items():
+        made = make()
         page.write_text(with_table(page.read_text(encoding="utf-8"), made), encoding="utf-8")
     draw(ROOT / "docs" / "overhead.svg")
 

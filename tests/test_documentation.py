@@ -46,17 +46,17 @@ def test_links_lead_to_a_file_and_a_heading(page):
             assert heading in anchors(target.read_text(encoding="utf-8")), link
 
 
-def test_the_readme_is_short_and_its_table_and_figure_are_made_from_the_results():
+def test_the_readme_is_short_and_its_figure_is_made_from_the_results():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120
-    assert landing.with_table(text, landing.table()) == text, "python recipes/landing.py"
     (described,) = re.findall(r"<dc:description>(.*?)</dc:description>", (DOCS / "overhead.svg").read_text(), re.DOTALL)
     assert json.loads(html.unescape(described)) == landing.drawn(), "python recipes/landing.py"
 
 
-def test_the_table_of_launches_on_gpus_is_made_from_the_results():
-    text = (DOCS / "recipes.md").read_text(encoding="utf-8")
-    assert landing.with_table(text, landing.gpu_table()) == text, "python recipes/landing.py"
+@pytest.mark.parametrize("page", landing.TABLES, ids=lambda page: page.name)
+def test_tables_are_made_from_the_results(page):
+    text = page.read_text(encoding="utf-8")
+    assert landing.with_table(text, landing.TABLES[page]()) == text, "python recipes/landing.py"
 
 
 def test_all_options_of_a_launch_are_described():
