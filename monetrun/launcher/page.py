@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.resources import files
 from importlib.util import find_spec
@@ -20,8 +20,10 @@ from monetrun.core.keeping import as_planned
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan
 from monetrun.core.step import OUTSIDE, Event, StepRecord
+from monetrun.launcher import rank_figures
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.report import Outcome, outcome_json
+from monetrun.launcher.surroundings import surroundings
 from monetrun.machine.named_file import replace_file
 from monetrun.planning.explain import describes, explain
 from monetrun.planning.frontier import Frontier
@@ -32,7 +34,14 @@ _STRETCH_WIDTH = 3  # as many operators as what the script does between two call
 
 
 def page_of(
-    plan: Plan, record: StepRecord, measured: MeasuredStep | None, title: str, frontier: Frontier | None = None
+    plan: Plan,
+    record: StepRecord,
+    measured: MeasuredStep | None,
+    title: str,
+    frontier: Frontier | None = None,
+    *,
+    notes: Sequence[str] = (),
+    around: Mapping[str, str] | None = None,
 ) -> str:
     """The page, as HTML with its data, style and script.
 
@@ -42,6 +51,8 @@ def page_of(
         measured: what the last launch with it has measured, if anything.
         title: of the page, as text.
         frontier: what other budgets cost, if known.
+        notes: on the launch, a line each.
+        around: where it ran, by name.
 
     Raises:
         PlanMismatch: ``record`` is of another step.
@@ -52,6 +63,8 @@ def page_of(
     data = {
         "title": title,
         "environment": f"{plan.device}, torch {plan.torch_version}, {plan.solver}: {plan.status}",
+        "notes": list(notes),
+        "surroundings": list((around or {}).items()),
         "explanation": codec.to_plain(found),
         "reserved": plan.pool is not None,  # the budget is of reserved bytes then, and the chart shows allocated ones
         "parts": [_part_name(event, record) for event in record.events],
@@ -132,11 +145,15 @@ def write_report(
     page = folder / f"{name}.html"
     found = {"command": [options.script, *options.script_args], **outcome_json(outcome)}
     found["intervals"] = [] if outcome.measured_step is None else as_plain(outcome.measured_step)
+    found["environment"] = around = surroundings()
+    unlike = () if record is None else record.unlike_eager
+    notes = [*(line.strip() for line in rank_figures.lines(outcome.ranks)), *unlike, *outcome.warnings]
     title = " ".join(found["command"])
     try:
         replace_file(folder / f"{name}.json", json.dumps(found, indent=1))
         if outcome.plan is not None and record is not None and describes(record, outcome.plan):
-            replace_file(page, page_of(outcome.plan, record, outcome.measured_step, title, frontier))
+            made = page_of(outcome.plan, record, outcome.measured_step, title, frontier, notes=notes, around=around)
+            replace_file(page, made)
         else:  # an older launch's page is not this one's
             page.unlink(missing_ok=True)
     except OSError as error:

@@ -109,6 +109,17 @@ def driver_key(environ: Mapping[str, str]) -> str:
     return key("driver", os.uname().release, os.uname().nodename, found)
 
 
+def driver_and_boards(environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The version of NVIDIA's driver, and the names of the visible boards; empty where there are none."""
+    try:
+        with _nvml():
+            uuids = _find_visible(environ).uuids
+            names = [board.name for uuid in uuids for board in _boards() if uuid in (board.uuid, *board.mig_uuids)]
+            return str(pynvml.nvmlSystemGetDriverVersion()), names
+    except (pynvml.NVMLError, DeviceQueryFailed):
+        return "", []
+
+
 # ---- CUDA: which devices ---------------------------------------------------------------------------------------------
 
 

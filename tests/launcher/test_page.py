@@ -3,10 +3,12 @@
 import json
 import re
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from monetrun import __version__
 from monetrun.commands import run
 from monetrun.core import codec
 from monetrun.core.errors import UsageError
@@ -97,6 +99,16 @@ def test_on_a_device_the_page_has_reserved_and_allocated_peaks(plan):
     assert not data_of(page_of(plan, RECORD, None, "p"))["reserved"]
 
 
+def test_the_page_names_a_slow_rank_and_what_was_warned_of(tmp_path, plan):
+    options, _ = launch_parser().parse_launch(["--report", str(tmp_path), "train.py"])
+    ranks = RankFigures(0, 2000, 1990, 0.5, 0.1), RankFigures(1, 2000, 1980, 0.75, 0.1)
+    outcome = Outcome(plan, 1990, None, None, 0, 0.1, 3, ("a warning",), MEASURED, ranks=ranks)
+    write_report(options, outcome, replace(RECORD, unlike_eager=("Net: 1 of 1 results differ",)), node=0)
+    notes = data_of((tmp_path / "report.html").read_text())["notes"]
+    assert "rank 1 is slow: its calls take 1.50 times as long as the fastest rank's" in notes[0]
+    assert notes[1:] == ["Net: 1 of 1 results differ", "a warning"]
+
+
 def test_a_report_folder_is_tried_before_training_and_filled_after_it(tmp_path, plan):
     options, _ = launch_parser().parse_launch(["--report", str(tmp_path / "a" / "b"), "train.py", "--lr", "1"])
     check_folder(options.report_folder)
@@ -106,6 +118,9 @@ def test_a_report_folder_is_tried_before_training_and_filled_after_it(tmp_path, 
     folder = tmp_path / "a" / "b"
     found = json.loads((folder / "report.json").read_text())
     assert found["command"] == ["train.py", "--lr", "1"]
+    assert found["environment"].items() >= {"monetrun": __version__, "torch": version("torch")}.items()
+    shown = data_of((folder / "report.html").read_text())
+    assert dict(shown["surroundings"]) == found["environment"]
     assert found["measured_peak_bytes"] == 1990
     assert found["intervals"] == as_plain(MEASURED)
     assert {key: found[key] for key in ("ranks", "steps")} == {"ranks": [codec.to_plain(figures)], "steps": 3}
