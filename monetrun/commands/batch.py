@@ -14,7 +14,7 @@ from rich.console import Console
 from monetrun.commands.dry_run import parse_dry_run
 from monetrun.core import budget as budgets
 from monetrun.core import codec
-from monetrun.core.budget import format_budget, format_bytes
+from monetrun.core.budget import format_budget, format_bytes, format_percent
 from monetrun.core.errors import UsageError
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
@@ -255,7 +255,8 @@ def show(found: Found, step: Accumulation, console: Console) -> None:
     console.print(
         f"  budget {format_bytes(found.budget_bytes)} | planned {format_bytes(planned)} "
         f"({report.share(planned, plain)}) | "
-        f"overhead {found.overhead:+.1%} of {100 * found.max_overhead:g}% (bound {found.bound:.1%})"
+        f"overhead {format_percent(found.overhead, signed=True)} of {100 * found.max_overhead:g}% "
+        f"(bound {format_percent(found.bound)})"
     )
     if found.planned_reserved_bytes is not None:
         console.print(report.allocated_line(found.plain_peak_bytes, found.planned_peak_bytes))

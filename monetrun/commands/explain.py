@@ -15,7 +15,7 @@ from rich.markup import escape
 from monetrun.commands import SUMMARIES, explain_measured
 from monetrun.commands.click_command import run_click
 from monetrun.core import codec
-from monetrun.core.budget import format_bytes
+from monetrun.core.budget import format_bytes, format_overhead
 from monetrun.core.errors import UsageError
 from monetrun.core.keeping import as_planned
 from monetrun.core.plan import Plan
@@ -185,8 +185,8 @@ def _peak_lines(found: Explanation) -> list[str]:
         plain, planned = found.plain_reserved_bytes, found.planned_reserved_bytes
     return [
         f"  plain peak {format_bytes(plain)} | budget {format_bytes(found.budget_bytes)} | planned "
-        f"{format_bytes(planned)} ({report.share(planned, plain)}) | overhead {found.overhead:+.1%} "
-        f"(bound {found.bound:.1%}, gap {found.gap:.1%}) of {_milliseconds(found.plain_seconds)}",
+        f"{format_bytes(planned)} ({report.share(planned, plain)}) | overhead "
+        f"{format_overhead(found.overhead, found.bound)} of {_milliseconds(found.plain_seconds)}",
         *of_it,
     ]
 

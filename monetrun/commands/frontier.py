@@ -15,7 +15,7 @@ from rich.markup import escape
 from monetrun.commands.dry_run import parse_dry_run
 from monetrun.core import budget as budget_grammar
 from monetrun.core import codec
-from monetrun.core.budget import Budget, format_bytes, format_share, resolve
+from monetrun.core.budget import Budget, format_bytes, format_percent, format_share, resolve
 from monetrun.core.errors import UsageError
 from monetrun.core.plan import Plan, StepSchedules
 from monetrun.launcher import report
@@ -236,9 +236,9 @@ def show(found: Frontier, title: str, console: Console) -> None:
         start = (f"  {format_bytes(p.budget_bytes)}", format_share(p.budget_bytes, plain))  # to be typed: rounded up
         if p.planned_peak_bytes is None or p.overhead is None or p.gap is None:
             why = "under the smallest" if p.status == "infeasible" else "no plan in time"
-            rows.add_row(*start, "-", "-", "-" if p.bound <= -1 else f"{p.bound:.1%}", "-", why)
+            rows.add_row(*start, "-", "-", "-" if p.bound <= -1 else format_percent(p.bound), "-", why)
             continue
-        figures = (f"{p.overhead:+.1%}", f"{p.bound:.1%}", f"{p.gap:.1%}")
+        figures = (format_percent(p.overhead, signed=True), format_percent(p.bound), format_percent(p.gap))
         rows.add_row(*start, format_bytes(p.planned_peak_bytes), *figures, f"{p.rounding} round" if p.rounding else "")
     console.print(rows)
     if any(p.rounding for p in found.points):

@@ -211,3 +211,15 @@ def format_budget(nbytes: int, most_bytes: int | None = None) -> str:
 def format_share(nbytes: int, plain_bytes: int) -> str:
     """The smallest share of ``plain_bytes`` in hundredths that holds ``nbytes``, as ``parse`` reads it."""
     return f"{-(-100 * nbytes // plain_bytes) / 100:.2f}x"
+
+
+def format_percent(share: float, *, signed: bool = False) -> str:
+    """``"12.3%"``, or with its sign ``"+12.3%"``; what rounds to 0 has no minus."""
+    rounded = round(share, 3) + 0.0
+    return f"{rounded:+.1%}" if signed else f"{rounded:.1%}"
+
+
+def format_overhead(overhead: float, bound: float) -> str:
+    """``"+12.3% (bound 11.8%, gap 0.5%)"``."""
+    gap = format_percent(overhead - bound)
+    return f"{format_percent(overhead, signed=True)} (bound {format_percent(bound)}, gap {gap})"

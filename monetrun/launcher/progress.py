@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from monetrun.core.budget import format_bytes
+from monetrun.core.budget import format_bytes, format_overhead
 
 # In a pipe, print an improvement at most this often.
 _SECONDS_BETWEEN_LINES = 0.5
@@ -144,7 +144,7 @@ class SolverProgress:
         if math.isinf(overhead):
             return f"no plan yet (bound {bound:.1%})" if 0 < bound < math.inf else "no plan yet"
         bound = min(bound, overhead)
-        return f"{overhead:+.1%} (bound {bound:.1%}, gap {overhead - bound:.1%})"
+        return format_overhead(overhead, bound)
 
     def _overhead(self, seconds: float) -> float:
         return seconds / self._plain_seconds - 1.0 if self._plain_seconds else 0.0

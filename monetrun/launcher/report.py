@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from monetrun.core import codec
-from monetrun.core.budget import format_budget, format_bytes
+from monetrun.core.budget import format_budget, format_bytes, format_percent
 from monetrun.core.clocks import StepClocks
 from monetrun.core.errors import BudgetExceeded, StorageFailed
 from monetrun.core.plain import PlainPeaks
@@ -31,6 +31,7 @@ from monetrun.planning.summary import planned_bytes, summary_lines
 from monetrun.planning.summary import share as share
 
 _LEAST_WIDTH = 200
+_TIMED_FROM = 3  # of each graph, the call from which on some are timed (``runtime.call_timing``)
 _NO_END = "(did the script end with os._exit?)"
 
 
@@ -277,7 +278,6 @@ def outcome_lines(outcome: Outcome, exit_code: int, *, planned: bool = False) ->
     peak = "not counted (see monetrun doctor)" if measured is None else format_bytes(measured)
     if measured is not None:
         peak += f" ({share(measured, plan.plain_peak_bytes)})"
-    overhead = outcome.measured_overhead
     planned_peak, _ = outcome.planned(plan)
     return [
         _heading(outcome, stopped),
@@ -285,8 +285,7 @@ def outcome_lines(outcome: Outcome, exit_code: int, *, planned: bool = False) ->
         f"  budget         {format_bytes(plan.budget_bytes)}{_budget_notes(outcome, plan, plan.plain_peak_bytes)}",
         f"  planned peak   {format_bytes(planned_peak)} ({share(planned_peak, plan.plain_peak_bytes)})",
         f"  measured peak  {peak}",
-        f"  overhead       {plan.overhead:+.1%} planned; extra work "
-        + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
+        _overhead_line(outcome, plan),
         *rank_figures.lines(outcome.ranks),
     ]
 
@@ -340,7 +339,6 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool, stopped: bool) -> list
         held = f"{format_bytes(reserved)} reserved ({share(reserved, plain)})"
         return f"  {name:<15}{held}, {format_bytes(allocated)} allocated"
 
-    overhead = outcome.measured_overhead
     retries = f"; {outcome.retries} allocation retries in settled steps" if outcome.retries else ""
     return [
         _heading(outcome, stopped),
@@ -348,8 +346,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool, stopped: bool) -> list
         f"  {'budget':<15}{format_bytes(plan.budget_bytes)} reserved{_budget_notes(outcome, plan, plain)}",
         row("planned peak", planned_reserved, planned_allocated),
         row("measured peak", outcome.measured_reserved_bytes, outcome.measured_peak_bytes) + retries,
-        f"  {'overhead':<15}{plan.overhead:+.1%} planned; extra work "
-        + ("not measured" if overhead is None else f"{overhead:+.1%} measured"),
+        _overhead_line(outcome, plan),
         *rank_figures.lines(outcome.ranks),
     ]
 
@@ -373,3 +370,9 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "warnings": list(outcome.warnings),
         "ranks": [codec.to_plain(figures) for figures in outcome.ranks],
     }
+
+
+def _overhead_line(outcome: Outcome, plan: Plan) -> str:
+    overhead, few = outcome.measured_overhead, " in so few steps" * (outcome.steps < _TIMED_FROM)
+    measured = f"not measured{few}" if overhead is None else f"{format_percent(overhead, signed=True)} measured"
+    return f"  {'overhead':<15}{format_percent(plan.overhead, signed=True)} planned; extra work {measured}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from monetrun.core.budget import format_budget, format_bytes
+from monetrun.core.budget import format_budget, format_bytes, format_percent
 from monetrun.core.errors import InfeasibleBudget, NeverTrained, NoPlanInTime, ScriptFailed
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
@@ -188,7 +188,8 @@ class _Search:
             self.smallest_failing = batch if self.smallest_failing is None else min(self.smallest_failing, batch)
             return f"batch {batch} does not fit: {reason}"
         self.largest_fitting, self.plan = batch, plan
-        return f"batch {batch} fits: planned {format_bytes(planned_bytes(plan))}, overhead {plan.overhead:+.1%}"
+        overhead = format_percent(plan.overhead, signed=True)
+        return f"batch {batch} fits: planned {format_bytes(planned_bytes(plan))}, overhead {overhead}"
 
     def found(self) -> Found:
         """The largest batch that fits.
@@ -229,7 +230,7 @@ class _Search:
         self.samples[batch] = record
         plan = self.script.plan(batch)
         if plan.overhead > self.request.max_overhead:
-            return None, f"it needs {plan.overhead:+.1%} overhead"
+            return None, f"it needs {format_percent(plan.overhead, signed=True)} overhead"
         return plan, ""
 
     def _nothing_fits(self) -> InfeasibleBudget:

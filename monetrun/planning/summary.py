@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from monetrun.core.budget import format_bytes
+from monetrun.core.budget import format_bytes, format_overhead
 from monetrun.core.event import calls_of_graphs
 from monetrun.core.graph import Implementation
 from monetrun.core.plan import Plan, Schedule
@@ -34,7 +34,7 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
         title,
         f"  plain peak {format_bytes(plain)} | budget {format_bytes(plan.budget_bytes)} | "
         f"planned {format_bytes(planned)} ({share(planned, plain)}) | "
-        f"overhead {plan.overhead:+.1%} (bound {plan.bound:.1%}, gap {plan.gap:.1%})",
+        f"overhead {format_overhead(plan.overhead, plan.bound)}",
         *_allocated_lines(plan),
         f"  {ledger_line(plan.ledger)}",
     ]

@@ -14,6 +14,7 @@ from monetrun.core.budget import (
     Budget,
     format_budget,
     format_bytes,
+    format_percent,
     parse,
     resolve,
 )
@@ -177,3 +178,8 @@ def test_a_hint_is_rounded_up_but_not_over_the_plain_peak():
     exact = format_budget(10 * 1024 + 1, most_bytes=10 * 1024 + 5)
     assert exact == "10241B"
     assert resolve(parse(exact)) == 10241
+
+
+def test_a_percentage_that_rounds_to_nothing_has_no_minus():
+    assert [format_percent(x) for x in (0.123, -0.0004, -0.009, 1.0)] == ["12.3%", "0.0%", "-0.9%", "100.0%"]
+    assert [format_percent(x, signed=True) for x in (0.123, -0.0004, -0.009)] == ["+12.3%", "+0.0%", "-0.9%"]

@@ -189,3 +189,13 @@ def test_warnings_of_workers_whose_stderr_goes_elsewhere_are_told_at_the_end(wor
             job.finish(exit_code)
         line = "monetrun: warning: Net runs without a plan: [it] has hooks\n"
         assert capsys.readouterr().err.count(line) == seen
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"), [(2, "extra work not measured in so few steps"), (9, "extra work not measured")]
+)
+def test_a_run_too_short_for_its_extra_work_to_be_timed_says_so(steps, why, tmp_path):
+    write_report(tmp_path, 0, plan=PLAN, steps=steps)
+    outcome = replace(read_outcome(tmp_path), measured_overhead=None)
+    (line,) = [line for line in outcome_lines(outcome, 0) if line.startswith("  overhead")]
+    assert line.endswith(why)
