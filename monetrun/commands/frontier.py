@@ -91,6 +91,7 @@ def _solved(job: Job, budgets: Sequence[Budget], points: int) -> Frontier:
     def keep(plan: Plan) -> None:
         """A launch with the smallest budget that any point has shown to do begins with what does it."""
         nonlocal smallest
+        progress.found(plan.overhead, plan.bound)
         if job.store is not None and record.sharding is None and planned_bytes(plan) <= smallest:
             smallest = planned_bytes(plan)
             job.store.put("plan", smallest_key, StepSchedules(plan.graphs))

@@ -34,7 +34,7 @@ class Options:
     mip_solver: str = "scip"
     seed: int = 0
     on_progress: Callable[[float, float, float], None] | None = field(default=None, compare=False, repr=False)
-    on_search: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
+    on_search: Callable[[str], None] = field(default=lambda name: None, compare=False, repr=False)
 
 
 def parse_kinds(text: str, name: str = "--implementations ") -> tuple[str, ...] | None:

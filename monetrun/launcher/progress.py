@@ -128,8 +128,8 @@ class SolverProgress:
         self._began, self._printed_at = time.monotonic(), -math.inf
 
     def search(self, name: str) -> None:
-        """Start again for other plans of the same budget."""
-        self._begin(f"{self._whole}, {name}")
+        """Start again for other plans of the same budget: those called ``name``, or (empty) all."""
+        self._begin(f"{self._whole}, {name}" if name else self._whole)
         self._seconds_before = self._solver_seconds
 
     def _begin(self, activity: str) -> None:

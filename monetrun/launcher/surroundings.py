@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -9,6 +10,7 @@ from datetime import datetime
 
 from monetrun import __version__
 from monetrun.core.budget import format_bytes
+from monetrun.core.errors import DeviceQueryFailed
 from monetrun.machine.device import cpu_memory, driver_and_boards
 
 _SETTINGS = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -17,6 +19,9 @@ _SETTINGS = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "P
 def surroundings() -> dict[str, str]:
     """What tells a launch from another one of the same script, by name."""
     driver, boards = driver_and_boards(os.environ)
+    memory = ""
+    with contextlib.suppress(DeviceQueryFailed):
+        memory = format_bytes(cpu_memory().total_bytes)
     found = {
         "ended": datetime.now().astimezone().isoformat(" ", "seconds"),
         "monetrun": __version__,
@@ -24,7 +29,7 @@ def surroundings() -> dict[str, str]:
         "Python": platform.python_version(),
         "system": platform.platform(),
         "processors": str(len(os.sched_getaffinity(0))),
-        "memory": format_bytes(cpu_memory().total_bytes),
+        "memory": memory,
         "NVIDIA driver": driver,
         "GPUs": ", ".join(boards),
         **{name: os.environ.get(name, "") for name in _SETTINGS},

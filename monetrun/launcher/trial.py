@@ -35,7 +35,7 @@ from monetrun.launcher.ranks import Ranks
 from monetrun.launcher.report import warn
 from monetrun.launcher.trial_environment import trial_environment
 from monetrun.runtime import trial_files
-from monetrun.runtime.probe import BEGUN, NO_OPTIMIZER, UNSEEN
+from monetrun.runtime.probe import BEGUN, NO_OPTIMIZER, UNCOMPARED, UNSEEN
 from monetrun.runtime.settings import TRIAL, Settings, check_hook, why_no_hook
 
 # How often the launcher looks whether the trial has left its record.
@@ -99,7 +99,7 @@ def run_trial(
             most_seconds = math.inf if needed else _MOST_SECONDS  # without a plan there is nothing to go on with
             code = run_process(options, environment, stderr_file, settings.record_file, most_seconds)
         unseen = _unseen(settings.record_file)
-    if (text := _read(settings.record_file)) is not None:
+    if (text := _read(settings.record_file) or _read(settings.record_file + UNCOMPARED)) is not None:
         record = codec.loads(StepRecord, text)
         return Trial(record if record.graphs else None)
     if unseen.get("as_is"):

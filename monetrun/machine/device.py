@@ -114,8 +114,8 @@ def driver_and_boards(environ: Mapping[str, str]) -> tuple[str, list[str]]:
     try:
         with _nvml():
             uuids = _find_visible(environ).uuids
-            names = [board.name for uuid in uuids for board in _boards() if uuid in (board.uuid, *board.mig_uuids)]
-            return str(pynvml.nvmlSystemGetDriverVersion()), names
+            names = {uuid: board.name for board in _boards() for uuid in (board.uuid, *board.mig_uuids)}
+            return str(pynvml.nvmlSystemGetDriverVersion()), [names.get(uuid, uuid) for uuid in uuids]
     except (pynvml.NVMLError, DeviceQueryFailed):
         return "", []
 

@@ -299,14 +299,14 @@ def _exact_where_nearly_as_fast(
 ) -> Found:
     """Solve twice, the second time with exact implementations only; the others have to save ``INEXACT_MUST_SAVE``."""
     kinds = KINDS if options.implementations is None else options.implementations
+    options.on_search("")
     half = replace(options, seconds=options.seconds / 2)
     exact = replace(half, implementations=(*kinds, EXACT))
     found = solved(half)
     is_exact = _allowed(record, found.schedules, exact)
     if is_exact and found.status == "optimal":
         return found
-    if options.on_progress is not None and options.on_search is not None:
-        options.on_search("bit for bit")
+    options.on_search("bit for bit")
     other = solved(exact, [found.schedules] if is_exact else ())
     first, timeline = replay(record, found.schedules), replay(record, other.schedules)
     if timeline.peak_bytes > budget_bytes or not _allowed(record, other.schedules, exact):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import logging
 import random
 import sys
@@ -21,9 +22,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from monetrun.core.errors import DeviceQueryFailed
 from monetrun.core.plain_step import plain_step
 from monetrun.core.step import StepRecord, replay
 from monetrun.machine.device import cpu_memory
+from monetrun.runtime.sharding import is_sharded
 from monetrun.runtime.trigger import Nesting
 
 # A step that takes longer than this is not made again.
@@ -40,7 +43,6 @@ class Compared(Protocol):
 
     name: str
     nesting: Nesting
-    sharded: bool
 
     @property
     def module(self) -> Callable[[], nn.Module | None]:
@@ -68,7 +70,12 @@ class EagerComparison:
         """What makes the first call of ``call`` in its place."""
 
         def first(*args: Any, **kwargs: Any) -> Any:
-            if not call.sharded and (given := _given(call, args, kwargs)) is not None:
+            try:
+                given = _given(call, args, kwargs)
+            except Exception as error:  # noqa: BLE001 - a tensor may be of any kind
+                _log.info("what %s is given cannot be kept: %s", call.name, error, exc_info=error)
+                given = None
+            if given is not None:
                 self._given.append(given)
             return call(*args, **kwargs)
 
@@ -95,9 +102,17 @@ class EagerComparison:
 
 
 def _fits(record: StepRecord, device: torch.device) -> bool:
-    """Whether the plain step is short, and what it takes is free; a GPU raises an error where it is not."""
+    """Whether the plain step is short, and twice what it takes is free; a GPU raises an error where it is not.
+
+    Twice: results and gradients of one way are held while the other one computes, and all results have a gradient.
+    """
     plain = replay(*plain_step(record))
-    return plain.seconds <= _MOST_SECONDS and (device.type != "cpu" or plain.peak_bytes < cpu_memory().free_bytes)
+    if plain.seconds > _MOST_SECONDS:
+        return False
+    try:
+        return device.type != "cpu" or 2 * plain.peak_bytes < cpu_memory().free_bytes
+    except DeviceQueryFailed:
+        return False
 
 
 @dataclass(frozen=True)
@@ -114,6 +129,8 @@ class _Value:
     @staticmethod
     def of(tensor: torch.Tensor) -> _Value | None:
         """The value of ``tensor``; None for those that are not simply memory."""
+        if tensor.is_conj() or tensor.is_neg():
+            return None
         overlaps = any(step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or overlaps:
             return None
@@ -135,6 +152,7 @@ class _Given:
     leaves: list[Any]
     spec: TreeSpec
     autocasts: tuple[Callable[[], contextlib.AbstractContextManager[Any]], ...]
+    attention: tuple[bool, ...]  # the kernels that may compute it
 
     def values(self) -> tuple[Any, Any, list[torch.Tensor]]:
         """Arguments, keyword arguments, and those of their tensors that are differentiated."""
@@ -145,7 +163,9 @@ class _Given:
 
 
 def _given(call: Compared, args: Any, kwargs: Any) -> _Given | None:
-    """What a call is given; None if it can't be given again."""
+    """What a call is given; None if it can't be given again, or runs with hooks of FSDP2."""
+    if (module := call.module()) is None or any(map(is_sharded, module.modules())):
+        return None
     leaves, spec = tree_flatten((args, kwargs))
     known: dict[int, Any] = {}
     for leaf in leaves:
@@ -153,10 +173,17 @@ def _given(call: Compared, args: Any, kwargs: Any) -> _Given | None:
         if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) or (known[id(leaf)] is None and leaf is not None):
             return None
     devices = {"cpu", *(v.device.type for v in known.values() if isinstance(v, _Value))}
+    devices.update(p.device.type for p in module.parameters())
     autocasts = [
         partial(torch.autocast, d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in sorted(devices)
     ]
-    return _Given(call, [known[id(leaf)] for leaf in leaves], spec, tuple(autocasts))
+    return _Given(call, [known[id(leaf)] for leaf in leaves], spec, tuple(autocasts), _attention())
+
+
+def _attention() -> tuple[bool, ...]:
+    """Which kernels compute attention: the script may choose them around its forward, and they are captured so."""
+    of = torch.backends.cuda
+    return of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled(), of.cudnn_sdp_enabled()
 
 
 @dataclass(frozen=True)
@@ -170,13 +197,15 @@ class _Values:
 
 def _differences(given: _Given) -> list[str]:
     call = given.call
-    if (module := call.module()) is None or not call.captured:
+    if (module := call.module()) is None or not call.captured or given.attention != _attention():
         return []
     with call.nesting.aside():
         eager, captured = _computed(given, module, _as_it_is), _computed(given, module, _planned)
         found = _told(call.name, eager, captured)
-        if found and _told(call.name, eager, _computed(given, module, _as_it_is)):
-            return []  # eager itself gives other values in each call
+        if found:  # either may give other values in each call
+            again = [eager, *(_computed(given, module, run) for run in (_as_it_is, _as_it_is))]
+            alike = all(not _told("", one, other) for one, other in itertools.pairwise(again))
+            found = found if alike and not _told("", captured, _computed(given, module, _planned)) else []
     return found
 
 
@@ -203,7 +232,7 @@ def _computed(given: _Given, module: nn.Module, run: Callable[[Compared, nn.Modu
     inputs = [*(p for p in module.parameters() if p.requires_grad), *inputs]
     with contextlib.ExitStack() as stack:
         buffers = stack.enter_context(_restored(module))
-        stack.enter_context(_same_random_numbers())
+        stack.enter_context(_same_random_numbers({p.device for p in module.parameters() if p.is_cuda}))
         stack.enter_context(torch.enable_grad())
         with contextlib.ExitStack() as autocasts:
             for autocast in given.autocasts:
@@ -213,7 +242,8 @@ def _computed(given: _Given, module: nn.Module, run: Callable[[Compared, nn.Modu
             ]
         roots = [r for r in results if r.requires_grad and r.is_floating_point()]
         gradients: Iterable[Any] = ()
-        if roots and inputs:
+        # in parts, autograd adds up the terms of what results have in common: of those that training differentiates
+        if roots and inputs and not given.call.parts:
             grad: Any = inspect.unwrap(torch.autograd.grad)  # the script's calls of it are counted
             gradients = grad(roots, inputs, [_random_like(r) for r in roots], allow_unused=True)
         results = [r.detach() for r in results]
@@ -221,7 +251,7 @@ def _computed(given: _Given, module: nn.Module, run: Callable[[Compared, nn.Modu
 
 
 def _random_like(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0))
+    made = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0), device="cpu")
     return made.to(tensor.device, tensor.dtype)
 
 
@@ -237,15 +267,16 @@ def _restored(module: nn.Module) -> Iterator[Callable[[], list[torch.Tensor]]]:
         with torch.no_grad():
             for owner, name, buffer, value in owners:
                 owner._buffers[name] = buffer
-                buffer.copy_(value)
+                if _difference(value, buffer) > 0:
+                    buffer.copy_(value)
 
 
 @contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def _same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(states[0])
@@ -281,6 +312,11 @@ def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
         return float("inf")
     if torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all()):
         return 0.0
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
     one, other = one.double(), other.double()
-    most = one.abs().max().item()
-    return (one - other).abs().max().item() / most if most else float("inf")
+    finite = one.isfinite() & other.isfinite()
+    if not bool(((one == other) | finite | (one.isnan() & other.isnan())).all()):
+        return float("inf")
+    most, least = one[finite].abs().max().item(), torch.finfo(torch.double).tiny
+    return max(least, (one - other)[finite].abs().max().item() / most) if most else float("inf")

@@ -47,6 +47,7 @@ class Enforcement:
         self._pools: dict[str, Pool] = {}  # of graphs that the plan does not have, by their fingerprint
         self._pool: Pool | None = None  # that is held
         self._libraries = False
+        self._captures = 0  # of graphs, that go on
         self._held_bytes = self._retries = 0  # reserved when the pool was held last, and allocations retried by then
         self._lifted = True  # until a captured graph begins its forward
         self._suspended = self._paused = False  # the present step is not bounded, or not now
@@ -68,8 +69,7 @@ class Enforcement:
     def budget_is(self, budget_bytes: int) -> None:
         """The plan that runs has another budget."""
         self._budget_bytes = budget_bytes
-        if self.holds:
-            set_limit(self.device, self._limit_bytes())
+        self._limit()
 
     def graph_has(self, fingerprint: str, pool: Pool) -> None:
         """Steps of a graph that the plan does not have need this one."""
@@ -105,8 +105,7 @@ class Enforcement:
             return False
         self._look_back()
         self._paused = False
-        if self.holds:
-            set_limit(self.device, self._limit_bytes())
+        self._limit()
         return True
 
     def call_begins(self) -> None:
@@ -142,7 +141,7 @@ class Enforcement:
         if not self._lifted:
             return
         self._lifted = False
-        set_limit(self.device, self._limit_bytes())
+        self._limit()
 
     def suspend(self) -> None:
         """The present step is not held to the budget, nor is a later one: a share of what is not known."""
@@ -199,8 +198,8 @@ class Enforcement:
 
         ``bounded``: within the budget. Else a share of the plain peak is none: what it is a share of is measured.
         """
-        if self._of_plain and not bounded:
-            set_limit(self.device, None)
+        if self._captures or (self._of_plain and not bounded):
+            set_limit(self.device, self._limit_bytes() if bounded and self.holds else None)
         try:
             yield
         finally:
@@ -209,8 +208,12 @@ class Enforcement:
     def hold_pool(self) -> None:
         """On CUDA the pool is reserved, no more and no less; a step that is held to the budget stays so."""
         self._hold()
+        self._limit()
+
+    def _limit(self) -> None:
+        """Hold the present step to the budget, if it is held to it; not while a graph is captured."""
         if self.holds:
-            set_limit(self.device, self._limit_bytes())
+            set_limit(self.device, None if self._captures else self._limit_bytes())
 
     def _hold(self) -> None:
         if self._pool is not None and self.device.type == "cuda":
@@ -222,10 +225,16 @@ class Enforcement:
 
 @contextlib.contextmanager
 def unbounded(enforcement: Enforcement) -> Iterator[None]:
-    """A context within a step in which nothing is bounded, and of which nothing stays."""
-    set_limit(enforcement.device, None)
+    """A context in which a graph is captured: what that takes for a moment is not bounded.
+
+    What is measured meanwhile is (see ``Enforcement.measuring``). On CUDA no more than the budget stays reserved.
+    """
+    enforcement._captures += 1
+    enforcement._limit()
     try:
         yield
     finally:
-        if enforcement.holds:
-            set_limit(enforcement.device, enforcement._limit_bytes())
+        enforcement._captures -= 1
+        if enforcement.holds and enforcement.meter.peaks().reserved_now_bytes > enforcement._budget_bytes:
+            enforcement._hold()
+        enforcement._limit()

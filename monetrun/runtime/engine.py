@@ -28,7 +28,7 @@ from monetrun.ops import kernels
 from monetrun.planning import kept_parameters, planner
 from monetrun.planning.known import known_schedules
 from monetrun.planning.summary import summary_lines
-from monetrun.runtime import agreement, collective_times, second_step
+from monetrun.runtime import agreement, collective_times, probe, second_step
 from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.autocast import BackwardAutocast
 from monetrun.runtime.backend import Backend, PlannedCallMeters
@@ -289,8 +289,11 @@ def _compared(engine: Engine, record: StepRecord) -> StepRecord:
     if engine.settings.cost_model != roofline.MEASURED or engine.autocast.state:
         return record
     recorder, engine.recorder = engine.recorder, second_step.looking_at_nothing(engine.recorder, record)
-    found = engine.comparison.differences(record, engine.device)
-    engine.recorder = recorder
+    try:
+        with probe.comparing(record, engine.settings.record_file):
+            found = engine.comparison.differences(record, engine.device)
+    finally:
+        engine.recorder = recorder
     return dataclasses.replace(record, unlike_eager=found)
 
 
@@ -311,6 +314,7 @@ def _recorded(engine: Engine, recorder: Recorder | SecondStep) -> StepRecord:
 
 def _recorder(engine: Engine) -> Recorder:
     settings = engine.settings
+    engine.comparison.forget()  # of calls before those that are recorded
     model = roofline.parse(settings.cost_model)
     plain = AllocatorSettings() if settings.own_allocator else None
     return Recorder(engine.meter, engine.device, engine.known, model, plain, _budget(settings))

@@ -7,6 +7,8 @@ import inspect
 import json
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,11 +26,16 @@ from monetrun.runtime.settings import PROBED, Settings
 # What is added to the path of a record that a trial run could not make, for the file that says why.
 UNSEEN = ".unseen"
 
+# The same, for the record while its models are compared with eager: what ends the process then costs no plan.
+UNCOMPARED = ".uncompared"
+
 # The same, for an empty file that says that a model has been called in training.
 BEGUN = ".begun"
 
 # The same, for the folder of the values that a check's run keeps of its first step.
 VALUES = ".values"
+
+_COMPARING_SECONDS = 60.0
 
 NO_OPTIMIZER = "it computes gradients without an optimizer of torch.optim"
 MOST_ROUNDS = 256
@@ -105,6 +112,21 @@ def write(record: StepRecord | PlainPeaks | CheckedRun, path: str) -> None:
     part = Path(f"{path}.{os.getpid()}")
     part.write_text(codec.dumps(record))
     part.replace(path)
+
+
+@contextlib.contextmanager
+def comparing(record: StepRecord, path: str) -> Iterator[None]:
+    """The record is known, and what runs in this context may end the process, or never end: then it counts as it is."""
+    kept = Path(path + UNCOMPARED)
+    kept.write_text(codec.dumps(record))
+    timer = threading.Timer(_COMPARING_SECONDS, leave, (record, path))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        kept.unlink(missing_ok=True)
 
 
 def begin(path: str) -> None:

@@ -73,7 +73,8 @@ def followed(recorder: Recorder | SecondStep, record: StepRecord, path: str, las
     if not isinstance(recorder, SecondStep) and recorder.memory is not None and recorder.meter.exact:
         recorder.memory.resume()
         return TrialsSecondStep(recorder, record, path, last_look)
-    record = last_look(record)
+    if not isinstance(recorder, SecondStep) or recorder._recorder.memory is not None:  # else it was looked at before
+        record = last_look(record)
     if isinstance(recorder, SecondStep) or not recorder.meter.exact or not outputs_are_held(record):
         probe.leave(record, path)
     return TrialsSecondStep(recorder, record, path)

@@ -44,6 +44,7 @@ class StepMeter:
         self._recent = (0, 0)  # peak_bytes and reserved_bytes since ``recent_peaks``
         self._before = 0, 0, self._recent  # the three when the present step began
         self._within_step = self._has_called = False  # a graph has, in it
+        self._interruptions = 0  # of it, that have not ended
         self._turns, self._ended = OptimizerTurns(), 0  # training steps since ``measure_a_settled_step``
         self._measures_detail = False
         self._counted = 1  # how many of them ``steps`` counts
@@ -89,7 +90,7 @@ class StepMeter:
         """A planned model is called in training."""
         if self._within_step:
             return
-        self._within_step, self._has_called = True, False
+        self._within_step, self._has_called, self._interruptions = True, False, 0
         self._before = self.peak_bytes, self.reserved_bytes, self._recent
         retries = self.meter.peaks().retries
         settled = self._ended >= SETTLING_STEPS
@@ -154,14 +155,21 @@ class StepMeter:
         self._retries_before = self._retries_ended = self.meter.peaks().retries
 
     def interrupt(self) -> None:
-        """Operators are about to be measured within the step: keep its peak so far. Another step is for the detail."""
-        self._retries_within = self._look().retries
+        """Operators are about to be measured within the step: keep its peak so far. Another step is for the detail.
+
+        Within what interrupts the step already this does nothing.
+        """
+        if not self._interruptions:
+            self._retries_within = self._look().retries
+        self._interruptions += 1
         self._detail = None
 
     def resume(self) -> None:
         """They have been: their peak, and what was retried for them, is not the step's."""
-        self._retries_before += self.meter.peaks().retries - self._retries_within
-        self.meter.reset_peak()
+        self._interruptions = max(0, self._interruptions - 1)
+        if not self._interruptions:
+            self._retries_before += self.meter.peaks().retries - self._retries_within
+            self.meter.reset_peak()
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -169,10 +177,9 @@ class StepMeter:
 
         Nor is what has led to it, where no graph has run in this step yet.
         """
-        if self._has_called:
-            self.interrupt()
-        else:
-            self._retries_within = self.meter.peaks().retries
+        if not self._has_called and not self._interruptions:
+            self.meter.reset_peak()
+        self.interrupt()
         try:
             yield
         finally:

@@ -506,7 +506,8 @@ def test_two_machines_train_as_under_torchrun_also_where_one_comes_late_and_is_l
         on_two_machines(tmp_path, machines, "plain", "torch.distributed.run")
         planned = on_two_machines(tmp_path, machines, "planned", *words)
         shutil.rmtree(tmp_path / "cache0")  # the machine that comes late has a cache, the other has none
-        again = ["sh", "-c", 'sleep 20; "$@"; [ $? -eq 137 ] && "$@"', "sh"]  # a new agent, once the first is killed
+        # a new agent, once the first is killed; what says so goes first, where all is tried once more
+        again = ["sh", "-c", f'rm -f {tmp_path}/lost.lost; sleep 20; "$@"; c=$?; [ $c -eq 137 ] || exit $c; "$@"', "sh"]
         machines = [machines[0], [*machines[1], *again]]
         lost = on_two_machines(tmp_path, machines, "lost", *words, "--max-restarts=2", given=["--lost=3"])
         assert (tmp_path / "lost.lost").exists()

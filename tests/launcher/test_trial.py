@@ -24,9 +24,10 @@ from monetrun.core.plain import PlainPeaks
 from monetrun.launcher import trial
 from monetrun.launcher.parser import launch_parser
 from monetrun.launcher.ranks import Ranks
-from monetrun.runtime.probe import UNSEEN
+from monetrun.runtime.probe import UNCOMPARED, UNSEEN
 from monetrun.runtime.settings import MEASURE, PROBE, Settings
 from support.launcher import MONETRUN, run
+from support.step_records import chain_record
 
 pytestmark = pytest.mark.usefixtures("plain_surroundings")
 
@@ -127,6 +128,19 @@ def test_what_took_too_long_as_the_plain_step_is_not_tried_again(script, tmp_pat
     with pytest.raises(NeverTrained):  # ``monetrun plan`` waits
         trial.run_trial(options, *place)
     assert (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_a_record_is_there_where_the_trial_ends_as_its_models_are_compared_with_eager(script, tmp_path, unseen):
+    record = chain_record(8)
+    (tmp_path / "made.json").write_text(codec.dumps(record))
+    text = f"import os, shutil\nshutil.copy('made.json', 'record.json{UNCOMPARED}')\n"
+    if unseen:  # it has opened a file a second time, say
+        text += f"open('record.json{UNSEEN}', 'w').write('{{}}')\n"
+    path = script(f"{text}os._exit(9)\n")
+    options = launch_parser().parse_launch([path])[0]
+    settings = Settings(mode=PROBE, record_file=str(tmp_path / "record.json"))
+    assert trial.run_trial(options, Ranks("cpu", 1, 1), settings, tmp_path, Console(quiet=True)).record == record
 
 
 def test_a_trial_works_where_processes_that_it_has_started_did():

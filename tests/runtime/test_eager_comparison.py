@@ -1,12 +1,15 @@
 """A trial compares its models with eager at its end: results, gradients and buffers, bit for bit."""
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from monetrun.core import codec
+from monetrun.core.step import StepRecord
 from monetrun.runtime import eager_comparison, probe
 from monetrun.runtime.eager_comparison import EagerComparison
 from monetrun.runtime.session import Session
@@ -97,7 +100,7 @@ SHORT = chain_record(0, widths=(40,))
 class Call:
     """Stands for a planned call: what is captured of ``module`` computes as ``captured``."""
 
-    name, sharded, captured, parts = "Net", False, 1, ()
+    name, captured, parts = "Net", 1, ()
 
     def __init__(self, module, captured=None):
         self.module, self.nesting, self._captured = lambda: module, Nesting(), captured or module
@@ -161,7 +164,30 @@ def test_a_model_that_is_another_in_each_call_is_not_told_of():
     assert differences(Call(Counting(4, 4)), torch.randn(2, 4)) == ()
 
 
-@pytest.mark.parametrize("given", [torch.randn(1, 4).expand(2, 4), object(), torch.eye(4).to_sparse()])
+def test_what_is_captured_may_be_another_in_each_call_too():
+    module, calls = nn.Linear(4, 4), iter(range(1, 9))
+    assert differences(Call(module, lambda x: next(calls) * module(x)), torch.randn(2, 4)) == ()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        ([1.0, 2.0], [1.0, float("nan")], float("inf")),
+        ([float("-inf"), 2.0], [float("-inf"), 1.0], 0.5),
+        ([float("nan"), 2.0], [float("nan"), 2.0], 0.0),
+        ([float("inf"), 2.0], [float("-inf"), 2.0], float("inf")),
+        ([2j], [1j], 0.5),
+        ([], [], 0.0),
+    ],
+)
+def test_values_that_are_no_numbers_hide_no_difference(one, other, found):
+    assert eager_comparison._difference(torch.tensor(one), torch.tensor(other)) == found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [torch.randn(1, 4).expand(2, 4), object(), torch.eye(4).to_sparse(), torch.randn(2, dtype=torch.cfloat).conj()],
+)
 def test_what_cannot_be_given_again_is_not_compared(given):
     class Ignoring(nn.Linear):
         def forward(self, x, other):
@@ -171,6 +197,20 @@ def test_what_cannot_be_given_again_is_not_compared(given):
     call = Call(module, lambda x, other: 2 * module(x, other))
     assert differences(call, torch.randn(2, 4), None) != ()
     assert differences(call, torch.randn(2, 4), given) == ()
+
+
+def test_a_comparison_that_ends_the_process_costs_no_record(monkeypatch, tmp_path):
+    path = str(tmp_path / "record.json")
+    with probe.comparing(SHORT, path):
+        kept = codec.loads(StepRecord, (tmp_path / "record.json.uncompared").read_text())
+    assert kept == SHORT
+    assert list(tmp_path.iterdir()) == []
+    left = []
+    monkeypatch.setattr(probe, "leave", lambda *given: left.append(given))
+    monkeypatch.setattr(probe, "_COMPARING_SECONDS", 0.05)
+    with probe.comparing(SHORT, path):
+        time.sleep(0.5)
+    assert left == [(SHORT, path)]
 
 
 def test_a_forward_that_cannot_run_again_ends_nothing():

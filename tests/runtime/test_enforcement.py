@@ -1,5 +1,7 @@
 """The limit that is set while a step is held to the budget."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -169,3 +171,24 @@ def test_what_a_step_that_is_not_bounded_leaves_reserved_is_left_to_it(monkeypat
     reserved[0] = 1400  # an evaluation
     of.call_begins()
     assert len(held) == 1
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_capture_within_a_step_is_not_bounded_and_operators_that_are_measured_in_it_are(began, monkeypatch):
+    limits = []
+    monkeypatch.setattr(enforcement, "set_limit", lambda device, nbytes: limits.append(nbytes))
+    of = enforcement.Enforcement(torch.device("cpu"), NoMeter(), print)
+    of.plan_is(1000, None, libraries=False)
+    if began:
+        of.enforce()
+    with contextlib.suppress(ValueError), enforcement.unbounded(of):
+        assert limits[-1:] in ([], [None])
+        of.enforce()
+        assert limits[-1] is None
+        with of.measuring(bounded=True):
+            assert limits[-1] == 1000
+        with enforcement.unbounded(of):
+            pass
+        assert limits[-1] is None
+        raise ValueError("it cannot be captured")
+    assert limits[-1] == 1000

@@ -133,6 +133,21 @@ def test_what_a_capture_takes_for_a_moment_is_not_the_steps():
     assert (steps.peak_bytes, steps.retries) == (140, 0)
 
 
+def test_operators_that_are_measured_within_a_capture_interrupt_the_step_once():
+    meter, steps = metered(1)
+    steps.forward_begins()
+    meter.allocate(0, 900)
+    with steps.capturing():
+        meter.allocate(0, 800)
+        steps.interrupt()
+        meter.retries += 2
+        steps.resume()
+        meter.retries += 1
+    meter.allocate(0, 50)
+    steps.optimizer_ended("SGD", 0)
+    assert (steps.peak_bytes, steps.retries) == (50, 0)
+
+
 def test_what_another_optimizer_steps_with_alone_is_no_training_steps():
     """Of a model that the script trains without a forward, say: its gradients are made up."""
     meter, steps = metered(1)
