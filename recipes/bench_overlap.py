@@ -94,29 +94,27 @@ class Trainer:
         transfers.clear()
         begun = time.monotonic()
         self.optimizer.zero_grad()
-        loss = self.loss(self.parallel)
-        backward = time.monotonic()
-        loss.backward()
+        backward = self.gradients()
         ended = time.monotonic()
         self.optimizer.step()
         starts = tuple(t.posted - backward for t in transfers)
         return Timing(time.monotonic() - begun, ended - backward, starts, ended - backward - max(starts, default=0.0))
 
+    def gradients(self) -> float:
+        """Compute and reduce them; gives when the backward began."""
+        loss = self.loss(self.parallel)
+        backward = time.monotonic()
+        loss.backward()
+        return backward
+
 
 class ReducedAfter(Trainer):
     """As plain, but the buckets are reduced when the backward has ended."""
 
-    def step(self) -> Timing:
-        """Train once."""
-        transfers = timed_group.default().transfers
-        dist.barrier()
-        transfers.clear()
-        begun = time.monotonic()
-        self.optimizer.zero_grad()
+    def gradients(self) -> float:
+        """Compute them, then reduce them; gives when the backward began."""
         with self.parallel.no_sync():
-            loss = self.loss(self.parallel)
-            backward = time.monotonic()
-            loss.backward()
+            backward = super().gradients()
         gradients = [p.grad for p in reversed(list(self.model.parameters())) if p.grad is not None]
         most = int(BUCKET_MB[self.case] * (1 << 20))
         works = []
@@ -128,10 +126,7 @@ class ReducedAfter(Trainer):
             flat /= RANKS
             for gradient, reduced in zip(bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True):
                 gradient.copy_(reduced)
-        ended = time.monotonic()
-        self.optimizer.step()
-        starts = tuple(t.posted - backward for t in transfers)
-        return Timing(time.monotonic() - begun, ended - backward, starts, ended - backward - max(starts, default=0.0))
+        return backward
 
 
 def paired(plain: Trainer, planned: Trainer, pairs: int) -> list[tuple[Timing, Timing]]:

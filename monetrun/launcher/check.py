@@ -13,7 +13,7 @@ from monetrun.core.errors import BudgetExceeded, MonetrunError, NeverTrained, Pl
 from monetrun.core.plan import Plan
 from monetrun.core.step import StepRecord
 from monetrun.launcher.allocator import allocator_variables
-from monetrun.launcher.differences import Values, difference, read_values, same_bits
+from monetrun.launcher.differences import Values, difference, read_values
 from monetrun.launcher.job import Job, not_here
 from monetrun.launcher.plan_file import check_options, read_plan
 from monetrun.launcher.progress import status
@@ -29,6 +29,7 @@ from monetrun.planning.check import (
 )
 from monetrun.runtime.probe import UNSEEN, VALUES
 from monetrun.runtime.settings import CHECK, CHECK_FLOAT64, CHECK_PLAIN
+from monetrun.runtime.tensor_distance import same_bits
 
 
 def check(job: Job, *, float64: bool) -> CheckReport:

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import itertools
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +28,9 @@ from monetrun.core.plain_step import plain_step
 from monetrun.core.step import StepRecord, replay
 from monetrun.machine.device import cpu_memory
 from monetrun.runtime.sharding import is_sharded
+from monetrun.runtime.tensor_distance import distance
 from monetrun.runtime.trigger import Nesting
+from monetrun.runtime.unguarded import attention_kernels
 
 # A step that takes longer than this is not made again.
 _MOST_SECONDS = 10.0
@@ -152,7 +155,7 @@ class _Given:
     leaves: list[Any]
     spec: TreeSpec
     autocasts: tuple[Callable[[], contextlib.AbstractContextManager[Any]], ...]
-    attention: tuple[bool, ...]  # the kernels that may compute it
+    attention: tuple[bool, ...]  # the kernels that may compute it: the script may choose them around its forward
 
     def values(self) -> tuple[Any, Any, list[torch.Tensor]]:
         """Arguments, keyword arguments, and those of their tensors that are differentiated."""
@@ -177,13 +180,7 @@ def _given(call: Compared, args: Any, kwargs: Any) -> _Given | None:
     autocasts = [
         partial(torch.autocast, d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in sorted(devices)
     ]
-    return _Given(call, [known[id(leaf)] for leaf in leaves], spec, tuple(autocasts), _attention())
-
-
-def _attention() -> tuple[bool, ...]:
-    """Which kernels compute attention: the script may choose them around its forward, and they are captured so."""
-    of = torch.backends.cuda
-    return of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled(), of.cudnn_sdp_enabled()
+    return _Given(call, [known[id(leaf)] for leaf in leaves], spec, tuple(autocasts), attention_kernels())
 
 
 @dataclass(frozen=True)
@@ -197,7 +194,7 @@ class _Values:
 
 def _differences(given: _Given) -> list[str]:
     call = given.call
-    if (module := call.module()) is None or not call.captured or given.attention != _attention():
+    if (module := call.module()) is None or not call.captured or given.attention != attention_kernels():
         return []
     with call.nesting.aside():
         eager, captured = _computed(given, module, _as_it_is), _computed(given, module, _planned)
@@ -307,16 +304,9 @@ def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     """The largest difference of two tensors, as a part of the largest value; 0 if none, infinite for other shapes."""
     if one is None or other is None:
         given = other if one is None else one
-        return 0.0 if given is None or not bool(given.count_nonzero()) else float("inf")
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return float("inf")
-    if torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all()):
+        return 0.0 if given is None or not bool(given.count_nonzero()) else math.inf
+    largest = distance(one, other)[0] if one.dtype == other.dtype else math.inf
+    if not largest:
         return 0.0
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    one, other = one.double(), other.double()
-    finite = one.isfinite() & other.isfinite()
-    if not bool(((one == other) | finite | (one.isnan() & other.isnan())).all()):
-        return float("inf")
-    most, least = one[finite].abs().max().item(), torch.finfo(torch.double).tiny
-    return max(least, (one - other)[finite].abs().max().item() / most) if most else float("inf")
+    most = distance(torch.where(one.isfinite(), one, 0), None)[0]
+    return max(largest / most, sys.float_info.min) if most else math.inf

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ import torch
 
 from monetrun.capture import fake_tensors, roofline
 from monetrun.core import codec
+from monetrun.core.overdue import if_longer_than
 from monetrun.core.patched import patched
 from monetrun.core.plain import PlainPeaks
 from monetrun.core.step import StepRecord
@@ -119,13 +119,10 @@ def comparing(record: StepRecord, path: str) -> Iterator[None]:
     """The record is known, and what runs in this context may end the process, or never end: then it counts as it is."""
     kept = Path(path + UNCOMPARED)
     kept.write_text(codec.dumps(record))
-    timer = threading.Timer(_COMPARING_SECONDS, leave, (record, path))
-    timer.daemon = True
-    timer.start()
     try:
-        yield
+        with if_longer_than(_COMPARING_SECONDS, leave, record, path):
+            yield
     finally:
-        timer.cancel()
         kept.unlink(missing_ok=True)
 
 

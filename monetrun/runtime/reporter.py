@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from monetrun.core.errors import CaptureFailed, worded
+from monetrun.core.overdue import if_longer_than
 from monetrun.core.plan import Plan
 from monetrun.runtime.settings import TRIALS, Settings
 
@@ -62,13 +62,10 @@ class Reporter:
     def if_slow(self, what: str) -> Iterator[None]:
         """Tell what is going on in this context once that takes 2 s, and at its end how long it took."""
         started = time.monotonic()
-        timer = threading.Timer(_SLOW_SECONDS, self.tell, (f"{what} ...",))
-        timer.daemon = True
-        timer.start()
         try:
-            yield
+            with if_longer_than(_SLOW_SECONDS, self.tell, f"{what} ..."):
+                yield
         finally:
-            timer.cancel()
             if (seconds := time.monotonic() - started) >= _SLOW_SECONDS:
                 self.tell(f"{what}: {seconds:.1f} s")
 

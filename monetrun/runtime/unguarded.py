@@ -40,7 +40,12 @@ class Unguarded:
         return before != self.now
 
     def _read(self) -> tuple[Any, ...]:
-        return tuple([get(name) for get, name in self._places] + [allowed() for allowed in _ALLOWED])
+        return (*[get(name) for get, name in self._places], *attention_kernels())
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels ``scaled_dot_product_attention`` may use now."""
+    return tuple([allowed() for allowed in _ALLOWED])
 
 
 def _names(base: type) -> list[str]:

@@ -16,7 +16,7 @@ from monetrun.commands import main as cli
 from monetrun.core.errors import UsageError
 from monetrun.core.plan import Schedule, Step, plain_schedule
 from monetrun.launcher.check import check_beginnings
-from monetrun.launcher.differences import difference, same_bits
+from monetrun.launcher.differences import difference
 from monetrun.planning.check import (
     BUFFER,
     FACTOR,
@@ -31,6 +31,7 @@ from monetrun.planning.check import (
     operator_times,
 )
 from monetrun.runtime.float64 import SameRandomNumbers
+from monetrun.runtime.tensor_distance import same_bits
 from support.paths import ROOT, python_path
 from support.step_records import chain_record
 
