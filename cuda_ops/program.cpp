@@ -209,11 +209,6 @@ TORCH_LIBRARY_FRAGMENT(monetrun, m) {
       .def("read", &Values::read)
       .def("write", &Values::write)
       .def("free", &Values::free);
-  m.class_<DevicePeaks>("DevicePeaks")
-      .def(torch::init<>())
-      .def("read", &DevicePeaks::read)
-      .def("reset", &DevicePeaks::reset)
-      .def("take", &DevicePeaks::take);
   m.class_<Program>("Program")
       .def(torch::init<>())
       .def("add", &Program::add)

@@ -63,7 +63,7 @@ class Again:
         generators: states before the call, by device; empty where it draws no random numbers.
         traced: what its backward was traced for.
         apart: called when a second backward runs (see ``second_backward``); gives whether its numbers count.
-        versions: of the inputs, before the call.
+        versions: of the tensors among the inputs, before the call.
         watched: what is called with the gradients of outputs, as ``register_hook`` has it: by the output's index.
         of_views: gradients of outputs that autograd does not give the node itself.
         freed: the node's outputs whose backward has run, and its graph was not kept.
@@ -93,16 +93,16 @@ class Again:
     @property
     def weights_changed(self) -> bool:
         """Whether the script has written to an input with a gradient since the call."""
-        given = zip(self.inputs, self.versions, strict=True)
-        tensors = ((v(), version) for v, version in given if isinstance(v, weakref.ref))
+        references = [value for value in self.inputs if isinstance(value, weakref.ref)]
+        tensors = ((value(), version) for value, version in zip(references, self.versions, strict=True))
         return any(t is not None and t.requires_grad and version_of(t) != version for t, version in tensors)
 
     def unchanged(self) -> list[Any]:
         """The inputs as they were in the call; ``ABSENT`` for those that the script has dropped or written to since."""
-        given = self.given(ABSENT)
+        versions = iter(self.versions)
         return [
-            ABSENT if isinstance(v, weakref.ref) and version_of(v()) != version else value
-            for v, value, version in zip(self.inputs, given, self.versions, strict=True)
+            ABSENT if isinstance(v, weakref.ref) and version_of(v()) != next(versions) else value
+            for v, value in zip(self.inputs, self.given(ABSENT), strict=True)
         ]
 
     def given(self, absent: Any = None) -> list[Any]:

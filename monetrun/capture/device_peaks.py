@@ -7,6 +7,7 @@ Torch has one peak for all who ask. Each of the two sees here the most since its
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,7 @@ _TORCHS: dict[str, Callable[[int], Any]] = {
     name: getattr(torch._C, name) for names in _NAMES for name in names if hasattr(torch._C, name)
 }
 
-# the counters and pools whose peaks DevicePeaks in cuda_ops/device_peaks.hpp keeps, in its order
+# the counters and pools whose peaks cuda_ops/device_peaks.hpp keeps, in its order
 _OF_EACH = ("allocation", "segment", "active", "inactive_split")
 _OF_BYTES = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes")
 _PLACES = [(counter, pool) for counter in (*_OF_EACH, *_OF_BYTES) for pool in ("all", "small_pool", "large_pool")]
@@ -97,7 +98,7 @@ def bytes_now(index: int) -> Bytes:
         allocated, reserved = (stats[name]["all"] for name in ("allocated_bytes", "reserved_bytes"))
         numbers = (allocated["current"], allocated[_PEAK], reserved["current"], reserved[_PEAK])
         return Bytes(*numbers, stats["num_alloc_retries"])
-    found, before = Bytes(*native.read(index)), _before.get((OURS, index))
+    found, before = native.read(index), _before.get((OURS, index))
     if not before:
         return found
     allocated, reserved = (before.get((name, "all"), 0) for name in ("allocated_bytes", "reserved_bytes"))
@@ -117,14 +118,39 @@ def uncounted(index: int) -> Iterator[None]:
     _TORCHS[_RESET](index)
 
 
-def _native() -> Any:
-    """``DevicePeaks``; None where nothing has loaded its library."""
+class _Native:
+    """The functions of ``cuda_ops/device_peaks.hpp``."""
+
+    def __init__(self) -> None:
+        library = program.library()
+        self._read, self._reset = library.monetrun_device_read, library.monetrun_device_reset
+        self._take = library.monetrun_device_take
+        self._read.argtypes = self._take.argtypes = ctypes.c_int64, ctypes.c_void_p
+        self._reset.argtypes = (ctypes.c_int64,)
+
+    def read(self, index: int) -> Bytes:
+        numbers = (ctypes.c_int64 * len(Bytes._fields))()
+        if not self._read(index, numbers):
+            raise RuntimeError(f"torch knows nothing of what is allocated on cuda:{index}; use it first")
+        return Bytes(*numbers)
+
+    def reset(self, index: int) -> None:
+        if not self._reset(index):
+            raise RuntimeError(f"torch cannot reset the peaks of cuda:{index}; use it first")
+
+    def take(self, index: int) -> list[int]:
+        peaks = (ctypes.c_int64 * len(_PLACES))()
+        return peaks[: self._take(index, peaks)]
+
+
+def _native() -> _Native | None:
+    """None where nothing has loaded the library."""
     return _made_native() if program.is_loaded() else None
 
 
 @functools.cache
-def _made_native() -> Any:
-    return torch.classes.monetrun.DevicePeaks()
+def _made_native() -> _Native:
+    return _Native()
 
 
 def _take_from_native(index: int) -> None:

@@ -23,12 +23,10 @@ from monetrun.capture.gradient_terms import Edge, edge_of
 from monetrun.capture.marks import AGAIN
 from monetrun.capture.output_gradients import autograd_node
 from monetrun.capture.second_backward import repeat_backwards
-from monetrun.capture.storages import version_of
 from monetrun.core.errors import CaptureFailed
 from monetrun.ops.random import uncounted_state
 
 _HOOKED = "monetrun hook"
-_is_inference = torch.Tensor.is_inference
 
 
 def repeatable(
@@ -43,8 +41,9 @@ def repeatable(
         apart: called when a call is differentiated further, for outputs of which no backward has run: with whether one
             has run for others, and not only through the call. Gives whether the gradients count.
     """
-    tensors = [k for k, v in enumerate(_examples(module)) if isinstance(v, torch.Tensor)]
-    types = {"cpu", *(v.device.type for v in _examples(module) if isinstance(v, torch.Tensor))}
+    examples = _examples(module)
+    tensors = [k for k, v in enumerate(examples) if isinstance(v, torch.Tensor)]
+    types = {"cpu", *(examples[k].device.type for k in tensors)}
     autocast = tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types))
 
     def call(*arguments: Any) -> Any:
@@ -52,16 +51,15 @@ def repeatable(
             return compiled(*arguments)
         boxed = len(arguments) == 1 and isinstance(arguments[0], list)
         given: Any = arguments[0] if boxed else arguments
-        # there are hundreds: no code of Python's runs for each
-        if any(map(_is_inference, [given[k] for k in tensors])):
+        try:  # there are hundreds: no further code of Python's runs for each
+            versions = [given[k]._version for k in tensors]
+        except RuntimeError:  # one is made in inference mode
             if boxed:
                 given[:] = map(_for_autograd, given)  # the caller's list, which is emptied
             else:
                 arguments = given = tuple(map(_for_autograd, given))
-        inputs = list(given)
-        for k, ref in zip(tensors, map(weakref.ref, [given[k] for k in tensors]), strict=True):
-            inputs[k] = ref
-        versions = tuple(map(version_of, given))
+            versions = [given[k]._version for k in tensors]
+        inputs = _weakly(given, tensors)
         generators = tuple((device, uncounted_state(device)) for device in traced.draws_on)
         results = compiled(*arguments)
         node = next((n for r in results if isinstance(r, torch.Tensor) and (n := autograd_node(r))), None)
@@ -74,7 +72,7 @@ def repeatable(
             )
             sums = tuple(edge for i in traced.sums if (edge := edge_of(given[i])) is not None)
             node.metadata[AGAIN] = Again(
-                module, tuple(inputs), places, viewed, sums, autocast, generators, traced, apart, versions
+                module, inputs, places, viewed, sums, autocast, generators, traced, apart, tuple(versions)
             )
         return results
 
@@ -85,6 +83,16 @@ def _place_of_base(result: Any, node: Any) -> int:
     """Which output of ``node`` a result is a view of; -1: of none."""
     base = result._base if isinstance(result, torch.Tensor) else None
     return -1 if base is None or base.grad_fn is not node else int(base.output_nr)
+
+
+def _weakly(given: Sequence[Any], tensors: Sequence[int]) -> tuple[Any, ...]:
+    """What is ``given``, with weak references in place of the tensors, which are at these places, ascending."""
+    if len(tensors) == len(given):
+        return tuple(map(weakref.ref, given))
+    found = list(given)
+    for k in tensors:
+        found[k] = weakref.ref(given[k])
+    return tuple(found)
 
 
 def _for_autograd(value: Any) -> Any:

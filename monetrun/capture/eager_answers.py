@@ -52,6 +52,11 @@ def eager_answers(as_eager: bool = True, whole: bool = False) -> Iterator[None]:
         _state.tracing, _state.as_eager, _state.whole = before
 
 
+def is_tracing() -> bool:
+    """Whether this thread is within ``eager_answers``: what Dynamo compiles is a planned model."""
+    return _state.tracing
+
+
 def was_asked() -> bool:
     """Whether code outside torch was answered as in eager, in this thread's latest ``eager_answers``."""
     return _state.asked

@@ -9,6 +9,7 @@ drawing random numbers again, is called from Python between two runs of calls.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import operator
@@ -78,6 +79,12 @@ def unavailable_reason() -> str:
 def is_loaded() -> bool:
     """Whether this process has the library; loads none."""
     return bool(unavailable_reason.cache_info().currsize) and not unavailable_reason()
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The library, where it is loaded, for what is called in each step: by its C functions, which take little time."""
+    return ctypes.CDLL(str(_build()))
 
 
 def runs_on_cuda(module: fx.GraphModule) -> bool:

@@ -24,11 +24,10 @@ def set_limit(device: torch.device, nbytes: int | None) -> None:
     """
     if device.type == "cuda":
         index = _index(device)
-        total = torch.cuda.get_device_properties(index).total_memory
         if index not in _scripted:
             _scripted[index] = torch.cuda.memory.get_per_process_memory_fraction(index)
         # torch multiplies again and drops what is behind the comma
-        _allowed[index] = 1.0 if nbytes is None else min(1.0, (nbytes + 0.5) / total)
+        _allowed[index] = 1.0 if nbytes is None else min(1.0, (nbytes + 0.5) / _total_bytes(index))
         torch.cuda.memory.set_per_process_memory_fraction(min(_allowed[index], _scripted[index]), index)
     elif device.type == "cpu" and cpu_allocator.install():
         cpu_allocator.set_limit(nbytes)
@@ -46,6 +45,12 @@ def keep_the_scripts(undo: contextlib.ExitStack) -> None:
         original(min(_allowed.get(index, 1.0), _scripted[index]), index)
 
     undo.enter_context(patched(torch.cuda, "set_per_process_memory_fraction", observed))
+
+
+@functools.cache
+def _total_bytes(index: int) -> int:
+    """Of a device; cached, since steps wait for what torch takes to tell it."""
+    return int(torch.cuda.get_device_properties(index).total_memory)
 
 
 def _index(device: Any) -> int:

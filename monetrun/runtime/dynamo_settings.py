@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from types import CodeType
+from typing import Any
 
+import torch
+
+from monetrun.capture.eager_answers import is_tracing
 from monetrun.capture.warned import let_models_warn
+from monetrun.core.patched import patched
 
 # Each input shape is compiled once; after torch's default of 8 shapes the ninth would run without a plan.
 _RECOMPILE_LIMIT = 1 << 14
@@ -19,6 +25,7 @@ def prepare_dynamo(within: Iterable[CodeType], undo: contextlib.ExitStack) -> No
     Closing ``undo`` restores the settings.
     """
     import torch._dynamo
+    from torch._dynamo import convert_frame
 
     config = torch._dynamo.config
     for name in (
@@ -36,26 +43,24 @@ def prepare_dynamo(within: Iterable[CodeType], undo: contextlib.ExitStack) -> No
     config.use_numpy_random_stream = True  # NumPy's numbers come from NumPy, not from torch's generator
     for code in within:
         torch._dynamo.eval_frame.skip_code(code)
+    undo.enter_context(
+        patched(convert_frame, "exceeds_recompile_limit", _with_many_shapes(convert_frame.exceeds_recompile_limit))
+    )
     let_models_warn()
 
 
-class ManyShapes:
-    """Within it Dynamo compiles any number of shapes of one function. What the script compiles itself has its limit."""
+def _with_many_shapes(exceeds: Callable[..., Any]) -> Callable[..., Any]:
+    """Whether a function was compiled too often, which Dynamo asks before it compiles: what the script compiles alone.
 
-    __slots__ = ("_before",)
+    The limits are read nowhere else; to set them around each call would take a step's time.
+    """
 
-    def __enter__(self) -> None:
-        import torch._dynamo
-
+    @functools.wraps(exceeds)
+    def found(*args: Any, **kwargs: Any) -> Any:
+        if not is_tracing():
+            return exceeds(*args, **kwargs)
         config = torch._dynamo.config
-        self._before = [getattr(config, name) for name in _LIMITS]
-        for name, before in zip(_LIMITS, self._before, strict=True):
-            if before < _RECOMPILE_LIMIT:
-                setattr(config, name, _RECOMPILE_LIMIT)
+        with config.patch({name: max(getattr(config, name), _RECOMPILE_LIMIT) for name in _LIMITS}):
+            return exceeds(*args, **kwargs)
 
-    def __exit__(self, *_: object) -> None:
-        import torch._dynamo
-
-        for name, before in zip(_LIMITS, self._before, strict=True):
-            if before < _RECOMPILE_LIMIT:
-                setattr(torch._dynamo.config, name, before)
+    return found

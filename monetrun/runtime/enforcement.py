@@ -10,6 +10,7 @@ import torch
 from monetrun.capture import cpu_allocator
 from monetrun.capture.allocator_history import present_settings
 from monetrun.capture.meter import Meter
+from monetrun.capture.peaks import Peaks
 from monetrun.core.budget import format_bytes
 from monetrun.core.plan import Pool
 from monetrun.runtime import pool as reserved
@@ -53,8 +54,7 @@ class Enforcement:
         self._suspended = self._paused = False  # the present step is not bounded, or not now
         self.share_was_estimated = self.share_is_estimate = False
         self._step_ended = False
-        self._noted_bytes = 0
-        self._left_bytes = 0  # reserved when the last step ended: more than the budget if that was not held to it
+        self._noted_bytes = self._left_bytes = 0  # the latter: reserved when the last step ended, if not held to it
 
     def plan_is(self, budget_bytes: int, pool: Pool | None, libraries: bool) -> None:
         """Another plan runs from now on; on CUDA its pool is reserved."""
@@ -108,14 +108,13 @@ class Enforcement:
         self._limit()
         return True
 
-    def call_begins(self) -> None:
-        """A planned model is called in training: tell what was allocated since the last step, if that was much."""
-        if self._step_ended:
-            self._step_ended = False
-            self._look_back()
+    def call_begins(self) -> Peaks | None:
+        """A planned model is called in training. Gives the meter's peaks, if they were read and still are what is."""
+        before, self._step_ended = self._step_ended, False
+        return self._look_back() if before else None
 
-    def _look_back(self) -> None:
-        """Tell what was allocated outside of training steps, if that was much, and hold the pool again."""
+    def _look_back(self) -> Peaks | None:
+        """Tell what was allocated outside of training steps, if that was much. Gives that, or holds the pool again."""
         peaks = self.meter.peaks()
         peak = max(peaks.allocated_bytes, peaks.reserved_bytes) if self.meter.exact else 0
         allowed = max(self._budget_bytes, self._left_bytes)
@@ -128,8 +127,10 @@ class Enforcement:
             )
         if peaks.retries > self._retries:  # the allocator has: held again, the pool would not serve that request either
             self._held_bytes, self._retries = min(self._held_bytes, peaks.reserved_now_bytes), peaks.retries
-        if peaks.reserved_bytes > allowed or peaks.reserved_now_bytes < self._held_bytes:
-            self._hold()  # what was cached meanwhile goes back to the device; or the script has given the pool back
+        if peaks.reserved_bytes <= allowed and peaks.reserved_now_bytes >= self._held_bytes:
+            return peaks
+        self._hold()  # what was cached meanwhile goes back to the device; or the script has given the pool back
+        return None
 
     def enforce(self, *, suspended: bool = False) -> None:
         """A captured graph begins its forward: the step is held to the budget, or (``suspended``) is not any more.

@@ -70,11 +70,16 @@ class TrainingObserver(Protocol):
 
 
 class _Known:
-    """Optimizers of the process; all of them once they were looked for while each new one is observed."""
+    """Optimizers of the process; all of them once they were looked for while each new one is observed.
+
+    Attributes:
+        hooks: how often tensors got hooks that take gradients, or optimizers parameters, which may have such.
+    """
 
     def __init__(self) -> None:
         self.made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.observed = self.all = False
+        self.hooks = 0
 
 
 _known = _Known()
@@ -86,6 +91,11 @@ def optimizers() -> list[Optimizer]:
         _known.made.update(thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
         _known.all = _known.observed
     return list(_known.made)
+
+
+def hooks_of_trained() -> int:
+    """A number that changes whenever what optimizers train may have got a hook that takes its gradient."""
+    return _known.hooks
 
 
 def _observes(observed: bool) -> None:
@@ -130,11 +140,12 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
             importlib.import_module("torch._dynamo")  # torch's first optimizer imports it
         observe_steps()
         _known.made.add(self)
-        init(self, *args, **kwargs)
+        init(self, *args, **kwargs)  # adds its parameters
         observer.optimizer_made(self)
 
     def observed_add_group(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         add_group(self, *args, **kwargs)
+        _known.hooks += 1
         observer.parameters_added(self)
 
     def observed_zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
@@ -194,6 +205,7 @@ def _observe_copies(observer: TrainingObserver, undo: contextlib.ExitStack, obse
         if self not in _known.made:  # one that loads a state is known
             observe_steps()
             _known.made.add(self)
+            _known.hooks += 1
             observer.optimizer_made(self)
 
     undo.enter_context(patched(Optimizer, "__setstate__", observed))
@@ -271,6 +283,7 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
     """Patch what asks torch for gradients."""
     backward, grad = torch.autograd.backward, torch.autograd.grad
     register_hook, retain_grad = torch.Tensor.register_hook, torch.Tensor.retain_grad
+    register_accumulated = torch.Tensor.register_post_accumulate_grad_hook
 
     def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -294,6 +307,7 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
         of_torch = str(getattr(hook, "__module__", "")).startswith(_FSDP)  # that looks at no gradient
         given = {} if of_torch or torch.compiler.is_compiling() else output_inputs.given_by_calls(self)
         if not given:
+            _known.hooks += 1
             return register_hook(self, hook)
         observer.plan_no_more([output_inputs.node_of(self)], OF_OUTPUTS)
         return output_inputs.watch(*given[0], hook)
@@ -305,11 +319,16 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
             output_inputs.retain(self, *given[0])
         retain_grad(self)
 
+    def observed_accumulated(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        _known.hooks += 1
+        return register_accumulated(self, hook)
+
     for owner, name, function, original in (
         (torch.autograd, "backward", observed_backward, backward),
         (torch.autograd, "grad", observed_grad, grad),
         (torch.Tensor, "register_hook", observed_hook, register_hook),
         (torch.Tensor, "retain_grad", observed_retain, retain_grad),
+        (torch.Tensor, "register_post_accumulate_grad_hook", observed_accumulated, register_accumulated),
     ):
         functools.update_wrapper(function, original)
         undo.enter_context(patched(owner, name, function))
@@ -318,7 +337,8 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
 
 def codes_that_observe_gradients() -> list[CodeType]:
     """Of what now stands for torch's functions: Dynamo must not compile it, since a graph keeps no ``retain_grad``."""
-    functions = torch.autograd.backward, torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad
+    of_tensors = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
+    functions = torch.autograd.backward, torch.autograd.grad, *(getattr(torch.Tensor, name) for name in of_tensors)
     codes = (getattr(function, "__code__", None) for function in functions)
     return [code for code in codes if code is not None and code.co_filename == __file__]
 

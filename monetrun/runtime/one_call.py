@@ -16,6 +16,8 @@ _TRACE_AND_GUARD = ("torch._dynamo.symbolic_convert", "torch._dynamo.guards")
 
 def leaves(args: Any, kwargs: Any) -> list[Any]:
     """The values of a call, out of whatever holds them."""
+    if type(args) is tuple and not kwargs and all(type(value) is torch.Tensor for value in args):
+        return list(args)  # what models are given most often
     return torch.utils._pytree.tree_leaves((args, kwargs))
 
 

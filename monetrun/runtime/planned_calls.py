@@ -25,7 +25,7 @@ from monetrun.capture.eager_answers import eager_answers, was_asked
 from monetrun.core.errors import GuardFailed, MemoryShort, PlanningFault
 from monetrun.core.options import only_exact, parse_kinds
 from monetrun.core.step import Break
-from monetrun.runtime import dynamo_settings, one_call, resharding, sharding, unplannable_use
+from monetrun.runtime import one_call, resharding, sharding, unplannable_use
 from monetrun.runtime.entries import MOST_TRACED_NODES, entry, forget_former
 from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
@@ -379,7 +379,7 @@ def _with_own_errors(call: PlannedCall, module: nn.Module, args: Any, kwargs: An
     pieces = contextlib.nullcontext() if call.broken is None else breaks.in_pieces()
     before, running = call.captured, call.engine.running
     try:
-        with eager_answers(not call.as_compiled, call.broken is None), dynamo_settings.ManyShapes(), pieces:
+        with eager_answers(not call.as_compiled, call.broken is None), pieces:
             result = call._run(module, args, kwargs)
         if running is not None and call.captured > before:
             call.sizes.captured(running.room.began, call.engine.generation, args, kwargs)

@@ -86,13 +86,13 @@ class StepMeter:
         """``steps`` in training steps: a GAN's have two optimizers' steps each. One that has not ended counts."""
         return -(-self.steps // self._counted)
 
-    def forward_begins(self) -> None:
-        """A planned model is called in training."""
+    def forward_begins(self, peaks: Peaks | None = None) -> None:
+        """A planned model is called in training; ``peaks``: the meter's, if they were just read."""
         if self._within_step:
             return
         self._within_step, self._has_called, self._interruptions = True, False, 0
         self._before = self.peak_bytes, self.reserved_bytes, self._recent
-        retries = self.meter.peaks().retries
+        retries = (peaks or self.meter.peaks()).retries
         settled = self._ended >= SETTLING_STEPS
         if not settled or not self.steps:
             self._retries_before = retries

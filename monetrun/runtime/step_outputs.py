@@ -59,9 +59,15 @@ class StepOutputs:
 
     def missing_bytes(self, planned: int) -> int:
         """Of so many bytes of the last step's outputs that are planned to be there, those that are not."""
-        freed = [o.nbytes for o in self._last if o.storage.expired()]
-        self._freed = sorted([*self._freed, *freed])
-        self._last = [o for o in self._last if not o.storage.expired()]
+        there: list[_Output] = []
+        gone: list[int] = []
+        for output in self._last:
+            if output.storage.expired():
+                gone.append(output.nbytes)
+            else:
+                there.append(output)
+        if gone:
+            self._last, self._freed = there, sorted([*self._freed, *gone])
         return _missing(planned, self._freed, sum(o.nbytes for o in self._last))
 
 

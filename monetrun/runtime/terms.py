@@ -10,6 +10,7 @@ import torch
 from monetrun.capture import double_backward
 from monetrun.capture.gradient_order import brings_other_terms
 from monetrun.capture.gradient_terms import nodes_behind, within_backward
+from monetrun.runtime.hooks import hooks_of_trained
 from monetrun.runtime.unplannable_use import compiled_calls
 
 # Of so many backwards since a graph was captured it is looked up what they go through, which takes the host's time;
@@ -29,6 +30,7 @@ class GradientTerms:
     def __init__(self) -> None:
         self.needed = self.by_turns = False
         self._backwards = 0
+        self._looked_at = -1  # hooks of what is trained
 
     def graph_captured(self) -> None:
         """There is another graph, of which no backward was seen."""
@@ -45,9 +47,11 @@ class GradientTerms:
 
     def hooks_came(self, trained: Callable[[], Iterable[torch.Tensor]]) -> bool:
         """A forward begins. Gives whether models have to be compiled anew: hooks take gradients of ``trained`` now."""
-        came = not self.by_turns and any(map(_is_hooked, trained()))
-        self.by_turns |= came
-        return came
+        if self.by_turns or self._looked_at == hooks_of_trained():
+            return False
+        self._looked_at = hooks_of_trained()
+        self.by_turns = any(map(_is_hooked, trained()))
+        return self.by_turns
 
     def look_at(self, roots: Sequence[Any]) -> None:
         """In a step that is recorded the script is about to differentiate ``roots``."""

@@ -108,8 +108,7 @@ class WithRoom(Recording):
         if self.running is not None:
             self.generation += self.terms.hooks_came(self.trained_parameters)
             calls = self.running.room.calls()
-            self.running.enforcement.call_begins()
-            self.running.steps.forward_begins()
+            self.running.steps.forward_begins(self.running.enforcement.call_begins())
         try:
             yield
         except _StopRecomputationError:

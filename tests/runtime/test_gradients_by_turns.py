@@ -131,3 +131,46 @@ def test_a_plan_that_is_given_says_how_gradients_are_given(script):
         assert engine.terms.by_turns
         assert plan.gradients_by_turns
         assert engine.peak_bytes <= plan.budget_bytes
+
+
+def hooked(model, optimizer):
+    model.layers[0].weight.register_hook(lambda gradient: gradient * 2)
+
+
+def hooked_after_accumulation(model, optimizer):
+    def hook(weight):
+        weight.grad.mul_(2)
+
+    model.layers[0].weight.register_post_accumulate_grad_hook(hook)
+
+
+def given_a_hooked_parameter(model, optimizer):
+    """It is trained from now on."""
+    optimizer.add_param_group({"params": [model.late]})
+
+
+@pytest.mark.parametrize("changes", [hooked, hooked_after_accumulation, given_a_hooked_parameter])
+def test_hooks_that_come_after_steps_are_seen(changes):
+    """In a planned step's forward: the models are compiled anew, once."""
+
+    def script():
+        model = Net()
+        model.late = nn.Parameter(torch.zeros(3))
+        model.late.register_hook(lambda gradient: gradient)
+        optimizer = torch.optim.SGD(model.layers.parameters(), 0.1)
+        by_turns = []
+
+        def step():
+            optimizer.step()
+            optimizer.zero_grad()
+            by_turns.append([model._compiled_call_impl.engine.terms.by_turns] if model._compiled_call_impl else [])
+            if len(by_turns) == 2:
+                changes(model, optimizer)
+
+        return [*losses_of(model, 1, step), by_turns]
+
+    *plain, _ = measured(script)[0]
+    (*found, by_turns), engine = planned(script)
+    assert found == plain
+    assert by_turns == [[False], [False], [True], [True]]
+    assert engine.peak_bytes <= engine.plan.budget_bytes
