@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ from monetrun.core.step import Segment
 T = TypeVar("T")
 
 _ALLOC, _FREE = "alloc", "free_completed"
+# Of segments; those of expandable ones are mapped page by page.
+_SEGMENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 # convolutions call cuBLAS where cuDNN is not used
 _CONVOLUTIONS = {"convolution", "conv1d", "conv2d", "conv3d"}
 
@@ -128,15 +131,6 @@ def _snapshot(device: torch.device) -> dict[str, Any]:
     return {"segments": ours, "trace": snapshot["device_traces"][index]}
 
 
-def other_streams_bytes(device: torch.device) -> int:
-    """Bytes reserved for requests on other streams than the graphs', and a segment more for small tensors on each.
-
-    Collectives' small tensors come and go there outside of the recorded step, and are freed once the stream is done.
-    """
-    elsewhere = [s for s in _snapshot(device)["segments"] if s["stream"] != _stream_number()]
-    return sum(s["total_size"] for s in elsewhere) + SMALL_SEGMENT * len({s["stream"] for s in elsewhere})
-
-
 class AllocatorHistory:
     """Cuts the requests on the stream of a device's graphs into pieces, and numbers them.
 
@@ -163,15 +157,20 @@ class AllocatorHistory:
         self.other_frees: list[tuple[int, int]] = []
         self.base_frees: list[tuple[int, int]] = []
         self._base: dict[int, int] = {}  # bytes of what was there before, by address, and was not freed yet
+        self._reserved: Counter[int] = Counter()  # bytes, by stream
+        self._most_reserved: Counter[int] = Counter()
 
     def start(self, batch: Iterable[int] = (), base: Mapping[int, int] | None = None) -> None:
         """Begin to record; ``batch``: addresses of the inputs that are there before, ``base``: bytes of all blocks."""
         self._batch = {address: i for i, address in enumerate(batch)}
         self._base = {address: n for address, n in (base or {}).items() if address not in self._batch}
+        self._most_reserved.clear()
+        self._look_at_streams()
         self._clear()
 
     def resume(self) -> None:
         """Record again; what was requested since ``stop`` and was not freed is not known."""
+        self._look_at_streams()
         self._clear()
 
     def stop(self) -> None:
@@ -218,14 +217,36 @@ class AllocatorHistory:
         self._clear()
         return tuple(found)
 
+    def other_streams_bytes(self) -> int:
+        """The most reserved on each other stream than the graphs' since ``start``, and a small segment more on each.
+
+        Collectives' small tensors come and go there outside of the recorded step, and are freed once the stream is
+        done. What costs are measured with between two pieces may have what was cached given back: so not what is there
+        in the end.
+        """
+        self._look_at_streams()
+        elsewhere = [n for stream, n in self._most_reserved.items() if stream != _stream_number() and n]
+        return sum(elsewhere) + SMALL_SEGMENT * len(elsewhere)
+
     def not_freed(self) -> dict[int, int]:
         """The numbers of requests that were not freed yet, by address."""
         return dict(self._numbers)
 
     def _entries(self, every_stream: bool = False) -> Iterable[dict[str, Any]]:
         """What was served and freed; other entries (an ``oom``) have no address."""
-        trace = (e for e in _snapshot(self.device)["trace"] if e["action"] in (_ALLOC, _FREE))
-        return [e for e in trace if every_stream or e["stream"] == _stream_number()]
+        trace = _snapshot(self.device)["trace"]
+        for entry in trace:
+            if sign := _SEGMENTS.get(entry["action"], 0):
+                self._reserved[entry["stream"]] += sign * entry["size"]
+                self._most_reserved |= self._reserved
+        found = (e for e in trace if e["action"] in (_ALLOC, _FREE))
+        return [e for e in found if every_stream or e["stream"] == _stream_number()]
+
+    def _look_at_streams(self) -> None:
+        self._reserved = Counter()
+        for segment in _snapshot(self.device)["segments"]:
+            self._reserved[segment["stream"]] += segment["total_size"]
+        self._most_reserved |= self._reserved
 
     def _clear(self) -> None:
         _record(enabled="all", context=None, stacks="python", max_entries=1 << 40, clear_history=True)

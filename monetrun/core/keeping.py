@@ -87,7 +87,7 @@ def _without_actions(events: Sequence[Event], kept: set[int]) -> tuple[Event, ..
     left_out = [e.action is not None and e.action.unless_kept and e.action.module in kept for e in events]
     if not any(left_out):
         return tuple(events)
-    requests = _renumbered([e.requests for e in events], left_out)
+    requests = _renumbered(events, left_out)
     return tuple(
         replace(
             e, delta_bytes=0, peak_bytes=0, elsewhere_bytes=0, requests=(), dropped_after=(), freed=None, action=None
@@ -98,34 +98,35 @@ def _without_actions(events: Sequence[Event], kept: set[int]) -> tuple[Event, ..
     )
 
 
-def _renumbered(requests: Sequence[Sequence[int]], left_out: Sequence[bool]) -> list[tuple[int, ...]]:
+def _renumbered(events: Sequence[Event], left_out: Sequence[bool]) -> list[tuple[int, ...]]:
     """Each event's requests (see ``Event.requests``) once those of the events that are ``left_out`` are not made.
 
     What a gather that is left out got and something later frees is then what the module has kept: the block of the
-    same size that is not freed after its forward.
+    same size of the same module that is not freed after its forward.
     """
-    freed_there = {-n for own, out in zip(requests, left_out, strict=True) for n in own if out and n < 0}
+    freed_there = {-n for e, out in zip(events, left_out, strict=True) for n in e.requests if out and n < 0}
     names: dict[int, int] = {}  # of what is still requested: its number now, by the one before
     sizes: dict[int, int] = {}
-    kept: list[int] = []  # what is not freed: numbers now
+    kept: dict[int, list[int]] = {}  # what is not freed, by module: numbers now
     before = now = 0
     found = []
-    for own, out in zip(requests, left_out, strict=True):
+    for event, out in zip(events, left_out, strict=True):
         changed = []
-        for n in own:
+        of_module = kept.setdefault(event.action.module, []) if out and event.action is not None else []
+        for n in event.requests:
             if n > 0:
                 before += 1
                 if not out:
                     now += 1
                     names[before], sizes[now] = now, n
                     changed.append(n)
-                elif before not in freed_there and (same := next((k for k in kept if sizes[k] == n), 0)):
-                    kept.remove(same)
+                elif before not in freed_there and (same := next((k for k in of_module if sizes[k] == n), 0)):
+                    of_module.remove(same)
                     names[before] = same
             elif -n in names:
                 name = names.pop(-n)
                 if out:
-                    kept.append(name)
+                    of_module.append(name)
                 else:
                     changed.append(-name)
         found.append(tuple(changed))

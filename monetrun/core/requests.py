@@ -138,8 +138,8 @@ class StepReplay:
                 self._new(n)  # the optimizer's state
         if not event.requests:
             temporary = self._new(max(0, event.peak_bytes - max(0, event.delta_bytes)))
-            if event.delta_bytes > 0:
-                self.outputs.append(self._new(event.delta_bytes))
+            if (more := event.delta_bytes - event.elsewhere_bytes) > 0:
+                self.outputs.append(self._new(more))
             self.allocator.free(temporary.address)
         batch_bytes += self.batch.free(part for part, place in event.batch_freed if place >= end)
         self._free_sizes(nbytes for nbytes, place in event.freed or () if place >= end)

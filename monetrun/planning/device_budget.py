@@ -23,7 +23,8 @@ from monetrun.planning import placement
 _PARTS = 10
 # Where schedules that fit and schedules that do not are this close, as a share of the budget, no other target is tried.
 _UNUSED = 0.02
-# The first target leaves out at most this share of the budget: what is wasted without holds is no measure for more.
+# Beside what other streams reserve, the first target leaves out at most this share of the budget: what is wasted
+# without holds is no measure for more.
 _MOST_WASTE = 0.02
 # Of the solver's time, what the search for holds may take for each target, and at last.
 _PLACING, _PLACING_LONGER = 0.1, 0.4
@@ -95,9 +96,7 @@ def found_within(
     """
     if lowest_bytes > budget_bytes:
         raise OverBudget(None)
-    plain = plain_step(record)
-    waste = max(0, reserved(*plain).peak_bytes - replay(*plain).peak_bytes)
-    target = max(budget_bytes - min(waste, int(budget_bytes * _MOST_WASTE)), lowest_bytes)
+    target = max(_first_target(record, budget_bytes), lowest_bytes)
     too_much: int | None = None  # the lowest known that reserves more than the budget
     best: tuple[float, Found, Reserved] | None = None
     least: tuple[int, Sequence[Schedule]] | None = None
@@ -151,6 +150,14 @@ def found_within(
     if failure is not None:
         raise failure
     raise OverBudget(None if least is None else least[1])
+
+
+def _first_target(record: StepRecord, budget_bytes: int) -> int:
+    """The budget less what the plain step reserves beside what it allocates, as far as that tells of other steps."""
+    assert record.memory is not None
+    plain = plain_step(record)
+    waste = max(0, reserved(*plain).peak_bytes - replay(*plain).peak_bytes)
+    return budget_bytes - min(waste, record.memory.other_streams_bytes + int(budget_bytes * _MOST_WASTE))
 
 
 def _with_fewer_gaps(record: StepRecord, found: Found, taken: Reserved, seconds: float) -> tuple[Found, Reserved]:

@@ -148,7 +148,7 @@ class DeviceRecorder:
     def end(self) -> int:
         """Nothing is recorded from now on; gives the bytes of the workspaces that cuBLAS keeps, and frees them."""
         self.stop()
-        self._other_streams_bytes = allocator_history.other_streams_bytes(self.device)
+        self._other_streams_bytes = self._history.other_streams_bytes()
         self._library_bytes = allocator_history.clear_library_workspaces(self.device)
         return self._library_bytes
 

@@ -115,3 +115,35 @@ print(json.dumps([refusal(waits), refusal(runs_there), refusal(lambda x: x * 2)]
 def test_a_forward_that_waits_for_a_stream_or_runs_on_one_is_refused():
     reason = "its forward uses CUDA streams, on which a graph's operators would not run"
     assert printed_by(STREAMS) == [[reason], [reason], []]
+
+
+GIVEN_BACK = """
+import json
+import torch
+from monetrun.capture.allocator_history import AllocatorHistory
+
+MIB = 1 << 20
+torch.empty(1, device="cuda")
+side, other = torch.cuda.Stream(), torch.cuda.Stream()
+
+
+def take(stream, mib):
+    with torch.cuda.stream(stream):
+        torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+
+take(other, 40)
+history = AllocatorHistory(torch.device("cuda"))
+history.start()
+take(side, 100)
+history.piece()
+torch.cuda.empty_cache()  # what is measured between two pieces may do so
+take(side, 20)
+history.piece()
+history.stop()
+print(json.dumps(history.other_streams_bytes() // MIB))
+"""
+
+
+def test_what_other_streams_had_reserved_counts_though_it_was_given_back():
+    assert printed_by(GIVEN_BACK) == 100 + 2 + 40 + 2

@@ -18,6 +18,7 @@ pytestmark = needs_stand_in
 
 SCRIPT = str(SCRIPTS / "device_net.py")
 SHARDED = str(SCRIPTS / "sharded.py")
+NETWORK = str(SCRIPTS / "sharded_network.py")
 MIB = 1 << 20
 
 
@@ -128,7 +129,31 @@ def test_ranks_of_a_sharded_model_keep_the_budget_on_their_own_devices(machine, 
     figures = report_as_planned(launch(machine, "--budget", "0.6x", *words, ranks=2))
     assert figures["measured_reserved_bytes"] <= figures["budget_bytes"]
     # gloo, unlike NCCL, has streams of its own, which a trial does not see
-    assert 0 <= figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"] <= 4 * MIB
+    assert abs(figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"]) <= 8 * MIB
+
+
+def launched_without_traffic(machine, out, share, *words):
+    """Two ranks train a sharded model over collectives that, as NCCL's, allocate nothing. Gives the figures."""
+    options = ("--budget", f"{share}x", "--solver-seconds", "4")
+    words = (*words, out, "--device", "cuda", "--backend", "cpu:gloo,cuda:fake")
+    figures = report_as_planned(launch(machine, *options, *words, ranks=2))
+    assert figures["measured_peak_bytes"] == pytest.approx(figures["planned_peak_bytes"], rel=1e-4)
+    assert figures["measured_reserved_bytes"] <= figures["budget_bytes"]
+    assert -8 * MIB <= figures["measured_reserved_bytes"] - figures["planned_reserved_bytes"] <= 0
+    assert not figures["warnings"]
+    return figures
+
+
+def test_ranks_of_a_sharded_model_take_what_is_planned(machine, tmp_path):
+    launched_without_traffic(machine, tmp_path / "out", 0.8, SHARDED, "--blocks", "4", "--length", "512")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_hardly_anything_is_lost_between_the_activations_of_a_sharded_network(machine, tmp_path, share):
+    """What is gathered on other streams is no block among them. Before, 0.6x was refused."""
+    figures = launched_without_traffic(machine, tmp_path / "out", share, NETWORK, "--size", "400")
+    assert figures["planned_reserved_bytes"] <= figures["planned_peak_bytes"] + 180 * MIB  # 108 of other streams
 
 
 def test_a_budget_that_no_schedule_keeps_is_refused_in_reserved_bytes(machine, plain):

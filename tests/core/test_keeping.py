@@ -96,3 +96,12 @@ def test_all_gathers_are_hidden_behind_the_call_before_and_the_first_of_the_back
     hidden = seconds(keeping(own, (0,)), link)  # was hidden already
     assert (hidden.step_seconds, hidden.buckets) == (pytest.approx(clocks.step_seconds), 5)
     assert seconds(own).step_seconds == 6.0  # seconds that are not known are none
+
+
+def test_each_module_frees_its_own_blocks():
+    """Those of all modules have one size; the last module's are freed first."""
+    own = keeping(record(3, requests=True), (0, 1, 2))
+    parameters = [event.requests.index(SIZE) + 1 for event in own.events if SIZE in event.requests]
+    assert parameters == [1, 1, 1]
+    freed = [event.requests for event in own.events if event.action and event.action.kind == REDUCE]
+    assert freed == [(-6,), (-4,), (-2,)]

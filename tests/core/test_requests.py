@@ -58,6 +58,18 @@ def test_what_other_streams_reserve_is_added_and_what_they_hold_does_not_count_a
     assert reserved(on_two, plain(record)) == reserved(on_one_stream, plain(record))
 
 
+def test_what_other_streams_hold_is_no_block_among_those_of_the_graphs(record):
+    """FSDP2 gathers parameters on a stream of its own, in a stretch that requests nothing else."""
+    gathers = Event(OUTSIDE, delta_bytes=1000 * MIB, peak_bytes=1000 * MIB, elsewhere_bytes=1000 * MIB, freed=())
+    frees = Event(OUTSIDE, delta_bytes=-1000 * MIB, elsewhere_bytes=-1000 * MIB)
+    aside = replace(record, events=(gathers, *record.events, frees))
+    found, alone = (StepReplay(of, plain(record), CachingAllocator(EXPANDABLE)) for of in (aside, record))
+    for step in (found, alone):
+        step.step(first=True)
+    assert found.allocator.peak_allocated_bytes == alone.allocator.peak_allocated_bytes
+    assert found.allocator.peak_reserved_bytes == alone.allocator.peak_reserved_bytes
+
+
 def test_an_optimizers_state_stays_and_its_temporaries_do_not(record):
     before = reserved(record, plain(record)).allocated_peak_bytes
     step = Event(OUTSIDE, name="SGD.step", requests=(40 * MIB, 500 * MIB, -2))

@@ -53,10 +53,11 @@ def main():
     parser.add_argument("--save", default="")
     parser.add_argument("--load", default="")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", default="gloo")
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=2)
     args = parser.parse_args()
-    rank, device, mesh = sharded_ranks.begin(args.device)
+    rank, device, mesh = sharded_ranks.begin(args.device, args.backend)
     torch.manual_seed(0)
     model = GPT(args.blocks).to(device)
     for block in model.blocks:

@@ -1,4 +1,4 @@
-"""A network of torchvision under FSDP2: `sharded_network.py OUT [--steps N] [--device cuda] [--keep]`.
+"""A network of torchvision under FSDP2: `sharded_network.py OUT [--steps N] [--device cuda] [--backend B] [--keep]`.
 
 Saves losses and this rank's parts of the weights to OUT.<rank>.
 """
@@ -18,10 +18,11 @@ def main():
     parser.add_argument("out")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", default="gloo")
     parser.add_argument("--size", type=int, default=160)
     parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
-    rank, device, mesh = sharded_ranks.begin(args.device)
+    rank, device, mesh = sharded_ranks.begin(args.device, args.backend)
     torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=10).to(device)
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
