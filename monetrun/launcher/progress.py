@@ -15,6 +15,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from monetrun.core.budget import format_bytes, format_overhead
+from monetrun.solve import timing
 
 # In a pipe, print an improvement at most this often.
 _SECONDS_BETWEEN_LINES = 0.5
@@ -82,7 +83,6 @@ class SolverProgress:
         self._plain_seconds = plain_seconds
         self._began = time.monotonic()
         self._best_seconds, self._bound_seconds = math.inf, 0.0
-        self._solver_seconds = self._seconds_before = 0.0
         self._printed = ""
         self._printed_at = -math.inf
         self._prints_lines = shown and not console.is_terminal
@@ -106,31 +106,33 @@ class SolverProgress:
         """Take a better plan, or a better bound on all plans.
 
         Args:
-            seconds: since the solver began.
+            seconds: since the solver began; what is shown counts from when the planner began.
             incumbent_seconds: cost of a step under the best plan; infinite if there is none.
             bound_seconds: lower bound on the cost of a step under any plan.
         """
         better = incumbent_seconds < self._best_seconds
         self._best_seconds, self._bound_seconds = incumbent_seconds, bound_seconds
-        self._solver_seconds = self._seconds_before + seconds
         if better and time.monotonic() - self._printed_at >= _SECONDS_BETWEEN_LINES:
             self._print_line()
 
     def found(self, overhead: float, bound: float) -> None:
         """The plan that is taken, which need not be the last one seen: what is printed last is of it."""
-        self.activity = self._whole
-        self._best_seconds, self._bound_seconds = ((1.0 + x) * self._plain_seconds for x in (overhead, bound))
+        taken = (1.0 + overhead) * self._plain_seconds
+        if not math.isclose(taken, self._best_seconds, rel_tol=1e-6):
+            self.activity = self._whole  # another search's than the last one's
+        self._best_seconds, self._bound_seconds = taken, (1.0 + bound) * self._plain_seconds
+        if timing.last_was_interrupted() and self._prints_lines:
+            self._console.print(Text("monetrun: interrupted: the best plan so far is taken"))
 
     def begin(self, budget_bytes: int) -> None:
         """Start again for another budget."""
         self._begin(f"planning {format_bytes(budget_bytes)}")
-        self._whole, self._seconds_before = self.activity, 0.0
+        self._whole = self.activity
         self._began, self._printed_at = time.monotonic(), -math.inf
 
     def search(self, name: str) -> None:
         """Start again for other plans of the same budget: those called ``name``, or (empty) all."""
         self._begin(f"{self._whole}, {name}" if name else self._whole)
-        self._seconds_before = self._solver_seconds
 
     def _begin(self, activity: str) -> None:
         self._print_line()
@@ -154,7 +156,7 @@ class SolverProgress:
         line = f"monetrun: {self.activity}: {self.text()}"
         if self._prints_lines and line != self._printed and not math.isinf(self._best_seconds):
             self._printed, self._printed_at = line, time.monotonic()
-            self._console.print(Text(f"{line} {self._solver_seconds:.1f} s"))
+            self._console.print(Text(f"{line} {time.monotonic() - self._began:.1f} s"))
 
     def _live_line(self) -> str:
         seconds = time.monotonic() - self._began

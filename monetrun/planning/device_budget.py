@@ -18,6 +18,7 @@ from monetrun.core.plan import Schedule
 from monetrun.core.reserved import Reserved, reserved
 from monetrun.core.step import StepRecord, replay
 from monetrun.planning import placement
+from monetrun.solve import timing
 
 # The first target gets half of the parts of the solver's time, the others one each, or all that is left.
 _PARTS = 10
@@ -114,7 +115,7 @@ def found_within(
             break
         parts = 1
         tried.append(found.schedules)
-        found = replace(found, schedules=placement.placed(record, found.schedules, options.seconds * _PLACING))
+        found = _placed(record, found, options.seconds * _PLACING)
         timeline, taken = replay(record, found.schedules), reserved(record, found.schedules)
         if least is None or taken.peak_bytes < least[0]:
             least = (taken.peak_bytes, found.schedules)
@@ -137,6 +138,8 @@ def found_within(
             target = timeline.peak_bytes - excess
         if best is None:
             continue
+        if timing.interrupted():
+            return best[1], best[2]
         if too_much is None:  # what is unused, and the time that is left, go to one more target
             target, parts = min(target, budget_bytes), left
             if target <= kept:
@@ -164,6 +167,16 @@ def _with_fewer_gaps(record: StepRecord, found: Found, taken: Reserved, seconds:
     """What was found, and what it reserves, after a longer search for holds where much is wasted."""
     if taken.peak_bytes <= taken.allocated_peak_bytes * (1 + _MOST_WASTE):
         return found, taken
-    schedules = placement.placed(record, found.schedules, seconds * _PLACING_LONGER)
-    again = reserved(record, schedules)
-    return (replace(found, schedules=schedules), again) if again.peak_bytes < taken.peak_bytes else (found, taken)
+    placed = _placed(record, found, seconds * _PLACING_LONGER)
+    again = reserved(record, placed.schedules)
+    return (placed, again) if again.peak_bytes < taken.peak_bytes else (found, taken)
+
+
+def _placed(record: StepRecord, found: Found, seconds: float) -> Found:
+    """``found`` with holds; as it is where Ctrl-C was pressed."""
+    try:
+        if not timing.interrupted():
+            return replace(found, schedules=placement.placed(record, found.schedules, seconds))
+    except KeyboardInterrupt:
+        timing.interrupt()
+    return found

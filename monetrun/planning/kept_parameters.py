@@ -25,6 +25,7 @@ from monetrun.core.plan import Plan, Schedule
 from monetrun.core.step import StepRecord, replay
 from monetrun.planning import planner
 from monetrun.planning.planner import Baseline
+from monetrun.solve import timing
 
 # Sets tried in each order: first so many at equal distances, then halfway to both neighbours of the best one.
 _SPREAD = 5
@@ -63,12 +64,13 @@ def plan_step(
             return planner.plan_step(record, budget_bytes, algorithm, options, known, starts)
         return _Search(record, budget_bytes, algorithm, options, known, starts).best()
 
-    try:
-        return planned(options)
-    except planner.BudgetBelowSmallest:
-        if options.seconds >= _REFUSAL_SECONDS:
-            raise
-        return planned(replace(options, seconds=_REFUSAL_SECONDS))
+    with timing.one_plan():
+        try:
+            return planned(options)
+        except planner.BudgetBelowSmallest:
+            if options.seconds >= _REFUSAL_SECONDS or timing.interrupted():
+                raise
+            return planned(replace(options, seconds=_REFUSAL_SECONDS))
 
 
 def smallest_bytes(record: StepRecord, base: Baseline) -> int:
@@ -142,7 +144,7 @@ class _Search:
         share = replace(
             self._options, seconds=(1 - _FIRST_SHARE - _TRIALS_SHARE) * seconds / min(_FINALISTS, len(found))
         )
-        finals = [tried for tried in found[:_FINALISTS] if not self._is_settled(tried)]
+        finals = [tried for tried in found[:_FINALISTS] if not self._is_settled(tried) and not timing.interrupted()]
         improved = [self._solved(tried.kept, share) for tried in finals]
         known = [t for t in (*found, *improved) if t is not None]
         if not any(module.gather_seconds for module in self._sharding.modules):
@@ -191,6 +193,8 @@ class _Search:
         kept = tuple(sorted(kept))
         if kept in self._tried:
             return kept not in self._misfits
+        if timing.interrupted() and any(self._tried.values()):
+            return False
         known = [tried.seconds for tried in self._tried.values() if tried is not None]
         if known and self._least_seconds(kept) > min(known):
             self._tried[kept] = None

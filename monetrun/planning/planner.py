@@ -8,7 +8,6 @@ from dataclasses import replace
 from monetrun import solve
 from monetrun.core.budget import format_budget, format_bytes, format_share
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
-from monetrun.core.graph import EXACT, KINDS, Graph
 from monetrun.core.keeping import choice_of
 from monetrun.core.options import Options
 from monetrun.core.plan import GraphPlan, Plan, Pool, Schedule, StepSchedules, each_once
@@ -24,15 +23,14 @@ from monetrun.planning.device_budget import Found, plain_allocated_bytes, plain_
 from monetrun.planning.ledger import FRAGMENTATION, ledger, ledger_line
 from monetrun.planning.round_bounds import calls_in_step, disjoint_sum, least_more, seconds_of
 from monetrun.planning.separate_graphs import SeparateRound
+from monetrun.planning.two_searches import allowed, exact_where_nearly_as_fast, offers_inexact
+from monetrun.solve import timing
 
 Progress = Callable[[float, float, float], None]
 
 # A thousandth of the budget is left free, where schedules are known that fit into the rest.
 _SPARE_SHIFT = 10
 _ADVISED_SHIFT = 5  # of the smallest budget: so much more is advised, for what a script keeps from its later steps
-
-# Implementations that are not bitwise identical to eager are used only where they save this share of the step's time.
-INEXACT_MUST_SAVE = 0.05
 
 
 class BudgetBelowSmallest(InfeasibleBudget):
@@ -92,7 +90,18 @@ def plan_step(
         BudgetBelowSmallest: no schedule known fits; names the smallest feasible budget and the operator that sets it.
         NoPlanInTime: the solver found nothing within the budget in its time.
     """
-    options = options or Options()
+    with timing.one_plan():
+        return _planned(record, budget_bytes, algorithm, options or Options(), known, starts)
+
+
+def _planned(
+    record: StepRecord,
+    budget_bytes: int,
+    algorithm: str,
+    options: Options,
+    known: Baseline | None,
+    starts: Sequence[Sequence[Schedule]],
+) -> Plan:
     base = lowered(record, known or baseline(record), starts)
 
     def within(target_bytes: int, options: Options, starts: Sequence[Sequence[Schedule]]) -> Found:
@@ -112,21 +121,21 @@ def plan_step(
     except device_budget.OverBudget as over:
         candidates = [base.frugal_schedules, more_frugal(record, base, options).frugal_schedules]
         candidates += [tuple(over.least)] if over.least is not None else []
-        candidates = [c for c in candidates if _allowed(record, c, options)] or candidates[:1]
+        candidates = [c for c in candidates if allowed(record, c, options)] or candidates[:1]
         candidates = [placement.placed(record, c, options.seconds / 10) for c in candidates]
         smallest = min(candidates, key=lambda schedules: reserved(record, schedules).peak_bytes)
         base = replace(base, frugal=replay(record, smallest), frugal_schedules=smallest)
         reserve = reserved(record, smallest)
-        if reserve.peak_bytes > budget_bytes or not _allowed(record, smallest, options):
+        if reserve.peak_bytes > budget_bytes or not allowed(record, smallest, options):
             raise BudgetBelowSmallest(record, budget_bytes, base) from None
         found = Found(smallest, replay(record, base.fast_schedules).seconds, "feasible")
         if over.least is None and base.frugal.peak_bytes <= budget_bytes:  # nothing was solved for
             found, reserve = _faster(record, budget_bytes, options, within, base, (found, reserve))
     except NoPlanInTime:
-        allowed = _most_frugal_allowed(record, budget_bytes, options, base) if algorithm == "hierarchical" else None
-        if allowed is None:
+        frugal = _most_frugal_allowed(record, budget_bytes, options, base) if algorithm == "hierarchical" else None
+        if frugal is None:
             raise
-        found, reserve = allowed
+        found, reserve = frugal
     return _plan(record, budget_bytes, algorithm, base, found, reserve)
 
 
@@ -167,7 +176,7 @@ def _most_frugal_allowed(
         BudgetBelowSmallest: they take more than the budget.
     """
     base = _allowed_baseline(record, options, base)
-    if not _allowed(record, base.frugal_schedules, options):
+    if not allowed(record, base.frugal_schedules, options):
         return None
     reserve = None if record.memory is None else reserved(record, base.frugal_schedules)
     taken = base.frugal.peak_bytes if reserve is None else reserve.peak_bytes
@@ -179,10 +188,10 @@ def _most_frugal_allowed(
 def _allowed_baseline(record: StepRecord, options: Options, base: Baseline) -> Baseline:
     """``base`` with the most frugal schedules that ``options`` allow; where none are known, as it is."""
     start = plain_in_place(record, options, each_once)
-    if not _allowed(record, start, options):
+    if not allowed(record, start, options):
         return base
     found = more_frugal(record, replace(base, frugal=replay(record, start), frugal_schedules=start), options)
-    return found if _allowed(record, found.frugal_schedules, options) else base
+    return found if allowed(record, found.frugal_schedules, options) else base
 
 
 def plain_bytes(record: StepRecord, base: Baseline) -> int:
@@ -210,7 +219,7 @@ def _found_within(
     """
     if base.frugal.peak_bytes > budget_bytes:
         base = more_frugal(record, base, options)
-    if base.frugal.peak_bytes > budget_bytes and not _allowed(record, base.frugal_schedules, options):
+    if base.frugal.peak_bytes > budget_bytes and not allowed(record, base.frugal_schedules, options):
         base = _allowed_baseline(record, options, base)
     if base.frugal.peak_bytes > budget_bytes:
         raise BudgetBelowSmallest(record, budget_bytes, base, options)
@@ -218,9 +227,9 @@ def _found_within(
     def solved(options: Options, more_starts: Sequence[Sequence[Schedule]] = ()) -> Found:
         return _solve_rounds(record, budget_bytes, algorithm, options, base, [*more_starts, *starts])
 
-    inexact = any(_offers_inexact(g, options) for g in base.searched.graphs)
-    found = _exact_where_nearly_as_fast(record, budget_bytes, options, solved) if inexact else solved(options)
-    if replay(record, found.schedules).peak_bytes > budget_bytes or not _allowed(record, found.schedules, options):
+    inexact = any(offers_inexact(g, options) for g in base.searched.graphs)
+    found = exact_where_nearly_as_fast(record, budget_bytes, options, solved) if inexact else solved(options)
+    if replay(record, found.schedules).peak_bytes > budget_bytes or not allowed(record, found.schedules, options):
         raise NoPlanInTime(
             f"{algorithm} has found no plan within {format_bytes(budget_bytes)}{_restriction(options)},"
             f" in {options.seconds:g} s at most",
@@ -276,48 +285,6 @@ def _restriction(options: Options | None) -> str:
     return recompute + ("" if options.implementations is None else ", with the implementations that are allowed alone")
 
 
-def _offers_inexact(graph: Graph, options: Options) -> bool:
-    """Whether the options allow an implementation that is not bitwise identical to eager."""
-    implementations = (i for op in graph.operators for i in op.implementations)
-    return any(not i.exact and i.allowed_by(options.implementations) for i in implementations)
-
-
-def _allowed(record: StepRecord, schedules: Sequence[Schedule], options: Options) -> bool:
-    """Whether the options allow what the schedules recompute and all implementations they use."""
-    for graph, schedule in zip(record.graphs, schedules, strict=True):
-        if not options.recompute and any(s.operator < graph.forward_count for s in schedule.backward):
-            return False
-        for step in (*schedule.forward, *schedule.backward):
-            implementation = graph.operators[step.operator].implementations[step.implementation]
-            if not implementation.allowed_by(options.implementations):
-                return False
-    return True
-
-
-def _exact_where_nearly_as_fast(
-    record: StepRecord, budget_bytes: int, options: Options, solved: Callable[..., Found]
-) -> Found:
-    """Solve twice, the second time with exact implementations only; the others have to save ``INEXACT_MUST_SAVE``."""
-    kinds = KINDS if options.implementations is None else options.implementations
-    options.on_search("")
-    half = replace(options, seconds=options.seconds / 2)
-    exact = replace(half, implementations=(*kinds, EXACT))
-    found = solved(half)
-    is_exact = _allowed(record, found.schedules, exact)
-    if is_exact and found.status == "optimal":
-        return found
-    options.on_search("bit for bit")
-    other = solved(exact, [found.schedules] if is_exact else ())
-    first, timeline = replay(record, found.schedules), replay(record, other.schedules)
-    if timeline.peak_bytes > budget_bytes or not _allowed(record, other.schedules, exact):
-        return found
-    as_fast = timeline.seconds <= first.seconds * (1 if is_exact else 1 + INEXACT_MUST_SAVE)
-    if first.peak_bytes <= budget_bytes and not as_fast:
-        return found
-    proven = timeline.seconds <= found.bound_seconds * (1 + options.gap)
-    return replace(found, schedules=other.schedules, status=found.status if proven else "feasible")
-
-
 def _solve_rounds(
     record: StepRecord,
     budget_bytes: int,
@@ -331,7 +298,7 @@ def _solve_rounds(
     known: list[Sequence[Schedule]] = []
     if solve.algorithm(algorithm).uses_starts:
         known = [
-            s for s in (base.frugal_schedules, base.plain_schedules, *starts) if _allowed(base.searched, s, options)
+            s for s in (base.frugal_schedules, base.plain_schedules, *starts) if allowed(base.searched, s, options)
         ]
     schedules = plain_in_place(record, options, each_once)
     candidates = []
@@ -376,7 +343,7 @@ def _solve_rounds(
         status = solution.status if status == "optimal" else status
     if replay(record, schedules).peak_bytes > budget_bytes and solve.algorithm(algorithm).uses_starts:
         half = replace(options, seconds=options.seconds / 2)
-        if not _allowed(record, base.frugal_schedules, options):
+        if not allowed(record, base.frugal_schedules, options):
             base = _allowed_baseline(record, half, base)
         schedules = shared_graphs.within(record, budget_bytes, base, [*candidates, schedules], solver, half)
         status = "feasible"

@@ -71,7 +71,7 @@ def run(search: Incumbent, starts: Sequence[Schedule] = ()) -> Solution:
 
             programs.improve(search)
     except KeyboardInterrupt:
-        search.interrupted = True
+        search.interrupt()
     if search.best is None:
         status = "infeasible" if math.isinf(search.bound_seconds) else "unknown"
     else:

@@ -96,7 +96,12 @@ class Incumbent:
 
     def out_of_time(self) -> bool:
         """Whether no work or no time is left, or Ctrl-C was pressed."""
-        return self.interrupted or self.left() <= 0 or self.elapsed() >= self.options.seconds
+        return self.interrupted or timing.interrupted() or self.left() <= 0 or self.elapsed() >= self.options.seconds
+
+    def interrupt(self) -> None:
+        """Ctrl-C was pressed."""
+        self.interrupted = True
+        timing.interrupt()
 
     def done(self) -> bool:
         """Whether to stop: good enough, out of time, or proven to be infeasible."""
@@ -173,6 +178,7 @@ class Incumbent:
                 raise
             _warn_once(f"the solver has failed ({type(error).__name__}: {error})")
             result = Result("unknown", None, math.inf, -math.inf, work_seconds=work_seconds)
-        self.interrupted |= result.interrupted
+        if result.interrupted:
+            self.interrupt()
         self.work_seconds += result.work_seconds
         return result

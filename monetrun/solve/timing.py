@@ -63,6 +63,44 @@ def override(**changes: object) -> Iterator[Timing]:
         _current = before
 
 
+class _Interrupts:
+    """Of all searches that make one plan."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.came = False
+
+
+_interrupts = _Interrupts()
+
+
+@contextmanager
+def one_plan() -> Iterator[None]:
+    """A context whose searches all end with the first Ctrl-C; one within another is a part of it."""
+    if not _interrupts.depth:
+        _interrupts.came = False
+    _interrupts.depth += 1
+    try:
+        yield
+    finally:
+        _interrupts.depth -= 1
+
+
+def interrupt() -> None:
+    """Ctrl-C was pressed: all searches of the present plan, if there is one, end with what they have."""
+    _interrupts.came = _interrupts.depth > 0
+
+
+def interrupted() -> bool:
+    """Whether Ctrl-C was pressed while the present plan is made."""
+    return _interrupts.came and _interrupts.depth > 0
+
+
+def last_was_interrupted() -> bool:
+    """Whether Ctrl-C was pressed while the last plan was made."""
+    return _interrupts.came
+
+
 def within(solver_seconds: float) -> AbstractContextManager[Timing]:
     """Limit searches for the lowest peak to their share of ``solver_seconds``, inside a ``with`` block."""
     return override(frugal_seconds=min(_current.frugal_seconds, _FRUGAL_SHARE * solver_seconds))

@@ -14,6 +14,7 @@ from monetrun.launcher import progress as progress_module
 from monetrun.launcher.progress import SolverProgress, status
 from monetrun.planning import planner
 from monetrun.planning.round_bounds import disjoint_sum
+from monetrun.solve import timing
 from support.step_records import chain_record
 
 
@@ -25,17 +26,34 @@ def lines(console):
     return console.file.getvalue().splitlines()
 
 
-def test_a_pipe_gets_a_line_for_a_better_plan_and_a_last_line(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only where a test says so."""
+    now = [1000.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+
+    def passes(seconds):
+        now[0] += seconds
+
+    return passes
+
+
+def test_a_pipe_gets_a_line_for_a_better_plan_and_a_last_line(clock):
+    """With the seconds that have passed, not those that a solver counts."""
     console = pipe()
     with SolverProgress(console, 10.0) as progress:
         progress(0.1, math.inf, 0.0)
-        progress(0.5, 12.0, 10.5)
-        monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LINES", 0.0)
-        progress(1.0, 12.0, 11.0)  # only the bound
-        progress(2.0, 11.5, 11.0)
-        monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LINES", 1e9)
-        progress(3.0, 11.4, 11.2)
-        progress(4.25, 11.3, 11.2)
+        clock(0.5)
+        progress(0.2, 12.0, 10.5)
+        clock(0.6)
+        progress(0.3, 12.0, 11.0)  # only the bound
+        clock(0.9)
+        progress(0.5, 11.5, 11.0)
+        clock(0.25)
+        progress(0.6, 11.4, 11.2)  # too soon
+        clock(0.15)
+        progress(0.7, 11.3, 11.2)
+        clock(1.8)
     assert lines(console) == [
         "monetrun: planning: +20.0% (bound 5.0%, gap 15.0%) 0.5 s",
         "monetrun: planning: +15.0% (bound 10.0%, gap 5.0%) 2.0 s",
@@ -62,22 +80,37 @@ def test_the_last_line_is_of_the_plan_that_is_taken():
     with SolverProgress(console, 10.0) as progress:
         progress(0.5, 12.0, 10.5)
         progress.found(0.25, 0.1)
-    assert lines(console)[-1] == "monetrun: planning: +25.0% (bound 10.0%, gap 15.0%) 0.5 s"
+    assert lines(console)[-1] == "monetrun: planning: +25.0% (bound 10.0%, gap 15.0%) 0.0 s"
 
 
-def test_a_second_search_of_the_same_budget_has_its_name_and_goes_on_in_time(monkeypatch):
-    monkeypatch.setattr(progress_module, "_SECONDS_BETWEEN_LINES", 0.0)
+@pytest.mark.parametrize(
+    ("taken", "last"),
+    [
+        (0.2, ["monetrun: planning, bit for bit: +20.0% (bound 10.0%, gap 10.0%) 1.2 s"]),
+        (0.1, ["monetrun: planning: +10.0% (bound 10.0%, gap 0.0%) 1.2 s"]),
+    ],
+)
+def test_a_second_search_of_the_same_budget_has_its_name_which_stays_where_its_plan_is_taken(clock, taken, last):
+    console = pipe()
+    with SolverProgress(console, 10.0) as progress:
+        clock(0.5)
+        progress(0.5, 11.0, 10.5)
+        progress.search("bit for bit")
+        clock(0.25)
+        progress(0.25, 12.0, 10.5)
+        clock(0.5)
+        progress.found(taken, 0.1)
+    assert lines(console) == ["monetrun: planning: +10.0% (bound 5.0%, gap 5.0%) 0.5 s", *last]
+
+
+def test_that_a_search_was_interrupted_is_said(monkeypatch):
     console = pipe()
     with SolverProgress(console, 10.0) as progress:
         progress(0.5, 11.0, 10.5)
-        progress.search("bit for bit")
-        progress(0.25, 12.0, 10.5)
-        progress.found(0.2, 0.1)
-    assert lines(console) == [
-        "monetrun: planning: +10.0% (bound 5.0%, gap 5.0%) 0.5 s",
-        "monetrun: planning, bit for bit: +20.0% (bound 5.0%, gap 15.0%) 0.8 s",
-        "monetrun: planning: +20.0% (bound 10.0%, gap 10.0%) 0.8 s",
-    ]
+        with timing.one_plan():
+            timing.interrupt()
+        progress.found(0.1, 0.05)
+    assert "monetrun: interrupted: the best plan so far is taken" in lines(console)
 
 
 def test_a_search_that_finds_nothing_for_long_says_that_it_goes_on(monkeypatch, capsys):
@@ -99,12 +132,14 @@ def test_a_terminal_shows_what_is_done_and_for_how_long():
     assert console.file.getvalue().endswith("\x1b[2K")
 
 
-def test_another_budget_starts_again():
+def test_another_budget_starts_again(clock):
     console = pipe()
     with SolverProgress(console, 10.0) as progress:
         progress.begin(3 << 20)
+        clock(0.5)
         progress(0.5, 11.0, 10.0)
         progress.begin(4 << 20)
+        clock(0.25)
         progress(0.25, 12.0, 10.0)
     assert lines(console) == [
         "monetrun: planning 3.0 MiB: +10.0% (bound 0.0%, gap 10.0%) 0.5 s",

@@ -11,7 +11,7 @@ from monetrun.core import codec
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.left_out import without
 from monetrun.core.plan import Plan
-from monetrun.planning import kept, planner
+from monetrun.planning import kept, two_searches
 from monetrun.runtime.engine import Engine
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
@@ -256,7 +256,7 @@ class Halves(nn.Module):
 
 
 def test_a_guard_that_fails_is_noticed_before_any_graph_of_the_call_has_run(monkeypatch):
-    monkeypatch.setattr(planner, "INEXACT_MUST_SAVE", 0.01)
+    monkeypatch.setattr(two_searches, "INEXACT_MUST_SAVE", 0.01)
 
     def halves():
         torch.manual_seed(0)
