@@ -152,6 +152,10 @@ def _show_operators(times: Sequence[OperatorTime], console: Console) -> None:
     console.print(f"  operators: planned {1e3 * planned:.3f} ms, measured {1e3 * measured:.3f} ms in the planned step")
     if planned > _FAR_OFF * measured:
         console.print(f"  costs are far off: {MEASURE_AGAIN}")
+    elif measured > _FAR_OFF * planned:
+        console.print(
+            "  that is far longer: the machine is busy now, or has fewer threads than when they were measured"
+        )
     rows = report.table("<  farthest from plan", "<module", "<pass", "<implementation", "planned ms", "measured ms")
     for t in times[:_ROWS]:
         name = t.name.removeprefix(f"{t.module}.") + (f" x{t.runs}" if t.runs > 1 else "")

@@ -71,7 +71,11 @@ def parse(text: str, name: str = "--budget") -> Budget:
     try:
         return _parsed(text)
     except ValueError as refused:
-        raise BudgetSyntaxError(f"{name} {text!r} {refused}", f"A budget is {GRAMMAR}.") from None
+        hint = f"A budget is {GRAMMAR}."
+        with_point = text.replace(",", ".", 1).strip()
+        if "," in text and _NUMBER.fullmatch(with_point):
+            hint = f"did you mean {with_point}? {hint}"
+        raise BudgetSyntaxError(f"{name} {text!r} {refused}", hint) from None
 
 
 def _parsed(text: str) -> Budget:

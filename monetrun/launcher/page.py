@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -76,7 +78,8 @@ def page_of(
     }
     template = files("monetrun.launcher").joinpath("page.html").read_text(encoding="utf-8")
     # "</script>" in a module's name must not end the data
-    return template.replace("/*DATA*/", json.dumps(data).replace("<", "\\u003c"))
+    filled = template.replace("/*DATA*/", json.dumps(data).replace("<", "\\u003c"))
+    return filled.replace("<title>monetrun</title>", f"<title>{html.escape(data['title'])} - monetrun</title>", 1)
 
 
 def _columns(found: Sequence[Moment], record: StepRecord) -> dict[str, Any]:
@@ -143,7 +146,11 @@ def write_report(
     """
     folder, name = Path(options.report_folder), f"report.node{node}" if options.several_nodes else "report"
     page = folder / f"{name}.html"
-    found = {"command": [options.script, *options.script_args], **outcome_json(outcome)}
+    found = {
+        "command": [options.script, *options.script_args],
+        "launch": ["monetrun", *sys.argv[1:]],
+        **outcome_json(outcome),
+    }
     found["intervals"] = [] if outcome.measured_step is None else as_plain(outcome.measured_step)
     found["environment"] = around = surroundings()
     unlike = () if record is None else record.unlike_eager

@@ -21,12 +21,14 @@ class LaunchParser(argparse.ArgumentParser):
         not_reusable: names of options that are left out of ``LaunchOptions.reusable_words``.
         help_text: what ``--help`` prints.
         usage_text: the usage line, for errors.
+        command: what is run, for errors.
     """
 
     own: frozenset[str] = frozenset()
     not_reusable: frozenset[str] = frozenset({"budget", "json", "report", "tensorboard"})
     help_text: str = ""
     usage_text: str = _USAGE
+    command: str = "monetrun"
     _words: Sequence[str] = ()
 
     def parse_launch(self, words: Sequence[str]) -> tuple[LaunchOptions, argparse.Namespace]:
@@ -85,11 +87,11 @@ class LaunchParser(argparse.ArgumentParser):
         hint = "monetrun --help lists monetrun's options, torchrun --help all others"
         if "training_script" in message:
             message = f"no script was given{self._last_taken()}"
-            hint = f"usage: {self.usage_text}; monetrun --help says more"
+            hint = f"usage: {self.usage_text}; {self.command} --help says more"
         if "expected one argument" in message:
             hint = "its value is missing, or begins with - like an option (--option=VALUE is read as a value)"
         if message.startswith("ambiguous option"):
-            raise UsageError(message, "write it in full, also one of the script's own: torchrun takes it no other way")
+            raise UsageError(message, f"write it in full; one of the script's own: {self.command} ... -- SCRIPT ...")
         for word in message.split():
             name = word.rstrip(":,").partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
@@ -165,6 +167,7 @@ def command_parser(
     add_options(result)
     result.own |= {action.dest for action in result._actions if action not in before}
     result.not_reusable |= set(not_reusable)
+    result.command = f"monetrun {name}"
     result.usage_text = f"monetrun {name} {_USAGE.removeprefix('monetrun ')}"
     helper = argparse.ArgumentParser(
         prog=f"monetrun {name}",

@@ -37,6 +37,8 @@ def read_plan(path: str) -> Plan:
         raise UsageError(f"the plan {path}: {error.strerror}", "monetrun plan SCRIPT writes one") from error
     except ValueError as error:
         why = "it is not JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else error
+        if b'"measured_recomputation"' in content:
+            why = "it is the report of a launch"
         message = f"{path} is not a plan that this monetrun reads: {why}"
         raise PlanMismatch(message, "monetrun plan SCRIPT writes one") from error
 

@@ -27,11 +27,14 @@ from monetrun.launcher.process import Stopped
 from monetrun.launcher.rank_figures import RankFigures
 from monetrun.planning.coverage import coverage
 from monetrun.planning.intervals import Interval, MeasuredStep, RankIntervals
-from monetrun.planning.summary import planned_bytes, summary_lines
+from monetrun.planning.summary import MEASURE_AGAIN, planned_bytes, summary_lines
 from monetrun.planning.summary import share as share
 
 _LEAST_WIDTH = 200
 _TIMED_FROM = 3  # of each graph, the call from which on some are timed (``runtime.call_timing``)
+# Measured extra work that differs from the planned by more than this many times the smaller one, and this share of the
+# step, says that costs are not what they were.
+_FAR_OFF, _NEAR = 1.0, 0.05
 _NO_END = "(did the script end with os._exit?)"
 
 
@@ -165,6 +168,7 @@ class Outcome:
         collectives: what those of sharded modules took, where that was measured.
         measured_overhead: seconds of recomputation, and of slower implementations what they take longer, over all other
             seconds of the timed calls, the largest of all ranks; None if not measured.
+        planned_extra_work: the same by the plan's costs; None where the plan's step is not known.
         steps: training steps of rank 0.
         warnings: of all ranks.
         measured_step: planned and measured bytes of one settled step; None if no rank measured them.
@@ -189,6 +193,7 @@ class Outcome:
     needed_bytes: int = 0
     held: Mapping[str, int] = field(default_factory=dict)
     most_planned: tuple[int, int] = (0, 0)
+    planned_extra_work: float | None = None
     ranks: tuple[RankFigures, ...] = ()
     collectives: CollectiveSeconds = ()
     enforced: bool = True
@@ -212,6 +217,7 @@ def read_outcome(folder: Path) -> Outcome:
     peaks = [int(r["measured_peak_bytes"]) for r in reports if r.get("exact") and r.get("measured_peak_bytes")]
     reserved = [int(r["measured_reserved_bytes"]) for r in reports if r.get("measured_reserved_bytes")]
     overheads = [float(r["measured_overhead"]) for r in reports if r.get("measured_overhead") is not None]
+    extra = [float(r["planned_extra_work"]) for r in reports if r.get("planned_extra_work") is not None]
     warnings = sorted({w for r in reports for w in r.get("warnings", ())})
     shortages: list[Mapping[str, Any]] = [r["short"] for r in reports if r.get("short")]
     short = max(shortages, key=lambda s: int(s.get("needed_bytes", 0)), default={})
@@ -223,6 +229,7 @@ def read_outcome(folder: Path) -> Outcome:
         excess_bytes=max((int(r.get("excess_bytes", 0)) for r in reports), default=0),
         collectives=codec.from_plain(CollectiveSeconds, max((r.get("collectives", []) for r in reports), default=[])),
         measured_overhead=max(overheads) if overheads else None,
+        planned_extra_work=max(extra) if extra else None,
         enforced=all(r.get("exact") and not r.get("unbounded_steps") for r in reports),
         steps=max((int(r.get("steps", 0)) for r in reports), default=0),
         warnings=tuple(warnings),
@@ -365,6 +372,8 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "measured_reserved_bytes": outcome.measured_reserved_bytes,
         "allocation_retries": outcome.retries,
         "planned_overhead": plan and plan.overhead,
+        "bound": plan and plan.bound,
+        "planned_extra_work": outcome.planned_extra_work,
         "measured_recomputation": outcome.measured_overhead,
         "steps": outcome.steps,
         "warnings": list(outcome.warnings),
@@ -373,6 +382,11 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _overhead_line(outcome: Outcome, plan: Plan) -> str:
-    overhead, few = outcome.measured_overhead, " in so few steps" * (outcome.steps < _TIMED_FROM)
-    measured = f"not measured{few}" if overhead is None else f"{format_percent(overhead, signed=True)} measured"
-    return f"  {'overhead':<15}{format_percent(plan.overhead, signed=True)} planned; extra work {measured}"
+    found, few = outcome.measured_overhead, " in so few steps" * (outcome.steps < _TIMED_FROM)
+    measured = f"not measured{few}" if found is None else f"{format_percent(found, signed=True)} measured"
+    expected = outcome.planned_extra_work
+    planned = "" if expected is None else f"{format_percent(expected, signed=True)} planned, "
+    line = f"  {'overhead':<15}{format_percent(plan.overhead, signed=True)} planned; extra work {planned}{measured}"
+    if found is None or expected is None or abs(found - expected) <= _FAR_OFF * min(found, expected) + _NEAR:
+        return line
+    return f"{line}\n  costs are far off, or the machine was busy: {MEASURE_AGAIN}"

@@ -21,6 +21,7 @@ from monetrun.launcher import report
 from monetrun.launcher.options import LaunchOptions
 
 _SHOWN = 5  # names of what is there
+_INTERPRETERS = ("python", "python3", "torchrun")
 
 # Exits with 99 if python -m would not find the module. Any other error is the module's own.
 _FIND_MODULE = """
@@ -89,6 +90,10 @@ def _check_file(name: str, commands: Iterable[str] = ()) -> None:
     if not os.path.exists(name):  # not Path.exists, which raises where a folder may not be entered
         if name.replace(".", "_").isidentifier() and not name.endswith(".py") and _find_module(name):
             raise ScriptNotFound(f"there is no script {name!r}", f"there is a module of that name: -m {name}")
+        if name in commands:
+            raise ScriptNotFound(f"there is no script {name!r}", f"a command comes first: monetrun {name} ...")
+        if name in _INTERPRETERS:
+            raise ScriptNotFound(f"there is no script {name!r}", f"leave out {name}: monetrun runs the script itself")
         if near := difflib.get_close_matches(name, commands, 1):
             raise ScriptNotFound(f"there is no script or command {name!r}", f"did you mean monetrun {near[0]}?")
         raise ScriptNotFound(f"there is no script {name!r}", _near_files(name))

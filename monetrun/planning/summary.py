@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from monetrun.core.budget import format_bytes, format_overhead
 from monetrun.core.event import calls_of_graphs
 from monetrun.core.graph import Implementation
-from monetrun.core.plan import Plan, Schedule
+from monetrun.core.plan import Plan, Schedule, each_once
 from monetrun.core.step import StepRecord
 from monetrun.planning.ledger import ledger_line
 
@@ -43,7 +43,8 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
     kinds = Counter(implementation.kind for implementation in chosen)
     others = sum(step.implementation > 0 for own in schedules for step in (*own.forward, *own.backward))
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()) or str(others)
-    total = sum(len(schedule.forward) for schedule in schedules)
+    forwards = [s.forward for s in schedules] if record is None else [each_once(g).forward for g in record.graphs]
+    total = sum(map(len, forwards))
     operators, runs = again(schedules, record)
     more = f" ({runs} runs)" if runs != operators else ""
     lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}")

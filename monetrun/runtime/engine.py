@@ -26,6 +26,7 @@ from monetrun.core.step import Break, StepRecord
 from monetrun.machine.store import Store
 from monetrun.ops import kernels
 from monetrun.planning import kept_parameters, planner
+from monetrun.planning.extra_work import extra_work
 from monetrun.planning.known import known_schedules
 from monetrun.planning.summary import summary_lines
 from monetrun.runtime import agreement, collective_times, probe, second_step
@@ -387,6 +388,7 @@ def _findings(engine: Engine) -> dict[str, Any]:
         "collectives": () if running is None else collective_times.known(running.record),
         "allocation_retries": steps.retries,
         "measured_overhead": engine.meters.timing.overhead(),
+        "planned_extra_work": running and running.record and extra_work(running.record, running.plan),
         "call_seconds": engine.meters.timing.call_seconds(),
         "steps": steps.training_steps,
         "exact": engine.meter.exact,
