@@ -264,6 +264,8 @@ def _print_outcome(job: Job, outcome: report.Outcome, exit_code: int) -> None:
 def _recorded_anew(job: Job) -> StepRecord:
     """The script's step from a new trial run, in the place of the one in the cache, which no plan fits."""
     kept, job.record = job.record, None
+    if not job.options.quiet:
+        job.console.print("monetrun: no plan fits the step that is kept from an earlier launch: it is recorded again")
     job._find_record(needed=False, look=False)
     job.record = job.record or kept
     assert job.record is not None

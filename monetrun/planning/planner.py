@@ -282,7 +282,7 @@ def _restriction(options: Options | None) -> str:
     if options is None:
         return ""
     recompute = "" if options.recompute else ", without recomputation"
-    return recompute + ("" if options.implementations is None else ", with the implementations that are allowed alone")
+    return recompute + ("" if options.implementations is None else ", with no implementations but those that are allowed")
 
 
 def _solve_rounds(
