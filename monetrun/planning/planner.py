@@ -282,7 +282,7 @@ def _restriction(options: Options | None) -> str:
     if options is None:
         return ""
     recompute = "" if options.recompute else ", without recomputation"
-    return recompute + ("" if options.implementations is None else ", with no implementations but those that are allowed")
+    return recompute + ("" if options.implementations is None else ", with the allowed implementations only")
 
 
 def _solve_rounds(
