@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,6 +47,7 @@ class OperatorCost:
         eagers_bits: whether a trial showed it bitwise identical to the default; False where no trial was needed.
         requests: of a caching allocator.
         failed: whether the call raised, for another reason than a lack of memory, when it was tried.
+        others_share: of the processors' time while it was measured, what other processes took: it may be too slow.
     """
 
     seconds: float
@@ -55,6 +56,7 @@ class OperatorCost:
     eagers_bits: bool = False
     requests: Requests = field(default_factory=Requests)
     failed: bool = False
+    others_share: float = 0.0
 
     def check(self) -> None:
         """Check what was read.
@@ -63,6 +65,14 @@ class OperatorCost:
             ValueError: a number cannot be right.
         """
         check_cost(self.seconds, self.workspace_bytes)
+        if not 0.0 <= self.others_share <= 1.0:
+            raise ValueError(f"others that took {self.others_share} of the processors' time")
+
+
+def others_share(joints: Iterable[JointGraph], known: Mapping[str, OperatorCost]) -> float:
+    """The largest ``OperatorCost.others_share`` among the operators of ``joints``, also of an earlier launch's."""
+    signatures = {signature for joint in joints for row in joint.signatures for signature in row}
+    return max((known[s].others_share for s in signatures if s in known), default=0.0)
 
 
 def costs_of(joint: JointGraph, known: Mapping[str, OperatorCost], device: str) -> Costs:

@@ -6,6 +6,7 @@ To find the plans of one convolution worth a choice, dozens are built.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from monetrun.capture import cost, kernel_settings
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.meter import Meter
+from monetrun.machine.busy import OthersWork
 from monetrun.machine.store import Store, key
 from monetrun.ops import cudnn
 from monetrun.ops.cudnn import PlanNames
@@ -36,8 +38,17 @@ def measure(
     meter: Meter,
     device: torch.device,
     store: Store | None,
+    others: OthersWork | None = None,
 ) -> dict[str, OperatorCost]:
     """Measure the operators of ``joints`` that are not in ``known``, and add them to the store.
+
+    Args:
+        joints: graphs.
+        known: costs by the operators' signatures.
+        meter: of the device.
+        device: where they are measured.
+        store: where costs are kept.
+        others: what other processes take of the processors meanwhile; None: that slows nothing.
 
     Returns:
         All costs that are known now. Where several ranks measure the same operator, all get the first one's numbers.
@@ -45,6 +56,8 @@ def measure(
     new: dict[str, OperatorCost] = {}
     for joint in joints:
         new.update(cost.measure(joint, {**known, **new}, meter, device))
+    if new and others is not None and (share := others.share()):
+        new = {signature: replace(c, others_share=share) for signature, c in new.items()}
     if new and device.type == "cuda":
         torch.cuda.empty_cache()  # what the measurement took beyond what training takes
     if store is not None and _has_plans(device) and (plans := cudnn.named(device)):

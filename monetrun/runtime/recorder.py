@@ -205,8 +205,9 @@ class Recorder(WithoutCaptures):
             self.memory.stop()
         self.arriving, name = self._beside.arriving(self.joints, self._lifetimes), cost_store.device_name(self.device)
         others = OthersWork() if self.memory is None else None  # a GPU times its operators itself
-        self.known = cost_store.measure([a.joint for a in self.arriving], self.known, self.meter, self.device, store)
-        self._others_share = others.share() if others is not None else 0.0
+        joints = [a.joint for a in self.arriving]
+        self.known = cost_store.measure(joints, self.known, self.meter, self.device, store, others)
+        self._others_share = cost.others_share(joints, self.known)
         return [a.with_copies(cost.costs_of(a.joint, self.known, name)) for a in self.arriving]
 
     def record(self, costs: list[Costs], breaks: Iterable[Break] = ()) -> StepRecord:

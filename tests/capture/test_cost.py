@@ -256,3 +256,19 @@ def test_an_assertion_on_values_is_never_tried_on_others(monkeypatch):
     assert found.keys() == joint.timed.keys()
     assert tried
     assert not any("assert_async" in target for target in tried)
+
+
+def test_costs_measured_on_a_busy_machine_say_so_in_later_launches_too(tmp_path):
+    joint, cpu = captured(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)), torch.device("cpu")
+    store = Store(tmp_path)
+    busy = SimpleNamespace(share=lambda: 0.6)
+    found = cost_store.measure([joint], {}, meter_for(cpu), cpu, store, busy)
+    assert cost.others_share([joint], found) == 0.6
+    kept = cost_store.load(store, cpu)
+    later = cost_store.measure([joint], kept, meter_for(cpu), cpu, store, SimpleNamespace(share=lambda: 0.9))
+    assert cost.others_share([joint], later) == 0.6  # nothing was measured
+
+
+def test_a_share_of_others_that_cannot_be_right_is_refused():
+    with pytest.raises(ValueError, match=r"others that took 1\.5"):
+        cost.OperatorCost(1.0, 0, others_share=1.5).check()
