@@ -26,7 +26,7 @@ from monetrun.capture.lowering import lower, own_outputs
 from monetrun.capture.marks import ONE_CALL_WITH_NEXT, STEP
 from monetrun.capture.open_strides import TRACED_STRIDES
 from monetrun.core.errors import ScheduleError
-from monetrun.core.graph import FORWARD, Costs
+from monetrun.core.graph import FORWARD, Costs, extra_share
 from monetrun.core.plan import Schedule, Step
 from monetrun.core.regions import second_runs
 from monetrun.ops import replay
@@ -222,16 +222,9 @@ class _Builder:
             into.graph.call_function(aten.alias.default, (node,))  # its last reader
 
     def _extra_share(self, step: Step, again: bool) -> float:
-        """The share of a step's time that the plain step does not take.
-
-        An implementation that is faster than the default alone may not be so in a step: nothing is counted for it.
-        """
-        if again or not self.joint.graph.operators[step.operator].plain:
-            return 1.0
-        if self.costs is None or not step.implementation:
-            return 0.0
-        seconds = self.costs.seconds[step.operator]
-        return max(0.0, 1 - seconds[0] / seconds[step.implementation]) if seconds[step.implementation] else 0.0
+        """See ``graph.extra_share``."""
+        seconds = () if self.costs is None else self.costs.seconds[step.operator]
+        return extra_share(self.joint.graph.operators[step.operator], seconds, step.implementation, again=again)
 
     def _output(self, into: _Pass, node: Any, load: Callable[[fx.Node], fx.Node]) -> Any:
         return load(node) if isinstance(node, fx.Node) else node

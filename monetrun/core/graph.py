@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -255,6 +256,23 @@ class Costs:
     def fingerprint(self) -> str:
         """Hash of all values."""
         return _digest([self.device, self.seconds, self.workspace_bytes, self.requests])
+
+
+def extra_share(operator: Operator, seconds: Sequence[float], implementation: int, *, again: bool) -> float:
+    """The share of a run's time that the plain step does not take: all of it, or what is beyond the default's seconds.
+
+    An implementation that is faster than the default alone may not be so in a step: nothing is counted for it.
+
+    Args:
+        operator: that runs.
+        seconds: of its implementations; empty: they are not known.
+        implementation: with which it runs.
+        again: it has run, and does not run again in the plain step.
+    """
+    if again or not operator.plain:
+        return 1.0
+    own = seconds[implementation] if seconds else 0.0
+    return max(0.0, 1 - seconds[0] / own) if own else 0.0
 
 
 def check(graph: Graph, costs: Costs | None = None) -> None:

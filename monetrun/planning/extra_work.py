@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from monetrun.core.event import calls_of_graphs
+from monetrun.core.graph import extra_share
 from monetrun.core.plan import Plan, plain_schedule
 from monetrun.core.step import StepRecord
 
@@ -25,13 +26,11 @@ def extra_work(record: StepRecord, plan: Plan) -> float:
         again = Counter(plain_schedule(graph).runs_again())  # for the script's own checkpoints
         ran: set[int] = set()
         for step in (*schedule.forward, *schedule.backward):
-            default, seconds = costs.seconds[step.operator][0], costs.seconds[step.operator][step.implementation]
-            total += calls[k] * seconds
-            if step.operator in ran and again[step.operator]:
-                again[step.operator] -= 1
-            elif step.operator in ran or not graph.operators[step.operator].plain:
-                extra += calls[k] * seconds
-            else:
-                extra += calls[k] * max(0.0, seconds - default)
-            ran.add(step.operator)
+            op, of_op = graph.operators[step.operator], costs.seconds[step.operator]
+            seconds = calls[k] * of_op[step.implementation]
+            in_plain = op.id in ran and again[op.id] > 0
+            again[op.id] -= in_plain
+            total += seconds
+            extra += seconds * extra_share(op, of_op, step.implementation, again=op.id in ran and not in_plain)
+            ran.add(op.id)
     return extra / (total - extra) if total > extra else 0.0

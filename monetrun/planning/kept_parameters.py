@@ -39,6 +39,7 @@ _REFUSAL_SECONDS = Options().seconds
 _FOR_NOTHING = 0.002
 
 
+@timing.one_plan()
 def plan_step(
     record: StepRecord,
     budget_bytes: int,
@@ -64,13 +65,12 @@ def plan_step(
             return planner.plan_step(record, budget_bytes, algorithm, options, known, starts)
         return _Search(record, budget_bytes, algorithm, options, known, starts).best()
 
-    with timing.one_plan():
-        try:
-            return planned(options)
-        except planner.BudgetBelowSmallest:
-            if options.seconds >= _REFUSAL_SECONDS or timing.interrupted():
-                raise
-            return planned(replace(options, seconds=_REFUSAL_SECONDS))
+    try:
+        return planned(options)
+    except planner.BudgetBelowSmallest:
+        if options.seconds >= _REFUSAL_SECONDS or timing.interrupted():
+            raise
+        return planned(replace(options, seconds=_REFUSAL_SECONDS))
 
 
 def smallest_bytes(record: StepRecord, base: Baseline) -> int:

@@ -64,6 +64,7 @@ class BudgetBelowSmallest(InfeasibleBudget):
         self.smallest_schedules = StepSchedules.of(record.graphs, base.frugal_schedules)
 
 
+@timing.one_plan()
 def plan_step(
     record: StepRecord,
     budget_bytes: int,
@@ -90,18 +91,7 @@ def plan_step(
         BudgetBelowSmallest: no schedule known fits; names the smallest feasible budget and the operator that sets it.
         NoPlanInTime: the solver found nothing within the budget in its time.
     """
-    with timing.one_plan():
-        return _planned(record, budget_bytes, algorithm, options or Options(), known, starts)
-
-
-def _planned(
-    record: StepRecord,
-    budget_bytes: int,
-    algorithm: str,
-    options: Options,
-    known: Baseline | None,
-    starts: Sequence[Sequence[Schedule]],
-) -> Plan:
+    options = options or Options()
     base = lowered(record, known or baseline(record), starts)
 
     def within(target_bytes: int, options: Options, starts: Sequence[Sequence[Schedule]]) -> Found:
