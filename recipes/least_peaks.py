@@ -19,11 +19,8 @@ from rich.table import Table
 
 from lib.compared_networks import DEFAULT, NETWORKS, SIZES
 from monetrun.capture.meter import meter_for
-from monetrun.core.options import Options
-from monetrun.core.round_graph import RoundGraph
 from monetrun.ops import kernels
 from monetrun.planning import planner
-from monetrun.solve.least import least_budget
 from step_pairs import Recorded, Trainer, release_cached
 
 
@@ -40,15 +37,9 @@ def least_peak(name: str, size: str, seconds: float) -> dict[str, Any]:
         return Trainer(model.train(), loss, meter)
 
     recorded = Recorded(make)
-    record = recorded.record
-    base = planner.baseline(record)
-    if len(record.rounds) != 1 or not isinstance(base.rounds[0], RoundGraph):
-        raise click.ClickException(f"{name}: the step is not one forward and one backward pass")
-    joined = base.rounds[0]
-    found = least_budget(joined.graph, joined.costs, Options(seconds=seconds))
-    beside = base.frugal.start_bytes[record.rounds[0][0]] - before  # weights, the batch, the optimizer's state
-    row = {"network": name, "plain_bytes": base.plain.peak_bytes - before}
-    return {**row, "smallest_bytes": beside + found.peak_bytes, "bound_bytes": beside + found.bound_bytes}
+    smallest, bound = recorded.least_peaks(seconds)
+    row = {"network": name, "plain_bytes": planner.baseline(recorded.record).plain.peak_bytes - before}
+    return {**row, "smallest_bytes": smallest - before, "bound_bytes": bound - before}
 
 
 @click.command(help=__doc__.replace("\n\n    python", "\n\n\b\n    python", 1))

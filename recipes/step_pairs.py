@@ -19,6 +19,7 @@ from monetrun.core.errors import InfeasibleBudget, MonetrunError, NoPlanInTime
 from monetrun.core.options import Options
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan, Schedule
+from monetrun.core.round_graph import RoundGraph
 from monetrun.core.step import StepRecord, replay
 from monetrun.planning import planner
 from monetrun.planning.planner import Baseline
@@ -26,6 +27,7 @@ from monetrun.runtime.allocation_limit import set_limit
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from monetrun.solve import greedy
+from monetrun.solve.least import least_budget
 
 WARM_UP_STEPS = 6  # compilation, and the early calls that are timed one by one
 PEAK_STEPS = 2
@@ -200,6 +202,23 @@ class Recorded:
             # looking further takes the other solvers
             raise planner.BudgetBelowSmallest(self.record, budget_bytes, base)
         return planner.plan_step(self.record, budget_bytes, algorithm, options, base)
+
+    def least_peaks(self, seconds: float) -> tuple[int, int]:
+        """The lowest peak that is known, and one that no schedule is below, in bytes of the process.
+
+        Args:
+            seconds: of search.
+
+        Raises:
+            MonetrunError: the step is not one forward and one backward pass.
+        """
+        base = planner.baseline(self.record)
+        if len(self.record.rounds) != 1 or not isinstance(base.rounds[0], RoundGraph):
+            raise MonetrunError("the step is not one forward and one backward pass")
+        joined = base.rounds[0]
+        found = least_budget(joined.graph, joined.costs, Options(seconds=seconds))
+        beside = base.frugal.start_bytes[self.record.rounds[0][0]]  # weights, the batch, the optimizer's state
+        return beside + found.peak_bytes, beside + found.bound_bytes
 
     @contextlib.contextmanager
     def following(self, plan: Plan) -> Iterator[Session]:

@@ -134,10 +134,12 @@ def show(found: Explanation, title: str, console: Console) -> None:
     for line in _peak_lines(found):
         console.print(line)
     console.print("\n[bold]Memory over the step[/bold]" + ", allocated" * (found.planned_reserved_bytes is not None))
+    profiles = {"plain": found.plain_profile, "planned": found.planned_profile}
     highest = max([plain, *found.plain_profile, 1])
     bars = _ASCII_BARS if console.options.ascii_only else _BARS
-    for name, profile in (("plain", found.plain_profile), ("planned", found.planned_profile)):
-        console.print(f"  {name:8}{_chart(profile, highest, bars)}  {format_bytes(max(profile, default=0))}")
+    width = min(_CHART_WIDTH, max(map(len, profiles.values())))
+    for name, profile in profiles.items():
+        console.print(f"  {name:8}{_chart(profile, width, highest, bars)}  {format_bytes(max(profile, default=0))}")
 
     console.print(f"\n[bold]At the peak[/bold], {format_bytes(planned)}: {escape(found.peak_name)}")
     console.print("  " + " + ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.at_peak.items()))
@@ -200,9 +202,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms"
 
 
-def _chart(profile: Sequence[int], highest: int, bars: str) -> str:
-    """The profile as a line of bars, each as high as the maximum of its interval."""
-    width = min(_CHART_WIDTH, len(profile))
-    cuts = [i * len(profile) // width for i in range(width + 1)] if width else []
-    highs = [max(profile[a:b]) for a, b in pairwise(cuts)]
+def _chart(profile: Sequence[int], width: int, highest: int, bars: str) -> str:
+    """The profile as a line of ``width`` bars, each as high as the maximum of its interval; none of an empty one."""
+    cuts = [i * len(profile) // width for i in range(width + 1)] if profile else []
+    highs = [max(profile[a : max(a + 1, b)]) for a, b in pairwise(cuts)]
     return "".join(bars[min(len(bars) - 1, len(bars) * high // highest)] for high in highs)

@@ -20,6 +20,8 @@ FACTOR = 10.0
 # Where the plain step's gradients are farther than this from float64's, as a share, that run was another step: it drew
 # other random numbers, or took another branch.
 _ANOTHER_STEP = 0.5
+# A plain value that is farther from float64's, as a share of itself, has no digits to compare.
+_ROUNDING_ALONE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,11 @@ class Difference:
         if distance == 0:
             return 0.0
         return distance / self.norm if self.norm and math.isfinite(self.norm) else math.inf
+
+    @property
+    def rounding_alone(self) -> bool:
+        """Whether the plain value is mostly rounding: in float64 it is about 0, or another one."""
+        return self.plain_float64 is not None and self.plain_float64 > _ROUNDING_ALONE * self.norm
 
     @property
     def finite(self) -> bool:

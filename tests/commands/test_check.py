@@ -196,6 +196,19 @@ def test_a_gradient_of_rounding_alone_is_measured_by_the_size_of_the_others():
     assert not judged([replace(large, kind=BUFFER), zero], bitwise=False)[1].within
 
 
+def test_gradients_that_are_0_but_for_rounding_are_said_to_be_nothing_to_worry_about():
+    zero = replace(ONE, name="bias", distance=2e-9, norm=1e-9, planned_float64=2e-9, plain_float64=1e-9, allowed=1e-8)
+    of_note = replace(ONE, planned_float64=1e-7, plain_float64=1e-7, allowed=1e-6)
+    out = io.StringIO()
+    report = CheckReport(2 << 20, 1 << 20, 1 << 20, None, None, 5, "", "rounding", (zero, of_note), (), ())
+    command.show(report, "t.py", Console(file=out, width=200))
+    assert "  1 of them are rounding alone in the plain step, too" in out.getvalue()
+    out = io.StringIO()
+    too_much = replace(report, differences=(replace(zero, allowed=1e-12), of_note))
+    command.show(too_much, "t.py", Console(file=out, width=200))
+    assert "rounding alone" not in out.getvalue()
+
+
 def test_without_float64_the_root_of_epsilon_is_allowed():
     assert judged([replace(ONE, distance=3.1e-4)], bitwise=False)[0].within
     assert not judged([replace(ONE, distance=3.2e-4)], bitwise=False)[0].within

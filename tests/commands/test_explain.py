@@ -65,8 +65,20 @@ def test_memory_is_drawn_with_what_the_terminal_can_show(encoding, highest):
     out = io.TextIOWrapper(raw, encoding=encoding)
     show(found, "p.json", Console(file=out, width=160, highlight=False))
     out.flush()
-    (plain,) = (line for line in raw.getvalue().decode(encoding).splitlines() if line.startswith("  plain   "))
+    lines = raw.getvalue().decode(encoding).splitlines()
+    (plain,) = (line for line in lines if line.startswith("  plain   "))
     assert highest in plain
+
+
+def test_both_steps_are_drawn_as_wide_as_the_longer_one():
+    base = planner.baseline(RECORD)
+    found = explain(planner.plan_step(RECORD, base.frugal.peak_bytes, "greedy", Options(seconds=1.0), base), RECORD)
+    assert len(found.plain_profile) < len(found.planned_profile)
+    out = io.StringIO()
+    show(found, "p.json", Console(file=out, width=160, highlight=False))
+    lines = out.getvalue().splitlines()
+    plain, planned = (next(x for x in lines if x.startswith(f"  {name:8}")) for name in ("plain", "planned"))
+    assert plain.rindex("  ") == planned.rindex("  ")
 
 
 @pytest.mark.parametrize(
