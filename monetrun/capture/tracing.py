@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import DispatchKey
+from torch.fx.experimental import proxy_tensor
 from torch.fx.node import _side_effectful_functions
 
 from monetrun.capture.filled_strides import kept_where_eager_fills_in_place
 from monetrun.capture.kernel_strides import as_kernels_give_them
 from monetrun.capture.marks import ONE_CALL_WITH_NEXT
 from monetrun.capture.python_entries import replace_entry
+from monetrun.core.patched import patched
 from monetrun.ops.families import cudnn_batch_norm
 from monetrun.ops.registry import call_of
 
@@ -42,13 +44,22 @@ def operators_kept_whole() -> Iterator[None]:
     random = _random_operators() - _side_effectful_functions
     _side_effectful_functions.update(random)
     try:
-        with kept_where_eager_fills_in_place(), as_kernels_give_them():
+        with kept_where_eager_fills_in_place(), as_kernels_give_them(), _functions_called_as_in_eager():
             yield
     finally:
         _side_effectful_functions.difference_update(random)
         replace_entry(_CUDNN_BATCH_NORM, DispatchKey.Autograd, replaced)
         for overload, key, kernel in removed:
             replace_entry(overload, key, kernel)
+
+
+def _functions_called_as_in_eager() -> contextlib.AbstractContextManager[None]:
+    """Have no mode of torch's see functions of tensors while tracing; AOTAutograd's notes their names, for messages.
+
+    Under a mode a function of ``torch.nn.functional`` calls the one of its name once more: where the script has put
+    another in its place, that one, which eager does not call there.
+    """
+    return patched(proxy_tensor, "TorchFunctionMetadataMode", lambda tracer: contextlib.nullcontext())
 
 
 @functools.cache

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -46,7 +47,27 @@ def prepare_dynamo(within: Iterable[CodeType], undo: contextlib.ExitStack) -> No
     undo.enter_context(
         patched(convert_frame, "exceeds_recompile_limit", _with_many_shapes(convert_frame.exceeds_recompile_limit))
     )
+    _trace_replaced_functions(undo)
     let_models_warn()
+
+
+def _trace_replaced_functions(undo: contextlib.ExitStack) -> None:
+    """Have Dynamo trace what the script, or a library, has put in the place of torch's functions, as any other code.
+
+    It knows torch's by their names when it is imported. As one of these, another function would be one call of the
+    graph, traced with what it reads at the time, and nothing would guard that.
+    """
+    from torch._dynamo import trace_rules
+
+    rules = trace_rules.get_torch_obj_rule_map()
+    for function in [f for f in rules if isinstance(f, FunctionType) and not _is_torchs(f)]:
+        undo.callback(rules.setdefault, function, rules.pop(function))
+
+
+def _is_torchs(function: FunctionType) -> bool:
+    """Whether it is torch's own, or one of Python's, a dependency's or ours that stands for it."""
+    root = function.__globals__.get("__name__", "").partition(".")[0]
+    return root in ("torch", "functorch", "typing_extensions", "monetrun") or root in sys.stdlib_module_names
 
 
 def _with_many_shapes(exceeds: Callable[..., Any]) -> Callable[..., Any]:

@@ -199,8 +199,9 @@ class PlannedCall(NotCopied):
                 else:
                     self._cannot_be_captured(breaks.of(error, self.path, self.name), error)
             else:
-                unsettled = self.backend.captured > before and self.settling.captured(self.path)
-                if unsettled and (self.broken or self.model):
+                if captured := self.backend.captured > before:
+                    self.unguarded = Unguarded(module)  # other classes may have come into it
+                if captured and self.settling.captured(self.path) and (self.broken or self.model):
                     self._break(Break(self.path, self.name, "its inputs", "a new shape in each call", in_python=True))
                 if self.as_compiled and self.backend.captured and engine.running is not None:
                     self.reporter.warn(f"{self.name} {_ASKS}")
@@ -249,8 +250,7 @@ class PlannedCall(NotCopied):
         """Have the module run as it is; ``as_planned``: sharded ones keep or free parameters as the plan says."""
         for call in (self, *self.parts):
             if (module := call.module()) is not None and _stands_on(call, module):
-                left = _left(call, module) if as_planned else None
-                module._compiled_call_impl = left  # type: ignore[assignment]
+                module._compiled_call_impl = _left(call, module) if as_planned else None  # type: ignore[assignment]
 
 
 def _left(call: PlannedCall, module: nn.Module) -> resharding.RunsAsPlanned | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import trace_rules
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from support.sessions import opened_session
@@ -97,6 +98,51 @@ def test_a_method_that_is_replaced_on_a_class_in_the_middle_of_training_is_calle
         check(blocks, lambda: patch.setattr(cls, method, other, raising=False), patch.undo)
 
 
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 4)
+
+    def pooled(self, x):
+        return x.relu()
+
+    def forward(self, x):
+        return self.out(self.pooled(x))
+
+
+@pytest.mark.parametrize("as_class", [False, True], ids=["a module", "its class"])
+def test_a_method_of_a_class_that_came_into_the_model_later_may_be_replaced(as_class):
+    class Wider(Block):
+        def activated(self, x):
+            return torch.sigmoid(x)
+
+    def trained_with_changes():
+        torch.manual_seed(0)
+        model, found = blocks(), []
+        for step in range(STEPS):
+            if step == 2 and as_class:
+                model[0].__class__ = Wider
+            elif step == 2:
+                model[2] = Head()
+            if step == 3:
+                patch.setattr(Head, "pooled", lambda self, x: 3 * x)
+                patch.setattr(Wider, "activated", lambda self, x: F.silu(x))
+            optimizer = torch.optim.SGD(model.parameters(), 0.05)
+            optimizer.zero_grad()
+            loss = model(torch.randn(128, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        expected = trained_with_changes()
+        patch.undo()
+        with opened_session(budget="0.95x", solver_seconds=0.5, implementations="exact", quiet=True) as opened:
+            assert trained_with_changes() == expected
+            assert opened.engine.plan is not None
+
+
 def test_the_kernels_of_attention_that_are_allowed_may_change_in_the_middle_of_training():
     before = torch.backends.cuda.flash_sdp_enabled()
     try:
@@ -120,6 +166,41 @@ def shuffled(model, x):
 def seeded(model, x):
     random.seed(3)
     return random.random()
+
+
+SCALE = [1.7]
+
+
+def scaled_relu(x, inplace=False, own=F.relu):
+    return own(x) * SCALE[0]
+
+
+class Rectified(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)))
+
+
+def test_a_function_of_torch_that_is_wrapped_in_the_middle_of_training_is_called_once():
+    """AOTAutograd's mode had torch's own call the wrapper again."""
+    with pytest.MonkeyPatch.context() as patch:
+        check(Rectified, lambda: patch.setattr(F, "relu", scaled_relu), patch.undo)
+
+
+def test_a_function_of_torch_that_was_wrapped_before_dynamo_was_imported_is_traced_with_guards():
+    """Dynamo took it for torch's own, and what it read for constants."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "relu", scaled_relu)
+        trace_rules.get_torch_obj_rule_map.cache_clear()  # as it is made at the import
+        try:
+            check(Rectified, lambda: SCALE.append(SCALE.pop() + 1), lambda: SCALE.append(SCALE.pop() - 1))
+        finally:
+            patch.undo()
+            trace_rules.get_torch_obj_rule_map.cache_clear()
+            SCALE[:] = [1.7]
 
 
 DRAWN = {
