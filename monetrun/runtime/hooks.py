@@ -8,7 +8,7 @@ import gc
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from monetrun.capture import allocator_history, output_inputs
 from monetrun.core.imports import without_collection
 from monetrun.core.patched import patched
-from monetrun.runtime import allocation_limit
+from monetrun.runtime import allocation_limit, torchscript
 from monetrun.runtime.unplannable_use import IN_CUDA_GRAPHS, OF_OUTPUTS
 from monetrun.runtime.within_backward import StepsWithinBackward
 
@@ -132,6 +132,7 @@ def install(observer: TrainingObserver, undo: contextlib.ExitStack) -> None:
     _observe_gradients(observer, undo)
     _observe_modes(observer, undo)
     _observe_graphs(observer, undo)
+    torchscript.passes_calls_over(undo)
     allocation_limit.keep_the_scripts(undo)
     allocator_history.keep_the_scripts(undo)
 
@@ -332,7 +333,7 @@ def _observe_gradients(observer: TrainingObserver, undo: contextlib.ExitStack) -
     ):
         functools.update_wrapper(function, original)
         undo.enter_context(patched(owner, name, function))
-    _known_to_torchscript({observed_backward: "aten::backward", observed_grad: "aten::grad"}, undo)
+    torchscript.knows({observed_backward: "aten::backward", observed_grad: "aten::grad"}, undo)
 
 
 def codes_that_observe_gradients() -> list[CodeType]:
@@ -341,16 +342,6 @@ def codes_that_observe_gradients() -> list[CodeType]:
     functions = torch.autograd.backward, torch.autograd.grad, *(getattr(torch.Tensor, name) for name in of_tensors)
     codes = (getattr(function, "__code__", None) for function in functions)
     return [code for code in codes if code is not None and code.co_filename == __file__]
-
-
-def _known_to_torchscript(operators: Mapping[Callable[..., Any], str], undo: contextlib.ExitStack) -> None:
-    """Have TorchScript, which knows functions by their identity, take these for its operators."""
-    from torch.jit import _builtins
-
-    table = _builtins._get_builtin_table()
-    for function, operator in operators.items():
-        _builtins._register_builtin(function, operator)
-        undo.callback(table.pop, id(function), None)
 
 
 def _with_closure_observed(

@@ -30,7 +30,7 @@ from monetrun.runtime.entries import MOST_TRACED_NODES, entry, forget_former
 from monetrun.runtime.failed_call import undone_if_the_script_fails
 from monetrun.runtime.settling import Settling
 from monetrun.runtime.smaller_sizes import SmallerSizes, is_small
-from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, called, frozen, is_one_call, is_training
+from monetrun.runtime.trigger import Nesting, NotCopied, Trigger, called, frozen, is_one_call, is_training, take_off
 from monetrun.runtime.unguarded import Unguarded
 
 if TYPE_CHECKING:  # the engine imports the planner, too slow for ``import torch``
@@ -249,12 +249,14 @@ class PlannedCall(NotCopied):
     def close(self, as_planned: bool = False) -> None:
         """Have the module run as it is; ``as_planned``: sharded ones keep or free parameters as the plan says."""
         for call in (self, *self.parts):
-            if (module := call.module()) is not None and _stands_on(call, module):
-                module._compiled_call_impl = _left(call, module) if as_planned else None  # type: ignore[assignment]
+            _close(call, as_planned)
 
 
-def _left(call: PlannedCall, module: nn.Module) -> resharding.RunsAsPlanned | None:
-    return resharding.left_as_planned(module, call.nesting, call.path, call.engine.plan)
+def _close(call: PlannedCall, as_planned: bool) -> None:
+    if (module := call.module()) is not None and _stands_on(call, module):
+        take_off(module)
+        if as_planned and (left := resharding.left_as_planned(module, call.nesting, call.path, call.engine.plan)):
+            module._compiled_call_impl = left  # type: ignore[assignment]
 
 
 def _stands_on(call: PlannedCall, module: nn.Module) -> bool:

@@ -128,7 +128,12 @@ def drop_triggers(module: nn.Module, only: Callable[[nn.Module], bool] = lambda 
     """No trigger waits any more for ``module``, or a module in it, where ``only`` says so."""
     for child in module.modules():
         if isinstance(child._compiled_call_impl, Trigger) and only(child):
-            child._compiled_call_impl = None
+            take_off(child)
+
+
+def take_off(module: nn.Module) -> None:
+    """Nothing stands on ``module`` any more, not even None: TorchScript asks for the type of all that it has."""
+    vars(module).pop("_compiled_call_impl", None)
 
 
 def is_one_call(module: nn.Module) -> bool:
@@ -163,7 +168,7 @@ class Trigger(NotCopied):
         """Wait no more; nothing is planned yet that could be kept (``as_planned``, see ``PlannedCall``)."""
         module = self.module()
         if module is not None and module._compiled_call_impl is self:  # type: ignore[comparison-overlap]
-            module._compiled_call_impl = None
+            take_off(module)
 
 
 # torch 2.11 does not look whether parameters are trained now that were not when a model was compiled

@@ -214,6 +214,25 @@ def test_torchscript_knows_autograds_functions():
         assert torch.equal(scripted(positions), model(positions))
 
 
+@pytest.mark.parametrize("closed", [False, True], ids=["while it runs", "after it is closed"])
+def test_a_model_that_was_trained_under_a_plan_can_be_scripted(closed, tmp_path):
+    """TorchScript could not tell the type of the planned call, which stands in the model: the launch ended there."""
+    torch.manual_seed(0)
+    with opened_session(budget="0.95x", solver_seconds=0.5, quiet=True) as opened:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for x in batches(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert opened.engine.plan is not None
+        if closed:
+            opened.close()
+        torch.jit.save(torch.jit.script(model.eval()), tmp_path / "model.pt")
+        with torch.no_grad():
+            assert torch.equal(torch.jit.load(tmp_path / "model.pt")(x), model(x))
+
+
 @pytest.mark.nightly
 def test_a_function_that_the_script_compiles_has_dynamos_limit():
     """Each word is a variant; after eight of them torch runs the function as it is."""
