@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +33,13 @@ class InTurn:
     Attributes:
         run: takes the backward's arguments in a list, and empties it.
         turns: for each turn the results' positions.
+        after: for each turn the last operator of the backward that runs before it; -1: none.
         count: of results.
     """
 
     run: Turns
     turns: tuple[tuple[int, ...], ...]
+    after: tuple[int, ...]
     count: int
 
 
@@ -81,7 +84,14 @@ def in_turn(module: fx.GraphModule, order: Sequence[int], inputs: Mapping[int, t
         with graph.inserting_after(given):
             graph.call_function(_give, (given,))
     by_turn = tuple(tuple(positions) for _, positions in turns)
-    return InTurn(_generator(module, graph), by_turn, len(results))
+    return InTurn(_generator(module, graph), by_turn, _last_operators(nodes, [at for at, _ in turns]), len(results))
+
+
+def _last_operators(nodes: Sequence[fx.Node], places: Sequence[int]) -> tuple[int, ...]:
+    """The highest operator up to each place: those of the backward come last, and run in their order."""
+    steps = (node.meta.get(STEP) for node in nodes)
+    highest = list(itertools.accumulate((-1 if step is None else step.operator for step in steps), max))
+    return tuple(highest[place] if place >= 0 else -1 for place in places)
 
 
 def _other_halves(nodes: Sequence[fx.Node]) -> dict[Any, int]:

@@ -89,14 +89,15 @@ class _PendingBackward:
         order: of the graph's gradients.
         module: what gives the results of ``by_turns``.
         by_turns: the backward by turns; None: it gives all at once.
-        watched: with ``by_turns``, while a step is recorded: the joint graph's nodes of each turn's gradients.
+        watched: with ``by_turns``, while a step is recorded: of each turn the operator that runs before it, and its
+            gradients' nodes in the joint graph.
     """
 
     number: int
     order: GradientOrder
     module: fx.GraphModule
     by_turns: InTurn | None
-    watched: Sequence[Sequence[Any]]
+    watched: Sequence[tuple[int, Sequence[Any]]]
 
     def __deepcopy__(self, memo: Any) -> _PendingBackward:
         return self  # AOTAutograd copies the module with its meta
@@ -249,10 +250,7 @@ class Backend:
         forward.meta["monetrun"] = (number, guards, of.forward_outputs)
         # it may be compiled much later, after other graphs
         with_terms, by_turns = of.order.in_turn(backward, joint.primals)
-        watched: list[list[Any]] = []
-        if by_turns is not None and self.observer is not None:
-            nodes = dict(enumerate(joint.gradients))  # of a sum's terms the last one stands for it
-            watched = [[nodes.get(k) for k in turn] for turn in by_turns.turns]
+        watched = [] if by_turns is None or self.observer is None else _watched(joint, by_turns)
         backward.meta["monetrun"] = _PendingBackward(number, of.order, with_terms, by_turns, watched)
         return modules, traced
 
@@ -324,6 +322,13 @@ class Backend:
         timed = self.meters.timing.instrumented(module, BACKWARD, number)
         early = None if timed is None else sparing(timed, order.of_turns(timed).run)
         return self.meters.timing.early_calls_by_turns(run, early)
+
+
+def _watched(joint: JointGraph, by_turns: InTurn) -> list[tuple[int, Sequence[Any]]]:
+    """See ``_PendingBackward``."""
+    nodes = dict(enumerate(joint.gradients))  # of a sum's terms the last one stands for it
+    turns = zip(by_turns.after, by_turns.turns, strict=True)
+    return [(operator, [nodes.get(k) for k in turn]) for operator, turn in turns]
 
 
 def _with_uses(backend: Backend, number: int, module: fx.GraphModule, run: T) -> T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,19 +14,35 @@ from monetrun.capture.arriving_strides import Arriving
 from monetrun.capture.joint import JointGraph
 from monetrun.capture.lifetimes import Lifetimes
 from monetrun.capture.strides import alike
-from monetrun.core.graph import BACKWARD, Costs, Requests
+from monetrun.core.graph import BACKWARD, Costs, Graph, Operator, Requests
 
 
 class BesideOperators:
     """Of one recorded step."""
 
     def __init__(self) -> None:
-        self._bytes: Counter[tuple[int, int]] = Counter()  # by graph and operator
+        self._bytes: dict[tuple[int, int], list[int]] = {}  # by graph and operator, of each implementation
         self._given: dict[int, dict[fx.Node, tuple[int, ...] | None]] = {}  # by graph: see ``arriving_strides.of``
 
-    def add(self, graph: int, operator: int, nbytes: int) -> None:
-        """So much is allocated while this operator's results are given."""
-        self._bytes[graph, operator] = max(self._bytes[graph, operator], nbytes)
+    def add(self, number: int, operator: Operator, nbytes: int) -> None:
+        """So much is allocated while this operator of a graph runs."""
+        self._add(number, operator.id, [nbytes] * len(operator.implementations))
+
+    def add_after(self, number: int, graph: Graph, operator: int, nbytes: int) -> None:
+        """So much is allocated after this operator of the backward, before the next one.
+
+        The schedule's model has it while the operator runs: less what is freed with it under every schedule.
+        """
+        ended = last_read_by(graph, operator)
+        found = []
+        for implementation in graph.operators[operator].implementations:
+            freed = ended.intersection(implementation.inputs) - {implementation.in_place_of}
+            found.append(max(0, nbytes - sum(graph.tensors[t].nbytes for t in freed)))
+        self._add(number, operator, found)
+
+    def _add(self, number: int, operator: int, nbytes: Sequence[int]) -> None:
+        before = self._bytes.get((number, operator), [0] * len(nbytes))
+        self._bytes[number, operator] = [max(a, b) for a, b in zip(before, nbytes, strict=True)]
 
     def gradients_come(self, graph: int, joint: JointGraph, arguments: Sequence[Any]) -> None:
         """A backward begins with these arguments, of which the last ones are the gradients of the graph's outputs.
@@ -47,7 +62,7 @@ class BesideOperators:
         for operator in joint.graph.operators if expanded else ():
             read = expanded.intersection(operator.inputs)
             if operator.phase == BACKWARD and read:
-                self.add(graph, operator.id, sum(joint.graph.tensors[t].nbytes for t in read))
+                self.add(graph, operator, sum(joint.graph.tensors[t].nbytes for t in read))
 
     def arriving(self, joints: Sequence[JointGraph], lifetimes: Lifetimes) -> list[Arriving]:
         """The graphs, with the strides with which the gradients of their outputs arrived."""
@@ -61,12 +76,20 @@ class BesideOperators:
         return [self._with_beside(graph, of) for graph, of in enumerate(costs)]
 
     def _with_beside(self, graph: int, costs: Costs) -> Costs:
-        bytes_of = [self._bytes[graph, o] for o in range(len(costs.workspace_bytes))]
-        if not any(bytes_of):
+        beside = [self._bytes.get((graph, o), [0] * len(of)) for o, of in enumerate(costs.workspace_bytes)]
+        if not any(map(any, beside)):
             return costs
-        workspace = (tuple(max(w, n) for w in of) for of, n in zip(costs.workspace_bytes, bytes_of, strict=True))
-        requests = (tuple(_then(r, n) for r in of) for of, n in zip(costs.requests, bytes_of, strict=False))
+        workspace = (tuple(map(max, of, more)) for of, more in zip(costs.workspace_bytes, beside, strict=True))
+        requests = (tuple(map(_then, of, more)) for of, more in zip(costs.requests, beside, strict=False))
         return replace(costs, workspace_bytes=tuple(workspace), requests=tuple(requests))
+
+
+def last_read_by(graph: Graph, operator: int) -> set[int]:
+    """Tensors of the backward that an operator of it reads last, whichever implementations run: freed with it."""
+    reads = [set().union(*(i.inputs for i in op.implementations)) for op in graph.operators[operator:]]
+    first = graph.forward_count
+    found = {t for t in reads[0] if graph.writer[t] >= first and not graph.tensors[t].kept}
+    return found.difference(*reads[1:])
 
 
 def _is_expanded(value: torch.Tensor) -> bool:

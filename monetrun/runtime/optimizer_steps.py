@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
-from monetrun.capture.joint import JointGraph
 from monetrun.core.event import OUTSIDE
+from monetrun.core.graph import Graph
 from monetrun.runtime.beside_operators import BesideOperators
 from monetrun.runtime.device_recorder import DeviceRecorder
 from monetrun.runtime.stretches import StretchMeter
@@ -40,16 +40,15 @@ class OptimizerSteps:
         self._meter, self._stretch_meter, self._memory = stretch_meter.meter, stretch_meter, memory
         self._end_stretch = end_stretch
         self._in_call = False
-        self._turn: Sequence[tuple[int, int]] = ()  # (graph, operator) of the gradients that the call has given last
+        self._turn: tuple[int, Graph, int] | None = None  # number, graph and operator: what the call has run last
         self._beside = beside
         self._before_bytes = 0
         self._ended = 0  # steps within a backward, but in no call of a graph, of which ``ended`` is told later
 
-    def gradients_given(self, graph: int, joint: JointGraph, nodes: Iterable[object]) -> None:
-        """The backward of a graph is about to give the gradients of these nodes, after which a hook may step."""
+    def gradients_given(self, number: int, graph: Graph, operator: int) -> None:
+        """The backward of a graph is about to give gradients, after this operator; then a hook may step."""
         self._in_call = True
-        tensors = [joint.storage[node] for node in nodes if node in joint.storage]  # type: ignore[index]
-        self._turn = [(graph, joint.graph.writer[t]) for t in tensors if t in joint.graph.writer]
+        self._turn = (number, graph, operator) if operator >= 0 else None
 
     def call_ended(self) -> None:
         """A call of a graph has ended."""
@@ -93,5 +92,5 @@ class OptimizerSteps:
             self.state_within[len(self._stretch_meter.stretches)] += grown
             if self._memory is not None:
                 self._memory.stays(grown)
-        for writer in self._turn:
-            self._beside.add(*writer, peak - max(now, self._before_bytes))
+        if self._turn is not None:
+            self._beside.add_after(*self._turn, peak - max(now, self._before_bytes))

@@ -134,11 +134,11 @@ class Recorder(WithoutCaptures):
         self.optimizers.call_ended()
         self._end_stretch(phase, graph)
 
-    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def gradients_given(self, graph: int, operator: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Its backward, which runs, is about to give ``gradients`` (see ``CallObserver``)."""
         joint = self.joints[graph]
         self._lifetimes.gradients_given(joint, len(self.stretches), nodes, gradients)
-        self.optimizers.gradients_given(graph, joint, nodes)
+        self.optimizers.gradients_given(graph, joint.graph, operator)
         of_weights = _of_weights(joint)
         for gradient in ((graph, joint.storage[node]) for node in nodes if node in of_weights):
             self._given.pop(gradient, None)  # reduced after the last backward

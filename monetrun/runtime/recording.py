@@ -46,10 +46,10 @@ class Recording:
         """
         self._record_again |= isinstance(self.recorder, Recorder) and is_out_of_memory(error)
 
-    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def gradients_given(self, graph: int, operator: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Its backward is about to give gradients."""
         if self.recorder is not None:
-            self.recorder.gradients_given(graph, nodes, gradients)
+            self.recorder.gradients_given(graph, operator, nodes, gradients)
 
     def step_within_backward(self, name: str, ended: bool) -> None:
         """A hook begins, or has made (``ended``), a step of the optimizer called ``name`` within a backward."""

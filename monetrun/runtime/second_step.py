@@ -168,7 +168,7 @@ class SecondStep(WithoutCaptures):
         if not self._seen:
             self._stretch_meter.end(phase, graph)
 
-    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def gradients_given(self, graph: int, operator: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
         """The record has it already."""
 
     def zeroing_gradients(self, parameters: Iterable[Any], set_to_none: bool) -> None:

@@ -30,11 +30,12 @@ class CallObserver(Protocol):
     def call_failed(self, error: BaseException) -> None:
         """It has failed."""
 
-    def gradients_given(self, graph: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def gradients_given(self, graph: int, operator: int, nodes: Sequence[Any], gradients: Sequence[Any]) -> None:
         """A graph's backward, which runs, is about to give gradients.
 
         Args:
             graph: its number.
+            operator: of the backward that has run last; -1: none has.
             nodes: their nodes in the joint graph.
             gradients: the tensors.
         """
@@ -135,14 +136,19 @@ def measured_by_turns(steps: StepMeter, number: int, run: Turns) -> Turns:
     return called
 
 
-def observed_by_turns(observer: CallObserver, number: int, turns: Sequence[Sequence[Any]], run: Turns) -> Turns:
-    """A backward that gives its gradients by turns, seen by ``observer``; ``turns``: the nodes of each turn's."""
+def observed_by_turns(
+    observer: CallObserver, number: int, turns: Sequence[tuple[int, Sequence[Any]]], run: Turns
+) -> Turns:
+    """A backward that gives its gradients by turns, seen by ``observer``.
+
+    ``turns``: of each the operator that runs before it, and its gradients' nodes.
+    """
 
     def called(arguments: list[Any]) -> Generator[list[Any], None, Any]:
         observer.call_begins(BACKWARD, number, arguments)
         try:
-            for nodes, gradients in zip(turns, run(arguments), strict=True):
-                observer.gradients_given(number, nodes, gradients)
+            for (operator, nodes), gradients in zip(turns, run(arguments), strict=True):
+                observer.gradients_given(number, operator, nodes, gradients)
                 yield gradients
         except GeneratorExit:  # no further gradient is wanted
             observer.call_ended(BACKWARD, number, ())
