@@ -8,7 +8,8 @@ table has, for each network of MONeT's paper, the least memory in the paper at w
 (``recipes/results/paper_table.json``); ``docs/algorithms.md`` has all of its rows. Both are planned under
 ``roofline:p100``; neither was measured on a GPU. Nor was the table of ``docs/commands.md``, the largest batches of a
 ResNet-50 (``recipes/results/batch_table.json``). The table of ``docs/recipes.md`` was: it has the launches of
-``gpu_check.py`` (``recipes/results/gpu_*.json``), and below it is what failed or was stopped.
+``gpu_check.py`` (``recipes/results/gpu_*.json``), and below it is what failed or was stopped. The table of
+``docs/implementations.md`` was measured on a CPU (``recipes/results/third.json``).
 """
 
 from __future__ import annotations
@@ -73,6 +74,23 @@ def batch_table() -> str:
     for row in json.loads((RESULTS / "batch_table.json").read_text())["rows"]:
         cells = [f"{row['gib']:g} GiB", str(row["plain"])]
         cells += [f"{found['batch']} ({found['ratio']:.1f}x)" for found in row["within"].values()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def third_table() -> str:
+    """Plans within a third of the activation peak, or why there is none, a line for each network of the paper."""
+    rows = {r["network"].removeprefix("papers_"): r for r in json.loads((RESULTS / "third.json").read_text())["rows"]}
+    lines = ["| network | eager's peak | of it activations | within a third of these: planned | measured |"]
+    lines.append("|---|---|---|---|---|")
+    for network, (name, _) in PAPER.items():
+        row = rows[network]
+        cells = [name, _mib(row["eager_peak_bytes"]), _mib(row["activation_bytes"])]
+        if row["status"] == "ok":
+            low, high = (f"{ratio - 1:+.1%}" for ratio in row["ratio_quartiles"])
+            cells += [f"{row['planned_ratio'] - 1:+.1%}", f"{row['ratio'] - 1:+.1%} ({low} to {high})"]
+        else:
+            cells += [f"none: no schedule is below {row['bound_share']:.0%}", ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -172,6 +190,7 @@ TABLES = {
     ROOT / "docs" / "recipes.md": gpu_table,
     ROOT / "docs" / "algorithms.md": whole_table,
     ROOT / "docs" / "commands.md": batch_table,
+    ROOT / "docs" / "implementations.md": third_table,
 }
 """By page, what makes its table."""
 

@@ -57,3 +57,14 @@ def test_the_lowest_peaks_of_the_comparison_are_as_the_readme_says():
         assert comparison.further_below(rows) > 0.25 or -0.005 < above < 0.03, (name, above)
     told = [v["holds"] for rows in found.values() for v in comparison.verdicts(rows) if v["holds"] is not None]
     assert (len(told), sum(told)) == (53, 53)
+
+
+def test_a_third_of_the_activations_costs_no_more_than_the_paper_says_or_no_schedule_takes_so_little():
+    rows = figures("third")["rows"]
+    assert {r["network"] for r in rows} == {"resnet50", "googlenet", "mobilenet_v2", "papers_unet", "vgg16"}
+    for row in rows:
+        if row["status"] == "ok":
+            assert row["measured_share"] <= 1 / 3, row
+            assert row["ratio"] <= 1.16, row
+        else:
+            assert row["bound_share"] > 1 / 3, row
