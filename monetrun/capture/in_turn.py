@@ -33,7 +33,8 @@ class InTurn:
     Attributes:
         run: takes the backward's arguments in a list, and empties it.
         turns: for each turn the results' positions.
-        after: for each turn the last operator of the backward that runs before it; -1: none.
+        after: for each turn the highest operator that runs before it, the last one of the backward if any has run; -1:
+            none.
         count: of results.
     """
 

@@ -142,10 +142,10 @@ def _show_differences(differing: Sequence[Difference], console: Console) -> None
         "  relative, distances and allowed: 2-norms as shares of the plain value's; rounding may lead "
         f"{FACTOR:.0f} times as far from float64 as the plain step is{more}"
     )
-    if alone := sum(d.rounding_alone and d.within for d in differing):
+    if alone := sum(d.mostly_rounding and d.within for d in differing):
         console.print(
-            f"  {alone} of them are rounding alone in the plain step, too, such as gradients that are 0 but for "
-            "rounding (a bias before a norm): a large relative difference of these is nothing to worry about"
+            f"  of {alone} of them the plain value is mostly rounding, too, as of gradients that are 0 but for that "
+            "(a bias before a norm): there a relative difference says little"
         )
 
 

@@ -21,7 +21,7 @@ FACTOR = 10.0
 # other random numbers, or took another branch.
 _ANOTHER_STEP = 0.5
 # A plain value that is farther from float64's, as a share of itself, has no digits to compare.
-_ROUNDING_ALONE = 0.1
+_MOSTLY_ROUNDING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class Difference:
         return distance / self.norm if self.norm and math.isfinite(self.norm) else math.inf
 
     @property
-    def rounding_alone(self) -> bool:
+    def mostly_rounding(self) -> bool:
         """Whether the plain value is mostly rounding: in float64 it is about 0, or another one."""
-        return self.plain_float64 is not None and self.plain_float64 > _ROUNDING_ALONE * self.norm
+        return self.plain_float64 is not None and self.plain_float64 > _MOSTLY_ROUNDING * self.norm
 
     @property
     def finite(self) -> bool:

@@ -22,27 +22,35 @@ class BesideOperators:
 
     def __init__(self) -> None:
         self._bytes: dict[tuple[int, int], list[int]] = {}  # by graph and operator, of each implementation
+        self._requests: dict[tuple[int, int], int] = {}  # as they are requested
+        self._last_readers: dict[int, dict[int, int]] = {}  # by graph
         self._given: dict[int, dict[fx.Node, tuple[int, ...] | None]] = {}  # by graph: see ``arriving_strides.of``
 
     def add(self, number: int, operator: Operator, nbytes: int) -> None:
         """So much is allocated while this operator of a graph runs."""
-        self._add(number, operator.id, [nbytes] * len(operator.implementations))
+        self._add(number, operator.id, nbytes, [nbytes] * len(operator.implementations))
 
     def add_after(self, number: int, graph: Graph, operator: int, nbytes: int) -> None:
-        """So much is allocated after this operator of the backward, before the next one.
+        """So much is allocated after this operator of the backward, before the next one; -1: before the first.
 
         The schedule's model has it while the operator runs: less what is freed with it under every schedule.
         """
-        ended = last_read_by(graph, operator)
-        found = []
+        if operator < graph.forward_count:
+            for first in graph.operators[graph.forward_count :][:1]:
+                self.add(number, first, nbytes)
+            return
+        if number not in self._last_readers:
+            self._last_readers[number] = last_readers(graph)
+        readers, found = self._last_readers[number], []
         for implementation in graph.operators[operator].implementations:
-            freed = ended.intersection(implementation.inputs) - {implementation.in_place_of}
+            freed = {t for t in implementation.inputs if readers.get(t) == operator} - {implementation.in_place_of}
             found.append(max(0, nbytes - sum(graph.tensors[t].nbytes for t in freed)))
-        self._add(number, operator, found)
+        self._add(number, operator, nbytes, found)
 
-    def _add(self, number: int, operator: int, nbytes: Sequence[int]) -> None:
+    def _add(self, number: int, operator: int, requested: int, nbytes: Sequence[int]) -> None:
         before = self._bytes.get((number, operator), [0] * len(nbytes))
         self._bytes[number, operator] = [max(a, b) for a, b in zip(before, nbytes, strict=True)]
+        self._requests[number, operator] = max(requested, self._requests.get((number, operator), 0))
 
     def gradients_come(self, graph: int, joint: JointGraph, arguments: Sequence[Any]) -> None:
         """A backward begins with these arguments, of which the last ones are the gradients of the graph's outputs.
@@ -76,20 +84,30 @@ class BesideOperators:
         return [self._with_beside(graph, of) for graph, of in enumerate(costs)]
 
     def _with_beside(self, graph: int, costs: Costs) -> Costs:
-        beside = [self._bytes.get((graph, o), [0] * len(of)) for o, of in enumerate(costs.workspace_bytes)]
-        if not any(map(any, beside)):
+        if not any(number == graph for number, _ in self._bytes):
             return costs
-        workspace = (tuple(map(max, of, more)) for of, more in zip(costs.workspace_bytes, beside, strict=True))
-        requests = (tuple(map(_then, of, more)) for of, more in zip(costs.requests, beside, strict=False))
+        workspace, requests = list(costs.workspace_bytes), list(costs.requests)
+        for (number, operator), beside in self._bytes.items():
+            if number != graph:
+                continue
+            workspace[operator] = tuple(max(w, n) for w, n in zip(workspace[operator], beside, strict=True))
+            if requests:
+                nbytes = self._requests[number, operator]
+                requests[operator] = tuple(_then(own, nbytes) for own in requests[operator])
         return replace(costs, workspace_bytes=tuple(workspace), requests=tuple(requests))
 
 
-def last_read_by(graph: Graph, operator: int) -> set[int]:
-    """Tensors of the backward that an operator of it reads last, whichever implementations run: freed with it."""
-    reads = [set().union(*(i.inputs for i in op.implementations)) for op in graph.operators[operator:]]
-    first = graph.forward_count
-    found = {t for t in reads[0] if graph.writer[t] >= first and not graph.tensors[t].kept}
-    return found.difference(*reads[1:])
+def last_readers(graph: Graph) -> dict[int, int]:
+    """The backward's own tensors, and the operator that reads each last, whichever implementations run.
+
+    Under every schedule they are freed with it: the backward's operators run once, in their order.
+    """
+    found: dict[int, int] = {}
+    for operator in graph.operators[graph.forward_count :]:
+        for t in {t for implementation in operator.implementations for t in implementation.inputs}:
+            if graph.writer[t] >= graph.forward_count and not graph.tensors[t].kept:
+                found[t] = operator.id
+    return found
 
 
 def _is_expanded(value: torch.Tensor) -> bool:

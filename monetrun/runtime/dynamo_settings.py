@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def prepare_dynamo(within: Iterable[CodeType], undo: contextlib.ExitStack) -> No
     Closing ``undo`` restores the settings.
     """
     import torch._dynamo
-    from torch._dynamo import convert_frame
+    from torch._dynamo import convert_frame, trace_rules
 
     config = torch._dynamo.config
     for name in (
@@ -47,21 +47,61 @@ def prepare_dynamo(within: Iterable[CodeType], undo: contextlib.ExitStack) -> No
     undo.enter_context(
         patched(convert_frame, "exceeds_recompile_limit", _with_many_shapes(convert_frame.exceeds_recompile_limit))
     )
-    _trace_replaced_functions(undo)
+    rules = _RulesOfTorchAlone(trace_rules.get_torch_obj_rule_map)
+    undo.callback(rules.restore)
+    undo.enter_context(patched(trace_rules, "get_torch_obj_rule_map", rules))
     let_models_warn()
 
 
-def _trace_replaced_functions(undo: contextlib.ExitStack) -> None:
-    """Have Dynamo trace what the script, or a library, has put in the place of torch's functions, as any other code.
+class _RulesOfTorchAlone:
+    """Has Dynamo trace what the script, or a library, has put in the place of torch's functions, as any other code.
 
-    It knows torch's by their names when it is imported. As one of these, another function would be one call of the
+    Dynamo's table has torch's functions by their names: as one of these, another function would be one call of the
     graph, traced with what it reads at the time, and nothing would guard that.
-    """
-    from torch._dynamo import trace_rules
 
-    rules = trace_rules.get_torch_obj_rule_map()
-    for function in [f for f in rules if isinstance(f, FunctionType) and not _is_torchs(f)]:
-        undo.callback(rules.setdefault, function, rules.pop(function))
+    Args:
+        made: gives the table, which is made anew after its ``cache_clear`` (with each process group).
+    """
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self._rules: dict[Any, Any] = {}
+        self._replaced: dict[Any, Any] = {}
+
+    def __call__(self) -> dict[Any, Any]:
+        """The table without these functions."""
+        if (rules := self._made()) is not self._rules:
+            self._rules = rules
+            others = [f for f in rules if isinstance(f, FunctionType) and not _is_torchs(f)]
+            self._replaced = {function: rules.pop(function) for function in others}
+            for function, rule in self._replaced.items():
+                for builtin in _builtins_of_torch(function):  # Dynamo could not trace one that it does not know
+                    rules.setdefault(builtin, rule)
+        return rules
+
+    def cache_clear(self) -> None:
+        """Have the table made anew."""
+        self._made.cache_clear()
+
+    def restore(self) -> None:
+        """The table is as it was."""
+        self._rules.update(self._replaced)
+
+
+def _builtins_of_torch(function: FunctionType) -> list[Any]:
+    """Torch's functions in C++ that ``function`` may call: in what it stands around, its closure, or its globals."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    read = [function.__globals__.get(name) for name in function.__code__.co_names]
+    found = [getattr(function, "__wrapped__", None), *cells, *given, *read]
+    of_torch = (f for f in found if isinstance(f, BuiltinFunctionType))
+    return [
+        f for f in of_torch if str(f.__module__).startswith("torch") or hasattr(torch._C._VariableFunctions, f.__name__)
+    ]
+
+
+def _in_torch(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] == "torch"
 
 
 def _is_torchs(function: FunctionType) -> bool:

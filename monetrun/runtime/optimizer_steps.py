@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from monetrun.core.event import OUTSIDE
 from monetrun.core.graph import Graph
@@ -42,13 +45,16 @@ class OptimizerSteps:
         self._in_call = False
         self._turn: tuple[int, Graph, int] | None = None  # number, graph and operator: what the call has run last
         self._beside = beside
-        self._before_bytes = 0
+        self._before_bytes = self._given_bytes = 0
         self._ended = 0  # steps within a backward, but in no call of a graph, of which ``ended`` is told later
 
-    def gradients_given(self, number: int, graph: Graph, operator: int) -> None:
-        """The backward of a graph is about to give gradients, after this operator; then a hook may step."""
+    def gradients_given(self, number: int, graph: Graph, operator: int, gradients: Sequence[Any]) -> None:
+        """The backward of a graph is about to give these, after this operator (-1: none); then a hook may step."""
         self._in_call = True
-        self._turn = (number, graph, operator) if operator >= 0 else None
+        self._turn = number, graph, operator
+        # those that are given before any operator come from outside, and the model may have them freed by the first
+        early = operator < graph.forward_count
+        self._given_bytes = sum(g.nbytes for g in gradients if isinstance(g, torch.Tensor)) if early else 0
 
     def call_ended(self) -> None:
         """A call of a graph has ended."""
@@ -93,4 +99,4 @@ class OptimizerSteps:
             if self._memory is not None:
                 self._memory.stays(grown)
         if self._turn is not None:
-            self._beside.add_after(*self._turn, peak - max(now, self._before_bytes))
+            self._beside.add_after(*self._turn, self._given_bytes + peak - max(now, self._before_bytes))

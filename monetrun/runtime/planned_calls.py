@@ -199,9 +199,9 @@ class PlannedCall(NotCopied):
                 else:
                     self._cannot_be_captured(breaks.of(error, self.path, self.name), error)
             else:
-                if captured := self.backend.captured > before:
-                    self.unguarded = Unguarded(module)  # other classes may have come into it
-                if captured and self.settling.captured(self.path) and (self.broken or self.model):
+                self.unguarded.look_again(module, (self.backend, self.backend.captured))
+                unsettled = self.backend.captured > before and self.settling.captured(self.path)
+                if unsettled and (self.broken or self.model):
                     self._break(Break(self.path, self.name, "its inputs", "a new shape in each call", in_python=True))
                 if self.as_compiled and self.backend.captured and engine.running is not None:
                     self.reporter.warn(f"{self.name} {_ASKS}")

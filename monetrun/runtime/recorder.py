@@ -138,7 +138,7 @@ class Recorder(WithoutCaptures):
         """Its backward, which runs, is about to give ``gradients`` (see ``CallObserver``)."""
         joint = self.joints[graph]
         self._lifetimes.gradients_given(joint, len(self.stretches), nodes, gradients)
-        self.optimizers.gradients_given(graph, joint.graph, operator)
+        self.optimizers.gradients_given(graph, joint.graph, operator, gradients)
         of_weights = _of_weights(joint)
         for gradient in ((graph, joint.storage[node]) for node in nodes if node in of_weights):
             self._given.pop(gradient, None)  # reduced after the last backward

@@ -28,11 +28,21 @@ class Unguarded:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._captured: object = None
+        self._look(module)
+
+    def _look(self, module: nn.Module) -> None:
         classes = {base: None for child in module.modules() for base in type(child).__mro__ if base is not object}
         self._places: list[tuple[Callable[[str], Any], str]] = [
             (vars(base).get, name) for base in classes for name in _names(base)
         ]
         self.now = self._read()
+
+    def look_again(self, module: nn.Module, captured: object) -> None:
+        """After a call: where ``captured`` is new, others were compiled, perhaps for classes that have come since."""
+        if captured != self._captured:
+            self._captured = captured
+            self._look(module)
 
     def changed(self) -> bool:
         """Whether something has changed since the last call, or since this was made."""

@@ -196,17 +196,17 @@ def test_a_gradient_of_rounding_alone_is_measured_by_the_size_of_the_others():
     assert not judged([replace(large, kind=BUFFER), zero], bitwise=False)[1].within
 
 
-def test_gradients_that_are_0_but_for_rounding_are_said_to_be_nothing_to_worry_about():
+def test_of_gradients_that_are_0_but_for_rounding_a_relative_difference_is_said_to_tell_little():
     zero = replace(ONE, name="bias", distance=2e-9, norm=1e-9, planned_float64=2e-9, plain_float64=1e-9, allowed=1e-8)
     of_note = replace(ONE, planned_float64=1e-7, plain_float64=1e-7, allowed=1e-6)
     out = io.StringIO()
     report = CheckReport(2 << 20, 1 << 20, 1 << 20, None, None, 5, "", "rounding", (zero, of_note), (), ())
     command.show(report, "t.py", Console(file=out, width=200))
-    assert "  1 of them are rounding alone in the plain step, too" in out.getvalue()
+    assert "  of 1 of them the plain value is mostly rounding, too" in out.getvalue()
     out = io.StringIO()
     too_much = replace(report, differences=(replace(zero, allowed=1e-12), of_note))
     command.show(too_much, "t.py", Console(file=out, width=200))
-    assert "rounding alone" not in out.getvalue()
+    assert "mostly rounding" not in out.getvalue()
 
 
 def test_without_float64_the_root_of_epsilon_is_allowed():

@@ -151,6 +151,49 @@ def test_what_optimizers_allocate_within_a_backward_is_planned():
     assert plan.planned_peak_bytes - before < peak
 
 
+class WithPrior(nn.Module):
+    """Gives a parameter's values: its gradient is there before any operator of the backward has run."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
+        self.prior = nn.Parameter(torch.zeros(4096, 128))
+
+    def forward(self, x):
+        return self.layers(x), self.prior.t() + 0.0
+
+
+def before_any_operator():
+    """As ``within_backward``, of a model whose first gradient is one of its outputs'."""
+    model, weight = WithPrior(), torch.randn(128, 4096)
+    optimizers = {p: torch.optim.Adam([p], 1e-3, foreach=False) for p in model.parameters()}
+
+    def hook(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    losses = []
+    for _ in range(STEPS):
+        values, prior = model(torch.randn(256, 256))
+        loss = values.square().mean() + (prior * weight).mean()
+        loss.backward()
+        losses.append(loss.item())
+    for handle in handles:
+        handle.remove()
+    return losses
+
+
+def test_what_an_optimizer_allocates_before_any_operator_of_a_backward_is_planned():
+    plain, peak = measured(before_any_operator)
+    gc.collect()
+    before = meter_for(CPU).current_bytes()
+    found, engine = planned(before_any_operator, budget="1.0x")
+    assert found == plain
+    assert engine.plan.plain_peak_bytes - before >= 0.999 * peak
+    assert engine.peak_bytes <= engine.plan.planned_peak_bytes
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("script", [accumulated, one_without_gradients])
 def test_a_plan_that_is_given_says_how_gradients_are_given(script):

@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo import trace_rules
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from monetrun.capture import eager_answers
 from support.sessions import opened_session
 
 WIDTH, STEPS, CHANGES_AT = 32, 6, 3
@@ -143,6 +144,65 @@ def test_a_method_of_a_class_that_came_into_the_model_later_may_be_replaced(as_c
             assert opened.engine.plan is not None
 
 
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.out(self.inner(x))
+
+
+class InParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Inner() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            x = x * (1.0 if x.sum().item() > -1e9 else 2.0)
+        return x
+
+
+def test_a_method_of_a_class_that_came_into_parts_that_share_what_is_compiled_may_be_replaced():
+    """The third of the blocks captures nothing itself."""
+
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def activated(self, x):
+            return x.relu()
+
+        def forward(self, x):
+            return self.activated(self.inner(x))
+
+    def train(activated=Other.activated):
+        Other.activated = activated
+        torch.manual_seed(0)
+        model, losses = InParts(), []
+        for step in range(STEPS):
+            if step == 2:
+                for block in model.blocks:
+                    block.inner = Other()
+            if step == 4:
+                Other.activated = lambda self, x: 3 * x
+            optimizer = torch.optim.SGD(model.parameters(), 0.05)
+            optimizer.zero_grad()
+            loss = model(torch.randn(128, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = train()
+    with opened_session(budget="1.2x", solver_seconds=0.3, implementations="exact", quiet=True) as opened:
+        assert train() == expected
+        assert opened.engine.plan is not None
+
+
 def test_the_kernels_of_attention_that_are_allowed_may_change_in_the_middle_of_training():
     before = torch.backends.cuda.flash_sdp_enabled()
     try:
@@ -190,17 +250,50 @@ def test_a_function_of_torch_that_is_wrapped_in_the_middle_of_training_is_called
         check(Rectified, lambda: patch.setattr(F, "relu", scaled_relu), patch.undo)
 
 
-def test_a_function_of_torch_that_was_wrapped_before_dynamo_was_imported_is_traced_with_guards():
-    """Dynamo took it for torch's own, and what it read for constants."""
+@pytest.mark.parametrize("again", [False, True], ids=["once", "made again"])
+def test_a_function_of_torch_that_was_wrapped_before_dynamo_was_imported_is_traced_with_guards(again):
+    """Dynamo took it for torch's own, and what it read for constants; its table is made again in between."""
+
+    def change():
+        SCALE.append(SCALE.pop() + 1)
+        if again:
+            trace_rules.get_torch_obj_rule_map.cache_clear()  # as with each process group
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "relu", scaled_relu)
         trace_rules.get_torch_obj_rule_map.cache_clear()  # as it is made at the import
+        eager_answers._install.cache_clear()
         try:
-            check(Rectified, lambda: SCALE.append(SCALE.pop() + 1), lambda: SCALE.append(SCALE.pop() - 1))
+            check(Rectified, change, lambda: SCALE.append(SCALE.pop() - 1))
         finally:
             patch.undo()
             trace_rules.get_torch_obj_rule_map.cache_clear()
             SCALE[:] = [1.7]
+
+
+def test_a_builtin_of_torch_that_was_wrapped_before_dynamo_was_imported_is_captured():
+    matmul = torch.matmul
+
+    @functools.wraps(matmul)
+    def counted(*args, **kwargs):
+        return matmul(*args, **kwargs)
+
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.last(torch.matmul(self.first(x), torch.eye(2 * WIDTH)).relu())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "matmul", counted)
+        trace_rules.get_torch_obj_rule_map.cache_clear()
+        try:
+            assert not check(Product).engine.breaks
+        finally:
+            patch.undo()
+            trace_rules.get_torch_obj_rule_map.cache_clear()
 
 
 DRAWN = {
