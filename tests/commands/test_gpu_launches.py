@@ -156,6 +156,32 @@ def test_hardly_anything_is_lost_between_the_activations_of_a_sharded_network(ma
     assert figures["planned_reserved_bytes"] <= figures["planned_peak_bytes"] + 180 * MIB  # 108 of other streams
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "words",
+    [(NETWORK, "--size", "400"), (SHARDED, "--blocks", "6", "--length", "1024")],
+    ids=["network", "blocks"],
+)
+def test_what_ranks_hold_beside_the_plan_does_not_grow_with_their_number(tmp_path, words):
+    four = {
+        **os.environ,
+        **environment(gib=16.0, devices=4),
+        "MONETRUN_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": python_path(ROOT),
+    }
+    script, *words = words
+    options = ("--budget", "0.6x", "--implementations", "exact", "--solver-seconds", "4")
+    beside = []
+    for ranks in (2, 4):
+        figures = report_as_planned(
+            launch(four, *options, script, tmp_path / "out", "--device", "cuda", *words, ranks=ranks)
+        )
+        assert figures["measured_reserved_bytes"] <= figures["budget_bytes"]
+        assert figures["measured_reserved_bytes"] == pytest.approx(figures["planned_reserved_bytes"], rel=0.01)
+        beside.append(figures["measured_peak_bytes"] - figures["planned_peak_bytes"])
+    assert beside[1] <= beside[0] + 4096
+
+
 def test_a_budget_that_no_schedule_keeps_is_refused_in_reserved_bytes(machine, plain):
     done = launch(machine, "--budget", "64MiB", SCRIPT)
     assert done.returncode == 80
