@@ -21,8 +21,8 @@ class BesideOperators:
     """Of one recorded step."""
 
     def __init__(self) -> None:
-        self._bytes: dict[tuple[int, int], list[int]] = {}  # by graph and operator, of each implementation
-        self._requests: dict[tuple[int, int], int] = {}  # as they are requested
+        # by graph and operator: as they are requested, and beside each implementation
+        self._bytes: dict[int, dict[int, tuple[int, list[int]]]] = {}
         self._last_readers: dict[int, dict[int, int]] = {}  # by graph
         self._given: dict[int, dict[fx.Node, tuple[int, ...] | None]] = {}  # by graph: see ``arriving_strides.of``
 
@@ -48,9 +48,9 @@ class BesideOperators:
         self._add(number, operator, nbytes, found)
 
     def _add(self, number: int, operator: int, requested: int, nbytes: Sequence[int]) -> None:
-        before = self._bytes.get((number, operator), [0] * len(nbytes))
-        self._bytes[number, operator] = [max(a, b) for a, b in zip(before, nbytes, strict=True)]
-        self._requests[number, operator] = max(requested, self._requests.get((number, operator), 0))
+        of_graph = self._bytes.setdefault(number, {})
+        before, beside = of_graph.get(operator, (0, [0] * len(nbytes)))
+        of_graph[operator] = max(before, requested), [max(a, b) for a, b in zip(beside, nbytes, strict=True)]
 
     def gradients_come(self, graph: int, joint: JointGraph, arguments: Sequence[Any]) -> None:
         """A backward begins with these arguments, of which the last ones are the gradients of the graph's outputs.
@@ -84,16 +84,13 @@ class BesideOperators:
         return [self._with_beside(graph, of) for graph, of in enumerate(costs)]
 
     def _with_beside(self, graph: int, costs: Costs) -> Costs:
-        if not any(number == graph for number, _ in self._bytes):
+        if not (of_graph := self._bytes.get(graph)):
             return costs
         workspace, requests = list(costs.workspace_bytes), list(costs.requests)
-        for (number, operator), beside in self._bytes.items():
-            if number != graph:
-                continue
+        for operator, (requested, beside) in of_graph.items():
             workspace[operator] = tuple(max(w, n) for w, n in zip(workspace[operator], beside, strict=True))
             if requests:
-                nbytes = self._requests[number, operator]
-                requests[operator] = tuple(_then(own, nbytes) for own in requests[operator])
+                requests[operator] = tuple(_then(own, requested) for own in requests[operator])
         return replace(costs, workspace_bytes=tuple(workspace), requests=tuple(requests))
 
 

@@ -94,19 +94,18 @@ def _builtins_of_torch(function: FunctionType) -> list[Any]:
     given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     read = [function.__globals__.get(name) for name in function.__code__.co_names]
     found = [getattr(function, "__wrapped__", None), *cells, *given, *read]
-    of_torch = (f for f in found if isinstance(f, BuiltinFunctionType))
-    return [
-        f for f in of_torch if str(f.__module__).startswith("torch") or hasattr(torch._C._VariableFunctions, f.__name__)
-    ]
+    builtins = (f for f in found if isinstance(f, BuiltinFunctionType))
+    return [f for f in builtins if _root(f.__module__) == "torch" or hasattr(torch._C._VariableFunctions, f.__name__)]
 
 
-def _in_torch(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] == "torch"
+def _root(module: str | None) -> str:
+    """The package that a module is in."""
+    return (module or "").partition(".")[0]
 
 
 def _is_torchs(function: FunctionType) -> bool:
     """Whether it is torch's own, or one of Python's, a dependency's or ours that stands for it."""
-    root = function.__globals__.get("__name__", "").partition(".")[0]
+    root = _root(function.__globals__.get("__name__"))
     return root in ("torch", "functorch", "typing_extensions", "monetrun") or root in sys.stdlib_module_names
 
 

@@ -42,15 +42,14 @@ class OptimizerSteps:
         self.state_within: Counter[int] = Counter()
         self._meter, self._stretch_meter, self._memory = stretch_meter.meter, stretch_meter, memory
         self._end_stretch = end_stretch
-        self._in_call = False
-        self._turn: tuple[int, Graph, int] | None = None  # number, graph and operator: what the call has run last
+        # in a backward's call that has given gradients: number, graph and operator of what it has run last
+        self._turn: tuple[int, Graph, int] | None = None
         self._beside = beside
         self._before_bytes = self._given_bytes = 0
         self._ended = 0  # steps within a backward, but in no call of a graph, of which ``ended`` is told later
 
     def gradients_given(self, number: int, graph: Graph, operator: int, gradients: Sequence[Any]) -> None:
         """The backward of a graph is about to give these, after this operator (-1: none); then a hook may step."""
-        self._in_call = True
         self._turn = number, graph, operator
         # those that are given before any operator come from outside, and the model may have them freed by the first
         early = operator < graph.forward_count
@@ -58,7 +57,7 @@ class OptimizerSteps:
 
     def call_ended(self) -> None:
         """A call of a graph has ended."""
-        self._in_call = False
+        self._turn = None
 
     def begins(self) -> None:
         """An optimizer's step begins."""
@@ -80,7 +79,7 @@ class OptimizerSteps:
 
     def begins_within(self) -> None:
         """A hook begins an optimizer's step within a backward; ``begins`` is called when that has ended."""
-        if not self._in_call:
+        if self._turn is None:
             self.begins()
             return
         self._stretch_meter.keep_peak()
@@ -88,7 +87,7 @@ class OptimizerSteps:
 
     def ended_within(self, name: str) -> None:
         """It has ended."""
-        if not self._in_call:
+        if self._turn is None:
             self._step_ended(name)
             self._ended += 1
             return
@@ -98,5 +97,4 @@ class OptimizerSteps:
             self.state_within[len(self._stretch_meter.stretches)] += grown
             if self._memory is not None:
                 self._memory.stays(grown)
-        if self._turn is not None:
-            self._beside.add_after(*self._turn, self._given_bytes + peak - max(now, self._before_bytes))
+        self._beside.add_after(*self._turn, self._given_bytes + peak - max(now, self._before_bytes))

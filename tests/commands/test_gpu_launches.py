@@ -22,16 +22,20 @@ NETWORK = str(SCRIPTS / "sharded_network.py")
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory):
-    """Two devices, and one cache for all launches."""
-    cache = tmp_path_factory.mktemp("cache")
+def devices(cache, **options):
+    """Variables for launches on stand-in GPUs."""
     return {
         **os.environ,
-        **environment(gib=4.0, devices=2),
+        **environment(**options),
         "MONETRUN_CACHE": str(cache),
         "PYTHONPATH": python_path(ROOT),
     }
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """Two devices, and one cache for all launches."""
+    return devices(tmp_path_factory.mktemp("cache"), gib=4.0, devices=2)
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +105,7 @@ def test_a_plain_run_that_fits_is_not_planned(machine, plain):
 @pytest.mark.nightly
 def test_a_driver_that_maps_no_memory_trains_under_a_plan_without_expandable_segments(tmp_path):
     """With them the first tensor on the device failed, where torchrun trains."""
-    unable = {
-        **os.environ,
-        **environment(gib=4.0, refused="cuMemSetAccess"),
-        "MONETRUN_CACHE": str(tmp_path),
-        "PYTHONPATH": python_path(ROOT),
-    }
+    unable = devices(tmp_path, gib=4.0, refused="cuMemSetAccess")
     done = launch(unable, "--budget", "0.8x", SCRIPT)
     (found,), figures = held(done), report(done)
     assert found["reserved"] <= figures["budget_bytes"]
@@ -163,12 +162,7 @@ def test_hardly_anything_is_lost_between_the_activations_of_a_sharded_network(ma
     ids=["network", "blocks"],
 )
 def test_what_ranks_hold_beside_the_plan_does_not_grow_with_their_number(tmp_path, words):
-    four = {
-        **os.environ,
-        **environment(gib=16.0, devices=4),
-        "MONETRUN_CACHE": str(tmp_path / "cache"),
-        "PYTHONPATH": python_path(ROOT),
-    }
+    four = devices(tmp_path / "cache", gib=16.0, devices=4)
     script, *words = words
     options = ("--budget", "0.6x", "--implementations", "exact", "--solver-seconds", "4")
     beside = []

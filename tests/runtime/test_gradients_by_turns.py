@@ -1,5 +1,6 @@
 """Gradients that autograd adds to others, or that a hook takes, are held no longer than in eager, in one process."""
 
+import contextlib
 import gc
 
 import pytest
@@ -55,39 +56,36 @@ def accumulated():
     return losses_of(model, 4, step)
 
 
-def within_backward():
-    """An optimizer for each parameter, which steps in the backward and drops the gradient."""
-    model = Net()
-    optimizers = {p: torch.optim.AdamW([p], 1e-3) for p in model.parameters()}
+@contextlib.contextmanager
+def stepping_in_hooks(model, make):
+    """An optimizer for each parameter, made by `make`, which steps in the backward and drops the gradient."""
+    optimizers = {p: make(p) for p in model.parameters()}
 
     def hook(parameter):
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
     handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
-    found = losses_of(model, 1, lambda: None)
+    yield
     for handle in handles:
         handle.remove()
-    return found
+
+
+def within_backward():
+    model = Net()
+    with stepping_in_hooks(model, lambda p: torch.optim.AdamW([p], 1e-3)):
+        return losses_of(model, 1, lambda: None)
 
 
 def of_unlike_layers():
     """As ``within_backward``; at the peak an optimizer steps, which allocates as much for a while as it holds."""
     model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
-    optimizers = {p: torch.optim.Adam([p], 1e-3, foreach=False) for p in model.parameters()}
-
-    def hook(parameter):
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
     losses = []
-    for _ in range(STEPS):
-        loss = model(torch.randn(128, 128)).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-    for handle in handles:
-        handle.remove()
+    with stepping_in_hooks(model, lambda p: torch.optim.Adam([p], 1e-3, foreach=False)):
+        for _ in range(STEPS):
+            loss = model(torch.randn(128, 128)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
     return losses
 
 
@@ -165,22 +163,13 @@ class WithPrior(nn.Module):
 
 def before_any_operator():
     """As ``within_backward``, of a model whose first gradient is one of its outputs'."""
-    model, weight = WithPrior(), torch.randn(128, 4096)
-    optimizers = {p: torch.optim.Adam([p], 1e-3, foreach=False) for p in model.parameters()}
-
-    def hook(parameter):
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
-    losses = []
-    for _ in range(STEPS):
-        values, prior = model(torch.randn(256, 256))
-        loss = values.square().mean() + (prior * weight).mean()
-        loss.backward()
-        losses.append(loss.item())
-    for handle in handles:
-        handle.remove()
+    model, weight, losses = WithPrior(), torch.randn(128, 4096), []
+    with stepping_in_hooks(model, lambda p: torch.optim.Adam([p], 1e-3, foreach=False)):
+        for _ in range(STEPS):
+            values, prior = model(torch.randn(256, 256))
+            loss = values.square().mean() + (prior * weight).mean()
+            loss.backward()
+            losses.append(loss.item())
     return losses
 
 

@@ -1,5 +1,6 @@
 """What TorchDynamo does not look at again, or would draw or compute once for all, is as in eager in each step."""
 
+import contextlib
 import functools
 import random
 
@@ -99,6 +100,16 @@ def test_a_method_that_is_replaced_on_a_class_in_the_middle_of_training_is_calle
         check(blocks, lambda: patch.setattr(cls, method, other, raising=False), patch.undo)
 
 
+def step_of(model):
+    """The loss of a step of whatever parameters the model has now."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    optimizer.zero_grad()
+    loss = model(torch.randn(128, WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 class Head(nn.Module):
     def __init__(self):
         super().__init__()
@@ -128,12 +139,7 @@ def test_a_method_of_a_class_that_came_into_the_model_later_may_be_replaced(as_c
             if step == 3:
                 patch.setattr(Head, "pooled", lambda self, x: 3 * x)
                 patch.setattr(Wider, "activated", lambda self, x: F.silu(x))
-            optimizer = torch.optim.SGD(model.parameters(), 0.05)
-            optimizer.zero_grad()
-            loss = model(torch.randn(128, WIDTH)).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
+            found.append(step_of(model))
         return found
 
     with pytest.MonkeyPatch.context() as patch:
@@ -189,12 +195,7 @@ def test_a_method_of_a_class_that_came_into_parts_that_share_what_is_compiled_ma
                     block.inner = Other()
             if step == 4:
                 Other.activated = lambda self, x: 3 * x
-            optimizer = torch.optim.SGD(model.parameters(), 0.05)
-            optimizer.zero_grad()
-            loss = model(torch.randn(128, WIDTH)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(step_of(model))
         return losses
 
     expected = train()
@@ -250,6 +251,19 @@ def test_a_function_of_torch_that_is_wrapped_in_the_middle_of_training_is_called
         check(Rectified, lambda: patch.setattr(F, "relu", scaled_relu), patch.undo)
 
 
+@contextlib.contextmanager
+def replaced_before_dynamo_is_imported(owner, name, function):
+    """Dynamo's table of torch's functions is made from the names as they are then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, function)
+        trace_rules.get_torch_obj_rule_map.cache_clear()
+        try:
+            yield
+        finally:
+            patch.undo()
+            trace_rules.get_torch_obj_rule_map.cache_clear()
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["once", "made again"])
 def test_a_function_of_torch_that_was_wrapped_before_dynamo_was_imported_is_traced_with_guards(again):
     """Dynamo took it for torch's own, and what it read for constants; its table is made again in between."""
@@ -259,15 +273,11 @@ def test_a_function_of_torch_that_was_wrapped_before_dynamo_was_imported_is_trac
         if again:
             trace_rules.get_torch_obj_rule_map.cache_clear()  # as with each process group
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "relu", scaled_relu)
-        trace_rules.get_torch_obj_rule_map.cache_clear()  # as it is made at the import
+    with replaced_before_dynamo_is_imported(F, "relu", scaled_relu):
         eager_answers._install.cache_clear()
         try:
             check(Rectified, change, lambda: SCALE.append(SCALE.pop() - 1))
         finally:
-            patch.undo()
-            trace_rules.get_torch_obj_rule_map.cache_clear()
             SCALE[:] = [1.7]
 
 
@@ -286,14 +296,8 @@ def test_a_builtin_of_torch_that_was_wrapped_before_dynamo_was_imported_is_captu
         def forward(self, x):
             return self.last(torch.matmul(self.first(x), torch.eye(2 * WIDTH)).relu())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "matmul", counted)
-        trace_rules.get_torch_obj_rule_map.cache_clear()
-        try:
-            assert not check(Product).engine.breaks
-        finally:
-            patch.undo()
-            trace_rules.get_torch_obj_rule_map.cache_clear()
+    with replaced_before_dynamo_is_imported(torch, "matmul", counted):
+        assert not check(Product).engine.breaks
 
 
 DRAWN = {
