@@ -10,6 +10,7 @@ table has, for each network of MONeT's paper, the least memory in the paper at w
 ResNet-50 (``recipes/results/batch_table.json``). The table of ``docs/recipes.md`` was: it has the launches of
 ``gpu_check.py`` (``recipes/results/gpu_*.json``), and below it is what failed or was stopped. The table of
 ``docs/implementations.md`` was measured on a CPU (``recipes/results/third.json``).
+The README's badges (``docs/badges.svg``) are what setup.py says.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import click
 
+from lib.badges import badges
 from lib.gpu_table import bad_ends, eager_of, is_estimate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,6 +203,7 @@ def main() -> None:
         made = make()
         page.write_text(with_table(page.read_text(encoding="utf-8"), made), encoding="utf-8")
     draw(ROOT / "docs" / "overhead.svg")
+    (ROOT / "docs" / "badges.svg").write_text(badges(ROOT), encoding="utf-8")
 
 
 if __name__ == "__main__":

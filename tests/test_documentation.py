@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import landing
+from lib.badges import badges
 from monetrun.commands.doctor_checks import Check
 from monetrun.core import errors
 from monetrun.core.plan import Plan
@@ -51,6 +52,10 @@ def test_the_readme_is_short_and_its_figure_is_made_from_the_results():
     assert len(text.splitlines()) <= 120
     (described,) = re.findall(r"<dc:description>(.*?)</dc:description>", (DOCS / "overhead.svg").read_text(), re.DOTALL)
     assert json.loads(html.unescape(described)) == landing.drawn(), "python recipes/landing.py"
+
+
+def test_the_badges_are_true():
+    assert (DOCS / "badges.svg").read_text(encoding="utf-8") == badges(ROOT), "python recipes/landing.py"
 
 
 @pytest.mark.parametrize("page", landing.TABLES, ids=lambda page: page.name)
