@@ -10,7 +10,8 @@
 Each network trains in a process of its own by each method, beside an eager copy in turns:
 - eager; torch.utils.checkpoint around each block, and around sqrt(n) segments of consecutive blocks
 - torch.compile with eager's kernels (aot_eager), and its activation_memory_budget with the solvers dp, ilp and greedy
-- in another process inductor, by itself and with that budget
+- in another process inductor, by itself and with that budget; monetrun at its peaks; networks of convolutions also
+  in the memory format that inductor chooses for them, channels-last
 - monetrun: recomputation only, implementations only, exact implementations, all
 
 monetrun plans for the true peaks that the others reach, for a third of eager's activations, and for the smallest peak.

@@ -17,8 +17,28 @@ import click
 import torch
 
 from lib.compared_networks import NETWORKS, SIZES, Network
-from lib.comparison import EXACT, FAMILIES, FULL, IMPLEMENTATIONS, RECOMPUTATION, bytes_of, cheapest
-from lib.other_methods import EAGER, Method, by_hand, by_inductor, by_partitioner, no_inductor, same_as
+from lib.comparison import (
+    CHANNELS_LAST,
+    EXACT,
+    FAMILIES,
+    FULL,
+    IMPLEMENTATIONS,
+    RECOMPUTATION,
+    bytes_of,
+    cheapest,
+)
+from lib.other_methods import (
+    EAGER,
+    EAGER_CHANNELS_LAST,
+    INDUCTOR_BUDGET,
+    Method,
+    by_hand,
+    by_inductor,
+    by_partitioner,
+    channels_last,
+    no_inductor,
+    same_as,
+)
 from monetrun.capture.meter import meter_for
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime
 from monetrun.core.options import Options
@@ -82,6 +102,12 @@ class Compared:
         torch.manual_seed(0)
         model, loss = self.network.build(self.size, self.device)
         return Trainer(model.train(), loss, self.meter)
+
+    def make_channels_last(self) -> Trainer:
+        """The same in this memory format."""
+        trainer = self.make()
+        channels_last(trainer.model)
+        return trainer
 
     def first_step(self, trainer: Trainer) -> dict[str, list[torch.Tensor]]:
         """Loss, gradients and buffers of a step from the initial weights."""
@@ -172,13 +198,15 @@ def _distance(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -
 
 
 class Planned:
-    """The network under monetrun's plans."""
+    """The network under monetrun's plans; ``make`` makes it, ``Compared.make`` unless given."""
 
-    def __init__(self, compared: Compared, solver_seconds: float, algorithm: str) -> None:
+    def __init__(
+        self, compared: Compared, solver_seconds: float, algorithm: str, make: Callable[[], Trainer] | None = None
+    ) -> None:
         self.compared, self.solver_seconds, self.algorithm = compared, solver_seconds, algorithm
         started = time.perf_counter()
         with compared.plain.trainer.aside():
-            self.recorded = Recorded(compared.make)
+            self.recorded = Recorded(make or compared.make)
         self.recorded_seconds = time.perf_counter() - started
         self.plans: dict[tuple[str, str], Plan] = {}
 
@@ -189,7 +217,7 @@ class Planned:
 
     def options(self, method: str) -> Options:
         """Of the planner."""
-        return Options(seconds=self.solver_seconds, **OPTIONS[method])
+        return Options(seconds=self.solver_seconds, **OPTIONS.get(method, {}))
 
     def smallest(self, method: str) -> int:
         """The lowest peak known to be possible, in bytes of one model."""
@@ -266,6 +294,29 @@ def planned_rows(planned: Planned, found: Sequence[Target], wanted: Callable[[st
         yield row
 
 
+def rows_beside_inductor(
+    compared: Compared, inductors: Sequence[dict[str, Any]], settings: tuple[float, str], wanted: Callable[[str], bool]
+) -> Iterator[dict[str, Any]]:
+    """Our rows at the peaks of inductor's, of the network as it is and channels-last; ``settings``: Planned's.
+
+    Where there are convolutions, inductor chooses that format for them; eager's step in it has a row, too.
+    """
+    eager_bytes = compared.plain.peak.bounded
+    useful = cheapest(inductors, INDUCTOR_BUDGET)
+    peaks = [Target(f"as {r['method']} {r['setting']}", min(bytes_of(r), eager_bytes)) for r in useful]
+    if wanted(FULL):
+        planned = Planned(compared, *settings)
+        yield from (planned.row(FULL, target) for target in peaks)
+        del planned  # would lie beside the next
+    modules = compared.plain.trainer.model.modules()
+    if sum(isinstance(m, torch.nn.Conv2d) for m in modules) < 2:  # one makes the patches of a transformer
+        return
+    yield from compared.others([Method(EAGER_CHANNELS_LAST, "", channels_last)])
+    if wanted(CHANNELS_LAST):
+        planned = Planned(compared, *settings, compared.make_channels_last)
+        yield from (planned.row(CHANNELS_LAST, target) for target in peaks)
+
+
 @click.command(help=__doc__)
 @click.argument("name", metavar="NETWORK", type=click.Choice(list(NETWORKS)))
 @click.option("--size", type=click.Choice(SIZES), default=SIZES[0], show_default=True)
@@ -274,7 +325,7 @@ def planned_rows(planned: Planned, found: Sequence[Target], wanted: Callable[[st
 @click.option("--solver-seconds", type=float, default=2.0, show_default=True, help="For each of monetrun's plans.")
 @click.option("--algorithm", default="hierarchical", show_default=True)
 @click.option("--only", multiple=True, default=("*",), metavar="METHODS", help="Methods, as patterns.")
-@click.option("--inductor", is_flag=True, help="Only what inductor compiles.")
+@click.option("--inductor", is_flag=True, help="Only what inductor compiles, and plans at its peaks.")
 @click.option("--threads", type=int, default=0, help="Of torch; 0: its own choice.")
 def main(
     name: str,
@@ -313,7 +364,11 @@ def main(
     for row in compared.others([m for m in methods if wanted(m.name)]):
         rows.append(row)
         _say(row)
-    if inductor or not any(map(wanted, OPTIONS)):
+    if inductor:
+        for row in rows_beside_inductor(compared, rows, (solver_seconds, algorithm), wanted):
+            _say(row)
+        return
+    if not any(map(wanted, OPTIONS)):
         return
     planned = Planned(compared, solver_seconds, algorithm)
     for row in planned_rows(planned, targets(compared.plain, rows), wanted):

@@ -11,6 +11,7 @@ from lib.other_methods import (
     AOT,
     BLOCKS,
     EAGER,
+    EAGER_CHANNELS_LAST,
     INDUCTOR,
     INDUCTOR_BUDGET,
     PARTITIONER,
@@ -19,12 +20,14 @@ from lib.other_methods import (
 
 RECOMPUTATION, IMPLEMENTATIONS = "monetrun, recomputation only", "monetrun, implementations only"
 EXACT, FULL = "monetrun, exact", "monetrun"
+CHANNELS_LAST = "monetrun, channels-last"
 METHODS = (
-    *(EAGER, BLOCKS, SEGMENTS, AOT, PARTITIONER, INDUCTOR, INDUCTOR_BUDGET),
-    *(RECOMPUTATION, IMPLEMENTATIONS, EXACT, FULL),
+    *(EAGER, EAGER_CHANNELS_LAST, BLOCKS, SEGMENTS, AOT, PARTITIONER, INDUCTOR, INDUCTOR_BUDGET),
+    *(RECOMPUTATION, IMPLEMENTATIONS, EXACT, FULL, CHANNELS_LAST),
 )
 FAMILIES = ((BLOCKS, SEGMENTS), (PARTITIONER,))  # whose peaks monetrun plans for
-RIVALS = (BLOCKS, SEGMENTS, PARTITIONER, INDUCTOR_BUDGET)
+EAGERS_KERNELS = (BLOCKS, SEGMENTS, PARTITIONER)
+RIVALS = (*EAGERS_KERNELS, INDUCTOR_BUDGET)
 OURS = (EXACT, FULL)
 BOUND = """- **No schedule below**: a bound on the peak of every schedule with any of the implementations
   (`recipes/least_peaks.py`). monetrun's is measured, with what the script holds beside.
@@ -78,16 +81,16 @@ def lowest(rows: Iterable[Row], *methods: str) -> Row | None:
     return min((r for r in rows if r["method"] in methods and "allocated_bytes" in r), key=bytes_of, default=None)
 
 
-def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """For each point of the others that one would use: our fastest step within its peak, and whether it is slower.
+def verdicts(rows: Sequence[Row], rivals: Sequence[str] = RIVALS, ours: Sequence[str] = OURS) -> list[dict[str, Any]]:
+    """For each point of the rivals that one would use: our fastest step within its peak, and whether it is slower.
 
     ``ours`` is that step's ratio to eager, None where no plan is within the peak; ``holds`` is None without times.
     """
     found = []
-    for method in RIVALS:
+    for method in rivals:
         for row in cheapest(rows, method):
-            ours = (r for r in rows if r["method"] in OURS and "allocated_bytes" in r)
-            within = [r for r in ours if bytes_of(r) <= bytes_of(row)]
+            own = (r for r in rows if r["method"] in ours and "allocated_bytes" in r)
+            within = [r for r in own if bytes_of(r) <= bytes_of(row)]
             best = min(within, key=ratio_of, default=None)
             timed = "ratio" in row
             holds = best is not None and ratio_of(best) <= ratio_of(row) * (1 + NOISE)
@@ -116,19 +119,27 @@ def further_below(rows: Sequence[Row]) -> float | None:
     return None if other is None or ours is None else 1 - bytes_of(ours) / bytes_of(other)
 
 
-def held_at(rows: Sequence[Row], inductor: bool) -> str:
-    """At how many of the others' peaks our step is no slower: inductor's, or the others; empty without times."""
-    told = [v for v in verdicts(rows) if v["holds"] is not None and (v["method"] == INDUCTOR_BUDGET) == inductor]
+def held_at(rows: Sequence[Row], rivals: Sequence[str], ours: Sequence[str] = OURS) -> str:
+    """At how many of the rivals' peaks our step is no slower; empty without times."""
+    told = [v for v in verdicts(rows, rivals, ours) if v["holds"] is not None]
     return f"{sum(v['holds'] for v in told)} of {len(told)} peaks" if told else ""
+
+
+def held_in_its_format(rows: Sequence[Row]) -> str:
+    """At how many of inductor's peaks our step is no slower in the memory format that inductor chooses."""
+    measured = any(r["method"] == CHANNELS_LAST and "allocated_bytes" in r for r in rows)
+    return held_at(rows, (INDUCTOR_BUDGET,), (*OURS, CHANNELS_LAST)) if measured else ""
 
 
 def summary(name: str, rows: Sequence[Row]) -> str:
     """The verdict on one network, as a line."""
     parts = []
-    if held := held_at(rows, inductor=False):
+    if held := held_at(rows, EAGERS_KERNELS):
         parts.append(f"no slower at {held} of the others")
-    if held := held_at(rows, inductor=True):
+    if held := held_at(rows, (INDUCTOR_BUDGET,)):
         parts.append(f"at {held} of inductor's")
+    if held := held_in_its_format(rows):
+        parts.append(f"channels-last at {held} of inductor's")
     other, ours, below = lowest(rows, *RIVALS), lowest(rows, *OURS), further_below(rows)
     if below is not None and other is not None and ours is not None:
         word = "below" if below >= 0 else "above"
@@ -145,14 +156,15 @@ def summary(name: str, rows: Sequence[Row]) -> str:
 def overview(found: Mapping[str, Sequence[Row]], bounds: Mapping[str, int] = MappingProxyType({})) -> str:
     """A line for each network: the verdict. ``bounds``: bytes below which no schedule's peak is, by network."""
     lines = [
-        "| network | eager's peak | no slower at | at inductor's | lowest of the others | by | monetrun's | below by"
-        " | no schedule below | above that by |"
+        "| network | eager's peak | no slower at | at inductor's | channels-last | lowest of the others | by"
+        " | monetrun's | below by | no schedule below | above that by |"
     ]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|---|---|---|---|")
     for name, rows in found.items():
         other, ours, below = lowest(rows, *RIVALS), lowest(rows, *OURS), further_below(rows)
         cells = [NETWORKS[name].title, _mib(bytes_of(rows[0]))]
-        cells += [held_at(rows, inductor=False) or "-", held_at(rows, inductor=True) or "-"]
+        held = (held_at(rows, EAGERS_KERNELS), held_at(rows, (INDUCTOR_BUDGET,)), held_in_its_format(rows))
+        cells += [h or "-" for h in held]
         cells += [_percent(other, rows), other["method"] if other else "-", _percent(ours, rows)]
         cells.append("-" if below is None else f"{below:.0%}")
         bound = bounds.get(name)
@@ -224,6 +236,9 @@ Made by `{document["commands"][-1]}` on {document["device"]} ({document["threads
   the 2-norm of the gradients' difference over their own: 1 is as far as gradients of other dropout masks are.
 - **No slower**: at the peak of a checkpointed or partitioned step, monetrun's peak is no higher, and its step at most
   {NOISE:.0%} slower. Inductor's peaks are counted apart, since its kernels are others.
+- **Channels-last**: on a CPU inductor brings convolutions into this memory format, whatever the script's. A script does
+  so itself by `model.to(memory_format=torch.channels_last)`; with that line eager's and monetrun's steps are measured,
+  too, beside the eager step without it, and the column has at how many of inductor's peaks monetrun's is no slower.
 {BOUND if bounds else ""}
 {overview(found, bounds)}
 """

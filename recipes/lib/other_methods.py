@@ -20,7 +20,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from lib.compared_networks import Network, checkpoint_blocks, checkpoint_segments
 
-EAGER = "eager"
+EAGER, EAGER_CHANNELS_LAST = "eager", "eager, channels-last"
 BLOCKS, SEGMENTS = "checkpoint, each block", "checkpoint, sqrt(n)"
 AOT, PARTITIONER = "torch.compile, aot_eager", "activation_memory_budget, aot_eager"
 INDUCTOR, INDUCTOR_BUDGET = "torch.compile, inductor", "activation_memory_budget, inductor"
@@ -133,6 +133,12 @@ def by_inductor(budgets: Sequence[float]) -> list[Method]:
         around = config.patch(activation_memory_budget=budget)
         methods.append(Method(INDUCTOR_BUDGET, f"dp {budget:g}", compile_, lambda around=around: around))
     return methods
+
+
+def channels_last(model: nn.Module) -> dict[str, Any]:
+    """Bring the weights of convolutions into this memory format, which their results then have."""
+    model.to(memory_format=torch.channels_last)
+    return {}
 
 
 def no_inductor(device: torch.device) -> str:

@@ -121,9 +121,12 @@ def test_only_points_that_one_would_use_are_compared_and_two_percent_are_noise()
 
 def test_inductors_peaks_are_counted_apart():
     rows = [*ROWS, row(INDUCTOR_BUDGET, "dp 0.5", 80, 0.7)]
-    assert comparison.held_at(rows, inductor=False) == "0 of 2 peaks"
-    assert comparison.held_at(rows, inductor=True) == "0 of 1 peaks"
-    assert comparison.held_at(ROWS, inductor=True) == ""
+    assert comparison.held_at(rows, comparison.EAGERS_KERNELS) == "0 of 2 peaks"
+    assert comparison.held_at(rows, (INDUCTOR_BUDGET,)) == "0 of 1 peaks"
+    assert comparison.held_at(ROWS, (INDUCTOR_BUDGET,)) == comparison.held_in_its_format(rows) == ""
+    rows.append(row(comparison.CHANNELS_LAST, "as dp", 80, 0.71))
+    assert comparison.held_at(rows, (INDUCTOR_BUDGET,)) == "0 of 1 peaks"
+    assert comparison.held_in_its_format(rows) == "1 of 1 peaks"
 
 
 def test_reserved_bytes_count_where_there_are_any():
@@ -137,7 +140,7 @@ def test_without_times_the_page_has_memory_alone():
     assert [v["holds"] for v in comparison.verdicts(rows)] == [None, None]
     text = comparison.page(document(untimed), "comparison.svg")
     assert "no times were taken" in text
-    assert "| GPT | 0.0 MiB | - | - | 50% | checkpoint, each block | 40% | 20% | - | - |" in text
+    assert "| GPT | 0.0 MiB | - | - | - | 50% | checkpoint, each block | 40% | 20% | - | - |" in text
     eager_bytes, ours_bytes = (comparison.bytes_of(r) for r in (rows[0], comparison.lowest(rows, *comparison.OURS)))
     bounded = comparison.page(document(untimed), "comparison.svg", {"gpt": ours_bytes * 4 // 5})
     assert f"| 40% | 20% | {ours_bytes * 4 // 5 / eager_bytes:.0%} | 25.0% |" in bounded
@@ -199,7 +202,7 @@ def test_budgets_that_were_refused_are_the_targets_and_below_the_smallest_that_w
 def test_the_readme_has_the_verdict_of_the_results():
     networks = comparison.networks(json.loads(recipe.RESULT.read_text(encoding="utf-8")))
     held, peaks = zip(
-        *(comparison.held_at(rows, inductor=False).split()[::2] for rows in networks.values()), strict=True
+        *(comparison.held_at(rows, comparison.EAGERS_KERNELS).split()[::2] for rows in networks.values()), strict=True
     )
     below = [comparison.further_below(rows) for rows in networks.values()]
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
