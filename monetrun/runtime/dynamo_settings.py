@@ -10,6 +10,7 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 
 from monetrun.capture.eager_answers import is_tracing
 from monetrun.capture.warned import let_models_warn
@@ -27,6 +28,7 @@ def prepare_dynamo(within: Iterable[CodeType], undo: contextlib.ExitStack) -> No
     """
     import torch._dynamo
     from torch._dynamo import convert_frame, trace_rules
+    from torch._dynamo.variables import nn_module
 
     config = torch._dynamo.config
     for name in (
@@ -47,6 +49,10 @@ def prepare_dynamo(within: Iterable[CodeType], undo: contextlib.ExitStack) -> No
     undo.enter_context(
         patched(convert_frame, "exceeds_recompile_limit", _with_many_shapes(convert_frame.exceeds_recompile_limit))
     )
+    # what the script has put there before Dynamo was imported, Dynamo takes for torch's, and calls the forward instead
+    for name, known in (("__call__", "unpatched_nn_module_call"), ("_call_impl", "unpatched_nn_module_call_impl")):
+        if not _is_torchs(getattr(nn.Module, name)):
+            undo.enter_context(patched(nn_module, known, None))
     rules = _RulesOfTorchAlone(trace_rules.get_torch_obj_rule_map)
     undo.callback(rules.restore)
     undo.enter_context(patched(trace_rules, "get_torch_obj_rule_map", rules))

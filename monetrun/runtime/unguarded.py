@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_ALWAYS = ("forward", "__call__")
+_ALWAYS = ("forward", "__call__", "_call_impl")
 _ALLOWED = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,

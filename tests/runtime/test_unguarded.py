@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import trace_rules
+from torch._dynamo.variables import nn_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from monetrun.capture import eager_answers
@@ -98,6 +99,27 @@ def test_a_method_that_is_replaced_on_a_class_in_the_middle_of_training_is_calle
     cls, method, other = REPLACED[name]
     with pytest.MonkeyPatch.context() as patch:
         check(blocks, lambda: patch.setattr(cls, method, other, raising=False), patch.undo)
+
+
+def scaled_where_linear(call):
+    """``call``, of modules, with its result scaled."""
+    return lambda self, *args: call(self, *args) * (1.5 if isinstance(self, nn.Linear) else 1)
+
+
+@pytest.mark.parametrize("from_the_beginning", [False, True], ids=["in the middle", "before Dynamo was imported"])
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+def test_what_is_put_in_the_place_of_every_modules_call_is_called(name, from_the_beginning):
+    """Dynamo takes what it finds there when it is imported for torch's own, and calls the forward instead."""
+    wrapper = scaled_where_linear(getattr(nn.Module, name))
+    with pytest.MonkeyPatch.context() as patch:
+        if not from_the_beginning:
+            check(blocks, lambda: patch.setattr(nn.Module, name, wrapper), patch.undo)
+            return
+        patch.setattr(nn.Module, name, wrapper)
+        patch.setattr(
+            nn_module, {"__call__": "unpatched_nn_module_call"}.get(name, f"unpatched_nn_module{name}"), wrapper
+        )
+        check(blocks)
 
 
 def step_of(model):
