@@ -89,8 +89,11 @@ def test_a_model_with_parametrizations_is_copied_while_it_is_trained():
     assert torch.equal(copies[-1].weight, model.weight)
 
 
-@pytest.mark.parametrize("looks", [[], [1024, 512, 1024]], ids=str)
-def test_a_look_at_the_model_before_training_is_no_part_of_the_step(looks):
+@pytest.mark.parametrize(
+    ("looks", "steps"), [([], False), ([1024, 512, 1024], False), ([1024, 512, 1024], True)], ids=str
+)
+def test_a_look_at_the_model_before_training_is_no_part_of_the_step(looks, steps):
+    """``steps``: an optimizer's step follows each, of gradients that the script has computed otherwise."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU())]
     model = nn.Sequential(*layers)
@@ -98,6 +101,11 @@ def test_a_look_at_the_model_before_training_is_no_part_of_the_step(looks):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for batch in looks:
             assert model(torch.randn(batch, 128)).shape == (batch, 128)
+            if steps:
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+                optimizer.zero_grad()
         captured = opened.planned[0].captured if looks else 0
         assert captured == len({*looks})  # each size once
         waiting = []
