@@ -58,7 +58,7 @@ def step(batch: int, cost_model: str) -> StepRecord:
             "parameters": parameter_bytes,
             "gradients": parameter_bytes,
             "optimizer state": parameter_bytes,
-            "script (batch, buffers, ...)": buffer_bytes + batch_bytes,
+            "script (data, buffers, ...)": buffer_bytes + batch_bytes,
         },
         device=cost_model,
         torch_version=torch.__version__,

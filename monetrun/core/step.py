@@ -32,6 +32,7 @@ LAST_OUTPUTS = "last step's outputs"
 BETWEEN_STEPS = "between steps"
 LIBRARIES = "cuBLAS workspaces"
 BUCKETS = "DDP buckets"
+SCRIPT = "script (data, buffers, ...)"
 HELD_SINCE = "held since the recorded step"
 
 

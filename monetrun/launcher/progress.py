@@ -84,7 +84,7 @@ class SolverProgress:
         self._began = time.monotonic()
         self._best_seconds, self._bound_seconds = math.inf, 0.0
         self._printed = ""
-        self._printed_at = -math.inf
+        self._printed_at = self._began  # the first plans, which are soon surpassed, have no line
         self._prints_lines = shown and not console.is_terminal
         self._goes_on = contextlib.ExitStack()
         self._live = _live(console, self._live_line) if shown and console.is_terminal else None

@@ -230,7 +230,7 @@ class _Search:
         self.samples[batch] = record
         plan = self.script.plan(batch)
         if plan.overhead > self.request.max_overhead:
-            return None, f"it needs {format_percent(plan.overhead, signed=True)} overhead"
+            return None, f"the best plan found has {format_percent(plan.overhead, signed=True)} overhead"
         return plan, ""
 
     def _nothing_fits(self) -> InfeasibleBudget:

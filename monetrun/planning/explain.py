@@ -19,13 +19,13 @@ from monetrun.core.keeping import as_planned
 from monetrun.core.plain_step import plain_step
 from monetrun.core.plan import Plan, Schedule
 from monetrun.core.simulate import simulate
-from monetrun.core.step import BUCKETS, OUTSIDE, StepRecord, events_under, replay
+from monetrun.core.step import BUCKETS, LAST_GRADIENTS, OUTSIDE, SCRIPT, StepRecord, events_under, replay
 from monetrun.planning import planner
 from monetrun.planning.ledger import GATHERED
 
 NO_MODULE = "(outside of modules)"
 
-PARAMETERS, STATE, SCRIPT = "parameters", "optimizer state", "script (batch, buffers, ...)"
+PARAMETERS, STATE = "parameters", "optimizer state"
 ACTIVATIONS, GRADIENTS = "activations", "gradients of weights"
 PASSING, WORKSPACE = "gradients of activations", "workspace"
 
@@ -298,7 +298,7 @@ def _at_peak(record: StepRecord, schedules: Sequence[Schedule], peak_event: int)
     contents = _Contents(record)
     for i, event in enumerate(events_under(record, schedules)[: peak_event + 1]):
         if event.kind == OUTSIDE:
-            kind = SCRIPT if event.action is None else GATHERED
+            kind = GRADIENTS if event.name == LAST_GRADIENTS else SCRIPT if event.action is None else GATHERED
             contents.by_kind[kind] += event.peak_bytes if i == peak_event else event.delta_bytes
             for k, t in event.dropped if i < peak_event else ():
                 contents.release(record.graphs[k], (t,))

@@ -47,7 +47,7 @@ class BudgetBelowSmallest(InfeasibleBudget):
         with_spare = max(smallest, min(plain, smallest + (smallest >> _ADVISED_SHIFT) + 1))
         if smallest <= plain:
             fits = f"fits: --budget {format_budget(with_spare, plain)} or {format_share(with_spare, plain)}"
-            hint = f"{fits} (the plain step takes {format_bytes(plain)})"
+            hint = f"{fits} (the plain step takes {format_bytes(plain)}), or a smaller batch (monetrun batch)"
         else:
             least = f"no schedule that is known takes less than the plain step, {format_bytes(plain)}"
             hint = f"{least}: with --budget 1.0x models run as they are"

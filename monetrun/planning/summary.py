@@ -18,7 +18,7 @@ ROUNDING = "differ from eager by rounding; --implementations exact leaves them o
 CHECK = "monetrun check compares each parameter"
 
 # how costs that a busy machine has spoilt are made anew
-MEASURE_AGAIN = "monetrun cache clear --kind costs --kind probe has operators measured again"
+MEASURE_AGAIN = "monetrun cache clear --kind costs --kind probe has the next launch measure them again"
 
 
 def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> list[str]:
@@ -47,17 +47,19 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
     total = sum(map(len, forwards))
     operators, runs = again(schedules, record)
     more = f" ({runs} runs)" if runs != operators else ""
-    lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}")
+    inexact = inexact_runs(plan, record)
+    bits = ", all with eager's bits" if kinds and not inexact else ""
+    lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}{bits}")
     if not operators and plan.budget_bytes >= plain:
         lines.append("  the plain step fits the budget: a smaller one, such as 0.6x, saves memory")
-    if inexact := inexact_runs(plan, record):
+    if inexact:
         lines.append(f"  {inexact} of these {ROUNDING}")
     lines += _kept_lines(plan, record)
     lines += [f"  {told} (seen in the trial run): {CHECK}" for told in (() if record is None else record.unlike_eager)]
     if record is not None and record.others_share:
         lines.append(
-            f"  other processes took {record.others_share:.0%} of the CPU while operators were measured:"
-            f" {MEASURE_AGAIN}"
+            f"  overhead and bound may be far off: other processes took {record.others_share:.0%} of the CPU while"
+            f" operators were measured; {MEASURE_AGAIN}"
         )
     return lines
 

@@ -156,7 +156,7 @@ class Engine(WithRoom):
         self._run(plan, record)
         self.recorder = None
         self.generation += 1
-        self.reporter.tell("\n".join(summary_lines(plan, "the plan of the recorded step", record)))
+        self.reporter.tell("\n".join(summary_lines(plan, "the plan", record)))
 
     def plan_without(self, failed: FailedGuards) -> None:
         """Plan again without implementations whose guards failed, and have all models compiled anew.

@@ -13,6 +13,7 @@ from monetrun.capture import arriving_strides, cost
 from monetrun.capture.arriving_strides import Arriving
 from monetrun.capture.cost import OperatorCost
 from monetrun.capture.joint import JointGraph
+from monetrun.core.budget import format_bytes
 from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, is_out_of_memory
 from monetrun.core.graph import Graph
 from monetrun.core.last_gradients import last_gradients_bytes
@@ -185,7 +186,10 @@ class OtherShapes:
         self.given_up.discard(graph.fingerprint)
         if self.settings.plan_given and not self._held_more:  # the first such graph
             shapes = adaptation.input_shapes(joint)
-            self.note(f"inputs of {shapes} are not the plan's, nor is its plain peak theirs: planned within its budget")
+            within = f"within the plan's budget of {format_bytes(plan.budget_bytes)}"
+            self.note(
+                f"the given plan has no inputs of {shapes}: they are planned here, {within}; figures are the plan's"
+            )
         more = self._held_more.setdefault(graph.fingerprint, self._most_held)
         limit = moved_memory.limit_of(step, plan) - more
         for carried in adaptation.carried(step, plan.graphs, limit):

@@ -28,7 +28,7 @@ from monetrun.core.left_out import without, without_reading_again
 from monetrun.core.plain_step import plain_timeline
 from monetrun.core.plan import Schedule
 from monetrun.core.sharding import ShardedModule, Sharding
-from monetrun.core.step import BUCKETS, LIBRARIES, OUTSIDE, Break, DeviceMemory, Event, StepRecord
+from monetrun.core.step import BUCKETS, LIBRARIES, OUTSIDE, SCRIPT, Break, DeviceMemory, Event, StepRecord
 from monetrun.machine.busy import OthersWork
 from monetrun.machine.store import Store
 from monetrun.planning.intervals import Stretch
@@ -261,7 +261,7 @@ def _ledger(recorder: Recorder, first: int, state: int, libraries: int) -> dict[
         "gradients": recorder._all_gradients_bytes,
         "optimizer state": before + state,
         **{name: nbytes for name, nbytes in ((LIBRARIES, libraries), (BUCKETS, buckets)) if nbytes},
-        "script (batch, buffers, ...)": rest - buckets,
+        SCRIPT: rest - buckets,
     }
 
 

@@ -36,7 +36,7 @@ def highest(found):
 def test_the_peak_is_the_planned_one_and_everything_in_it_has_a_name(record):
     peak, names = highest(snapshot(record, [plain_schedule(record.graphs[0])]))
     assert peak == replay(record, [plain_schedule(record.graphs[0])]).peak_bytes
-    assert {"parameters", "optimizer state", "script (batch, buffers, ...)"} <= names
+    assert {"parameters", "optimizer state", "script (data, buffers, ...)"} <= names
     assert any(name.startswith("block0.relu (aten.relu)") for name in names)
 
 

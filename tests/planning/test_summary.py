@@ -68,10 +68,10 @@ def explain_peak(plan):
 
 
 def test_a_ledger_is_printed_in_one_order():
-    rows = {"script (batch, buffers, ...)": 3 << 20, "optimizer state": 2 << 20, "parameters": 1 << 20}
+    rows = {"script (data, buffers, ...)": 3 << 20, "optimizer state": 2 << 20, "parameters": 1 << 20}
     rows |= {"fragmentation": 5 << 20, "activations and workspace": 4 << 20}
     expected = (
-        "parameters 1.0 MiB + optimizer state 2.0 MiB + script (batch, buffers, ...) 3.0 MiB"
+        "parameters 1.0 MiB + optimizer state 2.0 MiB + script (data, buffers, ...) 3.0 MiB"
         " + activations and workspace 4.0 MiB + fragmentation 5.0 MiB"
     )
     assert ledger_line(rows) == ledger_line(dict(reversed(rows.items()))) == expected

@@ -509,7 +509,7 @@ def test_the_plan_of_the_recorded_step_is_shown(quiet, capsys):
         assert said == ""
         return
     title, peaks, parts, does = said[said.index("monetrun: the plan") :].splitlines()[:4]
-    assert title == "monetrun: the plan of the recorded step"
+    assert title == "monetrun: the plan"
     assert re.search(r"plain peak .* \| budget .* \| planned .* \| overhead ", peaks)
     assert parts.startswith("  parameters ")
     assert "forward operators run again" in does

@@ -87,7 +87,7 @@ def chain_record(
             "parameters": parameters,
             "gradients": parameters,
             "optimizer state": parameters,
-            "script (batch, buffers, ...)": 8 * batch,
+            "script (data, buffers, ...)": 8 * batch,
         },
         device="cpu",
         torch_version="2.15.0",
