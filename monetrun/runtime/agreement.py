@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -23,6 +25,15 @@ from monetrun.runtime.exchange import Refusal
 # How much later than another rank one may come to plan. Ranks that train one model have just made a step together; one
 # that does not come trains nothing, or something else.
 _PATIENCE_SECONDS = 60.0
+
+# No longer than this part of what the script's own collectives wait for: another rank may stand in one meanwhile.
+_OF_TIMEOUT = 0.25
+
+# Where a rank has waited in vain, ranks that still train together come to plan as near to each other as this.
+_AFTER_THAT_SECONDS = 1.0
+_IN_VAIN = "monetrun/waited in vain"
+
+_QUIET_SECONDS = 10.0
 
 # Rank 0 is alive, and measures or plans: as long as a process group waits.
 _PLANNING_SECONDS = 1800.0
@@ -43,7 +54,7 @@ def largest(value: int) -> int:
     if store.add(f"{prefix}/came", 1) == len(keys):  # the last one reads for all: of thousands, not each one thousands
         found = max(int(exchange.read(store, key)) for key in keys)
     else:
-        exchange.wait_until(lambda: exchange.is_posted(store, agreed), _PATIENCE_SECONDS)
+        _wait_until(store, lambda: exchange.is_posted(store, agreed))
     return exchange.first_said(store, agreed, found)  # one that comes late does as those that waited
 
 
@@ -83,14 +94,13 @@ def plan_in_rank_0(
     if rank:
         # what sharded modules keep is rank 0's choice, which trains with all others
         only_rank_0s = record is not None and record.sharding is not None and present is None
-        patience = _PLANNING_SECONDS if only_rank_0s else _PATIENCE_SECONDS
-        if not exchange.wait_until(lambda: exchange.is_posted(store, keys[0]), patience):
+        if not _wait_until(store, lambda: exchange.is_posted(store, keys[0]), _PLANNING_SECONDS * only_rank_0s):
             return make([budget]) if present is None else present
         plan = _rank_0s(store, prefix, size)
         if record is None or _is_of(record, plan):
             return plan
         return replace(make([budget]), keeps_parameters=plan.keeps_parameters)
-    exchange.wait_until(lambda: exchange.are_posted(store, keys), _PATIENCE_SECONDS)
+    _wait_until(store, lambda: exchange.are_posted(store, keys))
     try:
         plan = make([exchange.read(store, key) for key in keys if exchange.is_posted(store, key)])
     except MonetrunError as error:
@@ -99,6 +109,22 @@ def plan_in_rank_0(
         raise
     exchange.post(store, f"{prefix}/made", json.dumps({"plan": codec.to_plain(plan)}))
     return plan
+
+
+def _wait_until(store: Any, others_have_come: Callable[[], bool], seconds: float = 0.0) -> bool:
+    """Wait for other ranks, and say so; gives whether they have come. ``seconds``: 0: as long as one may be late."""
+    if not seconds:
+        alone = exchange.is_posted(store, _IN_VAIN)
+        seconds = min(_AFTER_THAT_SECONDS if alone else _PATIENCE_SECONDS, store.timeout.total_seconds() * _OF_TIMEOUT)
+    if exchange.wait_until(others_have_come, min(_QUIET_SECONDS, seconds)):
+        return True
+    if seconds > _QUIET_SECONDS:
+        who = f"monetrun (rank {torch.distributed.get_rank()})"
+        print(f"{who}: waiting for the other ranks to plan, {seconds:.0f} s at most", file=sys.stderr, flush=True)
+        if exchange.wait_until(others_have_come, seconds - _QUIET_SECONDS):
+            return True
+    exchange.post(store, _IN_VAIN, "")
+    return False
 
 
 def _rank_0s(store: torch.distributed.Store, prefix: str, size: int) -> Plan:

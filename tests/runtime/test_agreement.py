@@ -234,6 +234,41 @@ def test_a_rank_that_comes_late_finds_what_those_have_done_that_waited(ranks, mo
     assert ranks(late, lambda: agreement.largest(3)) == [0, 0]
 
 
+def test_no_rank_waits_as_long_as_a_collective_of_the_scripts_may(ranks):
+    """Another rank may stand in one, for which this one is waited for."""
+
+    def alone():
+        exchange.store_of_ranks().set_timeout(timedelta(seconds=2))
+        began = time.monotonic()
+        return agreement.largest(7), time.monotonic() - began
+
+    _, (found, seconds) = ranks(lambda: "stands in a collective", alone)
+    assert found == 0
+    assert seconds < 1
+
+
+def test_after_a_rank_has_waited_in_vain_none_waits_as_long_again(ranks, monkeypatch):
+    monkeypatch.setattr(agreement, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(agreement, "_AFTER_THAT_SECONDS", 0.1)
+
+    def alone():
+        agreement.largest(7)
+        monkeypatch.setattr(agreement, "_PATIENCE_SECONDS", 20)
+        began = time.monotonic()
+        return agreement.plan_in_rank_0(lambda budgets: PLAN), time.monotonic() - began
+
+    plan, seconds = ranks(alone, lambda: "trains nothing")[0]
+    assert plan is PLAN
+    assert seconds < 1
+
+
+def test_a_rank_that_waits_says_so(ranks, monkeypatch, capfd):
+    monkeypatch.setattr(agreement, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(agreement, "_QUIET_SECONDS", 0.1)
+    ranks(lambda: agreement.largest(7), lambda: "trains nothing")
+    assert capfd.readouterr().err == "monetrun (rank 0): waiting for the other ranks to plan, 0 s at most\n"
+
+
 def test_a_rank_that_waits_in_vain_knows_of_no_largest_value(ranks, monkeypatch):
     monkeypatch.setattr(agreement, "_PATIENCE_SECONDS", 0.2)
     assert ranks(lambda: "does not come", lambda: agreement.largest(7)) == ["does not come", 0]
