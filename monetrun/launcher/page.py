@@ -154,7 +154,7 @@ def write_report(
     found["intervals"] = [] if outcome.measured_step is None else as_plain(outcome.measured_step)
     found["environment"] = around = surroundings()
     unlike = () if record is None else record.unlike_eager
-    notes = [*(line.strip() for line in rank_figures.lines(outcome.ranks)), *unlike, *outcome.warnings]
+    notes = [*(line.strip() for line in rank_figures.lines(outcome.ranks, outcome.steps)), *unlike, *outcome.warnings]
     title = " ".join(found["command"])
     try:
         replace_file(folder / f"{name}.json", json.dumps(found, indent=1))

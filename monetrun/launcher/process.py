@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -51,22 +52,23 @@ def restored_signal_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exit_on_signals(
-    error: Callable[[int], BaseException] = lambda number: SystemExit(128 + number), *, named: str = ""
-) -> Iterator[None]:
+def exit_on_signals(error: Callable[[int], BaseException] | None = None, *, named: str = "") -> Iterator[None]:
     """Raise an error on signals that end a process, so that what was begun is cleaned up, as it is on Ctrl-C.
 
     A signal that is ignored stays so (``nohup``). After the first one, no further one interrupts the cleaning up.
 
     Args:
-        error: gives it, from the signal's number.
+        error: gives it, from the signal's number; None: the exit code of the signal, which is told.
         named: further signals, as in ``--signals-to-handle``. Names that cannot be handled are left to torch's warning.
     """
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         for other in before:
             signal.signal(other, signal.SIG_IGN)
-        raise error(number)
+        if error is not None:
+            raise error(number)
+        print(f"monetrun: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + number)
 
     found = {number: signal.getsignal(number) for number in {*_ENDING_SIGNALS, *_numbers(named)}}
     before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}

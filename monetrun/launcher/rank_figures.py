@@ -10,6 +10,7 @@ from monetrun.core.budget import format_bytes
 
 # A rank is called slow whose planned calls take so many times as long as the fastest rank's. The others wait for it.
 _SLOW = 1.1
+_FEWEST_STEPS = 20  # of fewer, the times of a few calls differ as much on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ def slowest(ranks: Sequence[RankFigures]) -> tuple[int, float] | None:
     return rank, most / least
 
 
-def lines(ranks: Sequence[RankFigures]) -> list[str]:
-    """For the screen, where there are several ranks."""
+def lines(ranks: Sequence[RankFigures], steps: int) -> list[str]:
+    """For the screen, where there are several ranks, which have trained for so many ``steps``."""
     if len(ranks) < 2:
         return []
     counted = [(r.measured_bytes, r.rank) for r in ranks if r.measured_bytes is not None]
@@ -67,6 +68,6 @@ def lines(ranks: Sequence[RankFigures]) -> list[str]:
             if least == most
             else f"measured {format_bytes(least)} (rank {where}) to {format_bytes(most)} (rank {rank})"
         )
-    if (slow := slowest(ranks)) is not None and slow[1] >= _SLOW:
+    if steps >= _FEWEST_STEPS and (slow := slowest(ranks)) is not None and slow[1] >= _SLOW:
         found.append(f"rank {slow[0]} is slow: its calls take {slow[1]:.2f} times as long as the fastest rank's")
     return [f"  {'ranks':<15}{len(ranks)}: {'; '.join(found)}"] if found else []

@@ -158,7 +158,7 @@ class Outcome:
     """What the ranks measured, together.
 
     Attributes:
-        plan: the plan they ran last, if any.
+        plan: the plan they ran last, if any; where ranks differ, that of the one whose plain run takes most.
         measured_peak_bytes: the most that any rank allocated in a training step; None if that was not counted.
         measured_reserved_bytes: the most that any rank's CUDA allocator reserved; None on a CPU.
         retries: how often an allocator gave cached memory back in settled steps; None on a CPU.
@@ -222,7 +222,7 @@ def read_outcome(folder: Path) -> Outcome:
     shortages: list[Mapping[str, Any]] = [r["short"] for r in reports if r.get("short")]
     short = max(shortages, key=lambda s: int(s.get("needed_bytes", 0)), default={})
     return Outcome(
-        plan=plans[0] if plans else None,
+        plan=max(plans, key=lambda p: p.plain_peak_bytes, default=None),  # of the rank that takes most
         measured_peak_bytes=max(peaks) if peaks else None,
         measured_reserved_bytes=max(reserved) if reserved else None,
         retries=max(int(r.get("allocation_retries", 0)) for r in reports) if reserved else None,
@@ -293,7 +293,7 @@ def outcome_lines(outcome: Outcome, exit_code: int, *, planned: bool = False) ->
         f"  planned peak   {format_bytes(planned_peak)} ({share(planned_peak, plan.plain_peak_bytes)})",
         f"  measured peak  {peak}",
         _overhead_line(outcome, plan),
-        *rank_figures.lines(outcome.ranks),
+        *rank_figures.lines(outcome.ranks, outcome.steps),
     ]
 
 
@@ -354,7 +354,7 @@ def _cuda_lines(outcome: Outcome, plan: Plan, pool: Pool, stopped: bool) -> list
         row("planned peak", planned_reserved, planned_allocated),
         row("measured peak", outcome.measured_reserved_bytes, outcome.measured_peak_bytes) + retries,
         _overhead_line(outcome, plan),
-        *rank_figures.lines(outcome.ranks),
+        *rank_figures.lines(outcome.ranks, outcome.steps),
     ]
 
 

@@ -43,8 +43,8 @@ _LOOK_SECONDS = 0.1
 
 # A trial that calls no model in training ends so long after it has begun, unless a plan is needed; and where its
 # processes have worked for less than this share of a core for so long, and have read and written next to nothing: they
-# wait, as a server does.
-_MOST_SECONDS, _WAITING_SECONDS, _WAITING_SHARE, _WAITING_BYTES = 1800.0, 60.0, 0.03, 1 << 14
+# wait, as a server does, or poll, as a ``TCPStore`` does for its clients (a quarter of a MiB a minute).
+_MOST_SECONDS, _WAITING_SECONDS, _WAITING_SHARE, _WAITING_BYTES = 1800.0, 60.0, 0.03, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,9 @@ class Reporter:
             self._print("monetrun", message)
 
     def note(self, message: str) -> None:
-        """Print a line on stderr about this rank's memory. A trial run prints nothing."""
+        """Print a line on stderr about this rank's memory, or a warning. A trial run prints nothing."""
+        if message.startswith(WARNING):
+            self.warned.add(message.removeprefix(WARNING))
         self._print(f"monetrun (rank {self.settings.rank})" if self.settings.world_size > 1 else "monetrun", message)
 
     def _print(self, who: str, message: str) -> None:

@@ -126,6 +126,7 @@ class Session:
         self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # make their first step long after others
         self._has_stepped: Callable[[], None] = lambda: None  # from now on a trial ends before a checkpoint
         self._nesting, self._passing = Nesting(), PassingModels()
+        self._any_made = self._any_stepped = False  # of optimizers, which may be gone when the session ends
         self._undo = contextlib.ExitStack()
 
     def watch_process(self) -> None:
@@ -153,7 +154,7 @@ class Session:
     def report(self) -> None:
         """Leave what this rank measured for the launcher."""
         found = self.ended[1] if self.engine is None else self.engine.findings()
-        unsaid = unplanned.unsaid(self.engine, bool(self.reporter.warned), self.optimizers, self.stepped)
+        unsaid = unplanned.unsaid(self.engine, bool(self.reporter.warned), self._any_made, self._any_stepped)
         self.reporter.write({**found, "short": self.short, "unplanned": unsaid})
 
     def trained_parameters(self) -> list[torch.Tensor]:
@@ -162,6 +163,7 @@ class Session:
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Put triggers on the modules that own the optimizer's parameters, where there are none yet."""
+        self._any_made = True
         self.optimizers.add(optimizer)
         self.put_triggers([] if self._as_is else self._owners.trained_by(optimizer))
 
@@ -244,6 +246,7 @@ class Session:
         if evaluation_mode.found(self._nesting, optimizer, self.reporter, self.engine):
             return
         _waits_for_others(self, optimizer)
+        self._any_stepped = True
         self.stepped.add(optimizer)
         if self.engine is None and not self.reporter.warned and (unseen := self.models()):
             self.reporter.give_up(unplannable_use.unseen(candidates.outermost_name(unseen), optimizer))

@@ -1,4 +1,4 @@
-"""What a module computes by, and TorchDynamo has no guard for: its classes' functions, and the kernels of attention."""
+"""What a module computes by, and TorchDynamo has no guard for: functions of classes, and the kernels of attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALLOWED = (
 class Unguarded:
     """The functions in the classes of a module and of the modules in it, of torch's own classes the forward and call.
 
-    And which kernels ``scaled_dot_product_attention`` may use, on a CPU too.
+    And the methods of tensors, and which kernels ``scaled_dot_product_attention`` may use, on a CPU too.
 
     Attributes:
         now: what they are, since the last ``changed``.
@@ -50,7 +50,7 @@ class Unguarded:
         return before != self.now
 
     def _read(self) -> tuple[Any, ...]:
-        return (*[get(name) for get, name in self._places], *attention_kernels())
+        return (*[get(name) for get, name in self._places], *attention_kernels(), *vars(torch.Tensor).values())
 
 
 def attention_kernels() -> tuple[bool, ...]:

@@ -43,10 +43,6 @@ def why(
     return "training ended before the plan is made: when the second step begins, or the third where outputs are held"
 
 
-def unsaid(
-    engine: Engine | None, warned: bool, optimizers: Collection[Optimizer], stepped: Collection[Optimizer]
-) -> str:
-    """Why nothing was planned, where no warning has said it."""
-    if engine or warned:
-        return ""
-    return unplannable_use.no_step(bool(optimizers), bool(stepped))
+def unsaid(engine: Engine | None, warned: bool, made: bool, stepped: bool) -> str:
+    """Why nothing was planned, where no warning has said it: whether optimizers were made, and any has stepped."""
+    return "" if engine or warned else unplannable_use.no_step(made, stepped)
