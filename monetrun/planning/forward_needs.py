@@ -22,12 +22,18 @@ class ForwardNeed:
         planned_bytes: the most that is allocated from then to the step's end, less ``held_bytes``.
         plain_bytes: the same of the plain step.
         last_outputs_bytes: part of ``held_bytes``: outputs of the last step, which the script drops later in this one.
+        saved_bytes: what the pass leaves allocated: its outputs, and what is saved for its backward.
+        plain_saved_bytes: the same of the plain step.
+        plain_forward_bytes: ``plain_bytes`` until the next backward begins.
     """
 
     held_bytes: int
     planned_bytes: int
     plain_bytes: int
     last_outputs_bytes: int = 0
+    saved_bytes: int = 0
+    plain_saved_bytes: int = 0
+    plain_forward_bytes: int = 0
 
 
 def forward_needs(record: StepRecord, schedules: Sequence[Schedule]) -> dict[int, tuple[ForwardNeed, ...]]:
@@ -39,14 +45,18 @@ def forward_needs(record: StepRecord, schedules: Sequence[Schedule]) -> dict[int
     planned = replay(record, schedules)
     plain = replay(*plain_step(record))
     needs: dict[int, tuple[ForwardNeed, ...]] = {}
-    most_planned = most_plain = dropped = 0
+    most_planned = most_plain = forward_plain = dropped = 0
     for i in reversed(range(len(record.events))):
         event = record.events[i]
         most_planned, most_plain = max(most_planned, planned.high_bytes[i]), max(most_plain, plain.high_bytes[i])
+        forward_plain = 0 if event.kind == BACKWARD else max(forward_plain, plain.high_bytes[i])
         dropped -= event.delta_bytes if is_drop(event) else 0
         if event.kind == FORWARD:
             held = planned.start_bytes[i]
-            need = ForwardNeed(held, most_planned - held, most_plain - plain.start_bytes[i], dropped)
+            start = plain.start_bytes[i]
+            saved, plain_saved = (t.start_bytes[i + 1] - t.start_bytes[i] for t in (planned, plain))
+            more = dropped, saved, plain_saved, forward_plain - start
+            need = ForwardNeed(held, most_planned - held, most_plain - start, *more)
             needs[event.graph] = (need, *needs.get(event.graph, ()))
     return needs
 
@@ -72,16 +82,18 @@ def needs_by_place(record: StepRecord, schedules: Sequence[Schedule]) -> dict[in
         return None
     planned, plain = replay(record, schedules), replay(*plain_step(record))
     drops = [-event.delta_bytes if is_drop(event) else 0 for event in record.events]
-    own: dict[int, tuple[int, int]] = {}
+    own: dict[int, list[int]] = {}
     for i, j in passes:
         k = record.events[i].graph
-        own[k] = tuple(map(max, own.get(k, (0, 0)), (_most(t, i, j) for t in (planned, plain))))  # type: ignore[assignment]
+        saved = (t.start_bytes[i + 1] - t.start_bytes[i] for t in (planned, plain))
+        of_it = [_most(planned, i, j), _most(plain, i, j), *saved, _most(plain, i, j - 1)]
+        own[k] = list(map(max, own.get(k, of_it), of_it))
     found: dict[int, tuple[ForwardNeed, ...]] = {k: () for k in own}
     for i, j in passes:
         held = planned.start_bytes[i]
         later, later_plain = (max(t.high_bytes[j + 1 :], default=0) - t.start_bytes[i] for t in (planned, plain))
-        for k, (most, most_plain) in own.items():
-            need = ForwardNeed(held, max(most, later), max(most_plain, later_plain), sum(drops[i:]))
+        for k, (most, most_plain, *more) in own.items():
+            need = ForwardNeed(held, max(most, later), max(most_plain, later_plain), sum(drops[i:]), *more)
             found[k] = (*found[k], need)
     return found
 

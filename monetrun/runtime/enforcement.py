@@ -121,10 +121,9 @@ class Enforcement:
         if peak > max(allowed + self._budget_bytes // 100, self._noted_bytes):
             self._noted_bytes = peak + peak // 100
             taken = "reserved" if peaks.reserved_bytes else "allocated"
-            more = format_bytes(peak - self._budget_bytes)
+            more, what = format_bytes(peak - self._budget_bytes), "evaluation, and what else is no step,"
             self.note(
-                f"between training steps {format_bytes(peak)} were {taken}, {more} beyond the budget: evaluation, and"
-                " what else is no training step, is not planned"
+                f"between steps {format_bytes(peak)} were {taken}, {more} beyond the budget: {what} is not planned"
             )
         if peaks.retries > self._retries:  # the allocator has: held again, the pool would not serve that request either
             self._held_bytes, self._retries = min(self._held_bytes, peaks.reserved_now_bytes), peaks.retries

@@ -12,6 +12,7 @@ from monetrun.capture.joint import JointGraph
 from monetrun.core.budget import SHARE_OF_PLAIN, format_budget, format_bytes, parse, resolve
 from monetrun.core.errors import BudgetExceeded, InfeasibleBudget, NoPlanInTime, own_faults
 from monetrun.core.last_gradients import last_gradients_bytes
+from monetrun.core.last_outputs import with_more_outputs
 from monetrun.core.options import Options
 from monetrun.core.plain_heap import PlainHeap
 from monetrun.core.plain_step import plain_step
@@ -213,9 +214,13 @@ def plan_at_plain_peak(
 def plain_peak_beside(shortage: Shortage, measured_bytes: int) -> int:
     """The plain step's peak with what is held now.
 
+    What forwards without a backward have left is held until the script has the next loss.
+
     ``measured_bytes``: peak of steps of which not all is known, such as their optimizer's; the plain run takes as much.
     """
-    return max(shortage.held_bytes + shortage.need.plain_bytes, measured_bytes)
+    others, need = shortage.held_bytes - shortage.left_bytes, shortage.need
+    with_it = others + shortage.plain_left_bytes + need.plain_forward_bytes if shortage.plain_left_bytes else 0
+    return max(others + need.plain_bytes, with_it, measured_bytes)
 
 
 @own_faults()
@@ -247,8 +252,8 @@ def plan_with_more_held(
     options = options_within_a_step(settings)
     starts: list[tuple[Schedule, ...]] = [tuple(g.schedule for g in plan.graphs)]
 
-    def planned(held_bytes: int) -> Replanned:
-        more = with_more_held(record, held_bytes - before)
+    def planned(held_bytes: int, left_bytes: int = 0) -> Replanned:
+        more = with_more_outputs(with_more_held(record, held_bytes - left_bytes - before), left_bytes)
         base = planner.baseline(more, starts[0] if frugal is None else frugal)
         made = planner.plan_step(more, plan.budget_bytes, settings.algorithm, options, base, starts)
         return Replanned(with_plain_peak_of(plan, made), more, frugal)
@@ -257,7 +262,12 @@ def plan_with_more_held(
         try:
             return planned(generous)
         except (InfeasibleBudget, NoPlanInTime):
+            if not shortage.left_bytes:
+                return planned(total)
+        try:
             return planned(total)
+        except (InfeasibleBudget, NoPlanInTime):
+            return planned(total, shortage.left_bytes)
 
     try:
         return found()
@@ -269,7 +279,7 @@ def plan_with_more_held(
 
 
 # Much more is held than in the recorded step.
-_ALIVE = "; or free it before: an evaluation without torch.no_grad() keeps its graph while its loss is there"
+_ALIVE = "; or free it before: a skipped step, or an evaluation with gradients, keeps its graph while its loss is there"
 
 
 def refused_step(

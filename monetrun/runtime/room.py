@@ -6,11 +6,15 @@ import gc
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from monetrun.capture.meter import Meter
-from monetrun.core.graph import Graph
+from monetrun.core.graph import BACKWARD, FORWARD, Graph
 from monetrun.core.plan import Schedule
-from monetrun.core.step import StepRecord
+from monetrun.core.step import OUTSIDE, StepRecord
 from monetrun.planning.forward_needs import ForwardNeed, forward_needs, needs_by_place
 from monetrun.planning.intervals import optimizer_steps
 from monetrun.runtime.optimizer_turns import OptimizerTurns
@@ -31,17 +35,36 @@ class Shortage:
         held_bytes: allocated now, and what of the last step's outputs is not there, though it was as planned.
         need: what its step needs, and what is held before it as planned.
         missing_bytes: part of ``held_bytes``: those outputs.
+        left_bytes: part of ``held_bytes``: what forwards have saved that no backward followed, such as that of a loss
+            which is not finite; the script holds it until it has the next loss.
+        plain_left_bytes: what those would have saved in the plain step.
     """
 
     fingerprint: str
     held_bytes: int
     need: ForwardNeed
     missing_bytes: int = 0
+    left_bytes: int = 0
+    plain_left_bytes: int = 0
 
     @property
     def excess_bytes(self) -> int:
         """Held now beyond what was planned."""
         return self.held_bytes - self.need.held_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A forward: one of its saved values, and what it leaves allocated, as planned and in the plain step."""
+
+    storage: StorageWeakRef
+    nbytes: int
+    plain_bytes: int
+
+
+def _one_by_one(record: StepRecord) -> bool:
+    kinds = [event.kind for event in record.events if event.kind != OUTSIDE]
+    return all({a, b} == {FORWARD, BACKWARD} for a, b in pairwise(kinds))
 
 
 class Room:
@@ -74,6 +97,8 @@ class Room:
         self._counts_outputs = True
         self._first = self._evaluated = False
         self._repeated = 0  # calls for which there was no room, one after the other
+        self._open: list[_Open] = []  # forwards whose backward has not run
+        self._one_by_one = False  # each forward's backward comes before the next one
 
     def plan_is(self, record: StepRecord | None, schedules: Mapping[str, Schedule], limit_bytes: int) -> None:
         """Another plan runs from now on; needs are known of the graphs of ``record``."""
@@ -81,6 +106,7 @@ class Room:
         self._needs.clear()
         self._beyond.clear()
         self._by_place = False
+        self._one_by_one = record is not None and _one_by_one(record)
         self._in_python = record is not None and any(b.in_python for b in record.breaks)
         if record is not None:
             self._turns.are(optimizer_steps(record))
@@ -119,6 +145,13 @@ class Room:
             self.step_left()
             self.outputs.step_ended()
             self._evaluated = False
+
+    def saved(self, fingerprint: str, tensor: torch.Tensor) -> None:
+        """A graph's forward has saved this for its backward, and nothing else holds it."""
+        self._open = [one for one in self._open if not one.storage.expired()]
+        if needs := self._needs.get(fingerprint):
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._open.append(_Open(storage, needs[0].saved_bytes, needs[0].plain_saved_bytes))
 
     def evaluates(self) -> None:
         """A planned model is evaluated, or called without gradients."""
@@ -212,7 +245,10 @@ class Room:
         if missing <= nothing or (not self._evaluated and abs(held - need.held_bytes) <= nothing):
             missing = 0
         self.excess_bytes = None if fingerprint in self._beyond else held + missing - need.held_bytes
-        return Shortage(fingerprint, held + missing, need, missing)
+        there = [one for one in self._open if self._one_by_one and not one.storage.expired()]
+        left = min(sum(one.nbytes for one in there), max(0, held + missing - need.held_bytes))
+        plain_left = sum(one.plain_bytes for one in there) if left else 0
+        return Shortage(fingerprint, held + missing, need, missing, left, plain_left)
 
     def _need(self, fingerprint: str) -> ForwardNeed | None:
         """What the step of a forward that begins needs; None where it is not looked at."""

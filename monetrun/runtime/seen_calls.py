@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
+import torch
+
 from monetrun.capture.in_turn import Turns
 from monetrun.core.graph import BACKWARD, Graph
 from monetrun.runtime.call_timing import Run
@@ -54,6 +56,9 @@ class RoomKeeper(Protocol):
     def outputs_given(self, outputs: Sequence[Any]) -> None:
         """It has given these."""
 
+    def saved(self, fingerprint: str, tensor: Any) -> None:
+        """It has saved this for its backward, which nothing else holds."""
+
     def gradients_come(self, graph: int, form: Form, *, recording: bool) -> None:
         """A backward is about to run, see ``OutputUses.are_as_recorded``."""
 
@@ -95,16 +100,31 @@ def observed(observer: CallObserver | None, phase: str, number: int, run: Run) -
 
 def with_room(room: RoomKeeper, graph: Graph, outputs: int, run: Run) -> Run:
     """``run``, a forward of ``graph`` with so many ``outputs``, which begins only where ``room`` raises nothing."""
-    fingerprint = graph.fingerprint
+    fingerprint, own = graph.fingerprint, list[int]()  # the place of one of the saved values, once known
 
     def called(arguments: list[Any]) -> Any:
         room.check_room(fingerprint)
+        given = set() if own else _storages(arguments)
         results = run(arguments)
         room.outputs_given(results[:outputs])
+        if not own:
+            own.append(_largest(results, outputs, given | _storages(results[:outputs])))
+        if own[0] >= 0:
+            room.saved(fingerprint, results[own[0]])
         return results
 
     called._boxed_call = True  # type: ignore[attr-defined]
     return called
+
+
+def _largest(results: Sequence[Any], outputs: int, others: set[int]) -> int:
+    """The place of the largest saved value (those after the ``outputs``) of no storage in ``others``; -1: none."""
+    places = [k for k, r in enumerate(results) if k >= outputs and _storages([r]) - others]
+    return max(places, key=lambda k: results[k].untyped_storage().nbytes(), default=-1)
+
+
+def _storages(values: Sequence[Any]) -> set[int]:
+    return {v.untyped_storage()._cdata for v in values if type(v) in (torch.Tensor, torch.nn.Parameter)}
 
 
 def measured(steps: StepMeter, phase: str, number: int, run: Run) -> Run:

@@ -110,8 +110,7 @@ class Session:
 
     def __init__(self, settings: Settings, plan: Plan | None = None) -> None:
         self.settings, self.plan = settings, plan
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.optimizers, self.stepped = unplanned.Optimizers(), unplanned.Optimizers()
         self.planned: list[PlannedCall] = []
         self._numbers = itertools.count()  # of models
         self._triggers: weakref.WeakSet[Trigger] = weakref.WeakSet()
@@ -126,7 +125,6 @@ class Session:
         self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # make their first step long after others
         self._has_stepped: Callable[[], None] = lambda: None  # from now on a trial ends before a checkpoint
         self._nesting, self._passing = Nesting(), PassingModels()
-        self._any_made = self._any_stepped = False  # of optimizers, which may be gone when the session ends
         self._undo = contextlib.ExitStack()
 
     def watch_process(self) -> None:
@@ -154,7 +152,7 @@ class Session:
     def report(self) -> None:
         """Leave what this rank measured for the launcher."""
         found = self.ended[1] if self.engine is None else self.engine.findings()
-        unsaid = unplanned.unsaid(self.engine, bool(self.reporter.warned), self._any_made, self._any_stepped)
+        unsaid = unplanned.unsaid(self.engine, bool(self.reporter.warned), self.optimizers.any, self.stepped.any)
         self.reporter.write({**found, "short": self.short, "unplanned": unsaid})
 
     def trained_parameters(self) -> list[torch.Tensor]:
@@ -163,7 +161,6 @@ class Session:
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Put triggers on the modules that own the optimizer's parameters, where there are none yet."""
-        self._any_made = True
         self.optimizers.add(optimizer)
         self.put_triggers([] if self._as_is else self._owners.trained_by(optimizer))
 
@@ -246,7 +243,6 @@ class Session:
         if evaluation_mode.found(self._nesting, optimizer, self.reporter, self.engine):
             return
         _waits_for_others(self, optimizer)
-        self._any_stepped = True
         self.stepped.add(optimizer)
         if self.engine is None and not self.reporter.warned and (unseen := self.models()):
             self.reporter.give_up(unplannable_use.unseen(candidates.outermost_name(unseen), optimizer))

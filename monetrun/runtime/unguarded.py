@@ -50,7 +50,17 @@ class Unguarded:
         return before != self.now
 
     def _read(self) -> tuple[Any, ...]:
-        return (*[get(name) for get, name in self._places], *attention_kernels(), *vars(torch.Tensor).values())
+        return (*[get(name) for get, name in self._places], *attention_kernels(), _tensors_methods())
+
+
+_methods: list[tuple[Any, ...]] = [tuple(vars(torch.Tensor).values())]  # what they were, at last what they are
+
+
+def _tensors_methods() -> int:
+    """A number that changes with the methods of tensors."""
+    if (now := tuple(vars(torch.Tensor).values())) != _methods[-1]:
+        _methods.append(now)
+    return len(_methods)
 
 
 def attention_kernels() -> tuple[bool, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,21 @@ from monetrun.runtime import candidates, unplannable_use
 
 if TYPE_CHECKING:
     from monetrun.runtime.engine import Engine
+
+
+class Optimizers(weakref.WeakSet[Optimizer]):
+    """Optimizers while they are there.
+
+    Attributes:
+        any: whether there was one.
+    """
+
+    any = False
+
+    def add(self, item: Optimizer) -> None:
+        """There is another one, or this one again."""
+        self.any = True
+        super().add(item)
 
 
 def why(

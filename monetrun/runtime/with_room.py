@@ -161,3 +161,8 @@ class WithRoom(Recording):
         """It has given these: see ``StepOutputs.given``."""
         assert self.running is not None
         self.running.room.outputs.given(outputs)
+
+    def saved(self, fingerprint: str, tensor: torch.Tensor) -> None:
+        """It has saved this: see ``Room.saved``."""
+        assert self.running is not None
+        self.running.room.saved(fingerprint, tensor)

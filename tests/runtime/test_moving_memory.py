@@ -18,6 +18,7 @@ from monetrun.runtime.other_shapes import OtherShapes
 from monetrun.runtime.session import Session
 from monetrun.runtime.settings import RUN, Settings
 from support import zoo
+from support.sessions import opened_session
 
 MIB = 1 << 20
 WIDTH = 128
@@ -140,7 +141,7 @@ def test_what_is_kept_later_and_larger_evaluations_are_planned_around_on_the_spo
     assert 1 <= err.count("planned again within") <= 3  # not in each step
     assert len(searched) > 1
     assert not any(searched[1:])  # at length: the other ranks wait
-    assert err.count("between training steps") == 1
+    assert err.count("monetrun: between steps") == 1
 
 
 def test_once_what_was_held_in_a_few_steps_is_gone_the_first_plan_runs_again(capsys):
@@ -200,7 +201,7 @@ def test_evaluation_in_an_accumulation_that_is_left_open_is_not_within_the_budge
     plain, planned, engine = under(str(8 * MIB), script)
     assert planned == plain
     assert engine.peak_bytes <= 8 * MIB
-    assert capsys.readouterr().err.count("between training steps") == 1
+    assert capsys.readouterr().err.count("monetrun: between steps") == 1
 
 
 def test_evaluation_that_is_a_part_of_each_step_is_within_the_budget():
@@ -499,3 +500,41 @@ def test_a_schedule_made_for_one_number_runs_for_the_next_ones(most_steps, monke
     assert planned == plain
     assert len(solved) <= 2
     assert len(engine.running.schedules) == (7 if most_steps > 100 else 2)
+
+
+@pytest.mark.parametrize("skipped", [(), (4, 7)], ids=["no step", "some steps"])
+def test_a_step_that_is_skipped_keeps_its_graph_until_the_next_loss_is_there(skipped, capsys):
+    """The share is of what the plain run then takes, which has kept all activations of that forward."""
+    meter = meter_for(torch.device("cpu"))
+
+    def train():
+        torch.manual_seed(0)
+        convolutions = [
+            layer
+            for a, b in ((3, 32), (32, 32))
+            for layer in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+        ]
+        model = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5))
+        optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+        losses = []
+        meter.reset_peak()
+        for number in range(10):
+            x, y = torch.randn(16, 3, 40, 40), torch.randint(0, 5, (16,))
+            loss = F.cross_entropy(model(x), y)
+            if number in skipped:
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, meter.peak_bytes()
+
+    before = meter.current_bytes()
+    expected, plain_peak = train()
+    with opened_session(budget="0.7x", solver_seconds=1.0, implementations="exact") as opened:
+        found, _ = train()
+        told = opened.engine.findings()
+        plan = opened.engine.plan
+    assert found == expected
+    assert told["measured_peak_bytes"] <= plan.budget_bytes
+    assert plan.plain_peak_bytes == pytest.approx(plain_peak - before, rel=0.02)
