@@ -217,9 +217,11 @@ def page(document: Mapping[str, Any], figure: str, bounds: Mapping[str, int] = M
     found = networks(document)
     timed = any("ratio" in r for rows in found.values() for r in rows)
     held = "what the allocator reserves" if document["device_type"] == "cuda" else "what the CPU's allocator counts"
+    runs = len(document["commands"])
+    made = f"`{document['commands'][0]}`" + (f", in {runs} runs (`commands` in the results)" if runs > 1 else "")
     text = f"""# Comparison
 
-Made by `{document["commands"][-1]}` on {document["device"]} ({document["threads"]} threads), torch {document["torch"]},
+Made by {made}, on {document["device"]} ({document["threads"]} threads), torch {document["torch"]},
 {document["started"][:10]}, size `{document["size"]}`; all numbers are in `recipes/results/compare.json`.
 
 ![Extra time against the true peak, by network]({figure})

@@ -1,6 +1,7 @@
 """recipes/compare.py: one tiny network by several methods, and what is said of the results."""
 
 import json
+import math
 import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
@@ -210,6 +211,16 @@ def test_the_readme_has_the_verdict_of_the_results():
     assert held == peaks
     assert f"twelve networks: at each of the {sum(map(int, peaks))} true peaks" in text
     assert f"{min(below):.0%} to {max(below):.0%} below".replace("%", "", 1) in text
+
+
+def test_the_questions_have_the_verdict_on_inductor():
+    networks = comparison.networks(json.loads(recipe.RESULT.read_text(encoding="utf-8")))
+    ours = (*comparison.OURS, comparison.CHANNELS_LAST)
+    told = [v for rows in networks.values() for v in comparison.verdicts(rows, (INDUCTOR_BUDGET,), ours)]
+    slower = max(v["ours"] / v["ratio"] - 1 for v in told)
+    text = " ".join((DOCS / "faq.md").read_text(encoding="utf-8").split())
+    assert f"no slower for {sum(v['holds'] for v in told)} of {len(told)} networks" in text
+    assert f"at most {math.ceil(100 * slower)}% slower" in text
 
 
 @pytest.mark.nightly
