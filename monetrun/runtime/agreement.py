@@ -41,8 +41,11 @@ _PLANNING_SECONDS = 1800.0
 _numbers = itertools.count()  # of agreements: all ranks come to the same ones in the same order
 
 
-def largest(value: int) -> int:
-    """The largest ``value`` of all ranks, in all of them; 0 where one waits in vain for another's."""
+def largest(value: int, record: StepRecord | None = None) -> int:
+    """The largest ``value`` of all ranks, in all of them; 0 where one waits in vain for another's.
+
+    ``record``: of this rank's step, see ``_wait_until``.
+    """
     if not several_ranks():
         return value
     distributed = torch.distributed
@@ -54,7 +57,7 @@ def largest(value: int) -> int:
     if store.add(f"{prefix}/came", 1) == len(keys):  # the last one reads for all: of thousands, not each one thousands
         found = max(int(exchange.read(store, key)) for key in keys)
     else:
-        _wait_until(store, lambda: exchange.is_posted(store, agreed))
+        _wait_until(store, lambda: exchange.is_posted(store, agreed), record)
     return exchange.first_said(store, agreed, found)  # one that comes late does as those that waited
 
 
@@ -94,13 +97,13 @@ def plan_in_rank_0(
     if rank:
         # what sharded modules keep is rank 0's choice, which trains with all others
         only_rank_0s = record is not None and record.sharding is not None and present is None
-        if not _wait_until(store, lambda: exchange.is_posted(store, keys[0]), _PLANNING_SECONDS * only_rank_0s):
+        if not _wait_until(store, lambda: exchange.is_posted(store, keys[0]), record, only_rank_0s):
             return make([budget]) if present is None else present
         plan = _rank_0s(store, prefix, size)
         if record is None or _is_of(record, plan):
             return plan
         return replace(make([budget]), keeps_parameters=plan.keeps_parameters)
-    _wait_until(store, lambda: exchange.are_posted(store, keys))
+    _wait_until(store, lambda: exchange.are_posted(store, keys), record)
     try:
         plan = make([exchange.read(store, key) for key in keys if exchange.is_posted(store, key)])
     except MonetrunError as error:
@@ -111,11 +114,23 @@ def plan_in_rank_0(
     return plan
 
 
-def _wait_until(store: Any, others_have_come: Callable[[], bool], seconds: float = 0.0) -> bool:
-    """Wait for other ranks, and say so; gives whether they have come. ``seconds``: 0: as long as one may be late."""
-    if not seconds:
-        alone = exchange.is_posted(store, _IN_VAIN)
-        seconds = min(_AFTER_THAT_SECONDS if alone else _PATIENCE_SECONDS, store.timeout.total_seconds() * _OF_TIMEOUT)
+def _wait_until(
+    store: Any, others_have_come: Callable[[], bool], record: StepRecord | None, surely: bool = False
+) -> bool:
+    """Wait for other ranks, and say so; gives whether they have come.
+
+    Args:
+        store: of the ranks.
+        others_have_come: the condition.
+        record: of this rank's step: where nothing is reduced in it, others may train something else, or nothing.
+        surely: they come, though it may take long.
+    """
+    if surely:
+        seconds = _PLANNING_SECONDS
+    else:
+        alone = record is not None and not record.reductions and record.sharding is None
+        seconds = min(_PATIENCE_SECONDS, _QUIET_SECONDS if alone else _PATIENCE_SECONDS)
+        seconds = min(_AFTER_THAT_SECONDS if exchange.is_posted(store, _IN_VAIN) else seconds, _longest(store))
     if exchange.wait_until(others_have_come, min(_QUIET_SECONDS, seconds)):
         return True
     if seconds > _QUIET_SECONDS:
@@ -125,6 +140,11 @@ def _wait_until(store: Any, others_have_come: Callable[[], bool], seconds: float
             return True
     exchange.post(store, _IN_VAIN, "")
     return False
+
+
+def _longest(store: Any) -> float:
+    """Seconds that the script's collectives surely bear."""
+    return float(store.timeout.total_seconds()) * _OF_TIMEOUT
 
 
 def _rank_0s(store: torch.distributed.Store, prefix: str, size: int) -> Plan:

@@ -148,7 +148,7 @@ class Engine(WithRoom):
         self._traces.drop()
         record = _recorded(self, self.recorder)
         self.known.update(self.recorder.known)
-        if isinstance(self.recorder, Recorder) and agreement.largest(int(outputs_are_held(record))):
+        if isinstance(self.recorder, Recorder) and agreement.largest(int(outputs_are_held(record)), record):
             self.recorder, self._step_recorded = SecondStep(self.recorder, record), False
             return
         with auto_is_no_limit(self.settings):

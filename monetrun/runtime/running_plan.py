@@ -148,7 +148,7 @@ class RunningPlan:
             return False
         only_planned = self.schedules.keys() <= {g.fingerprint for g in self.plan.graphs}  # others may have taken it
         excess = _far_beyond(self.plan, self.steps, memory) if only_planned else 0
-        if not (excess := agreement.largest(excess)):
+        if not (excess := agreement.largest(excess, self.record)):
             return False
         self.excess_bytes = memory.excess_bytes + excess
         record = with_excess(self._earlier.first_record(self.record), self.excess_bytes)
