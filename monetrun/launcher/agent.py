@@ -107,6 +107,10 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
     return 0
 
 
+def _exits(number: int) -> BaseException:
+    return SystemExit(128 + number)
+
+
 def _stopped(number: int) -> BaseException:
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -172,7 +176,7 @@ def _agreeing(options: LaunchOptions, joined: Joined | None, workers: Workers) -
                     return met
                 try:
                     # planning takes an Exception for a fault of monetrun's
-                    with exit_on_signals(named=options.torchrun.signals_to_handle):
+                    with exit_on_signals(_exits, named=options.torchrun.signals_to_handle):
                         _restore(given, before)
                         ended = workers.exit_code(float(options.torchrun.monitor_interval))
                         variables = joined(met.store, met.rank, met.world_size, own.get_backend() == "static", ended)

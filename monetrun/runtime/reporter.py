@@ -34,6 +34,7 @@ class Reporter:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.warned: set[str] = set()
+        self._noted: set[str] = set()  # warnings about this rank's memory
         self._began = self._written = time.monotonic()
         self._settled = False
 
@@ -51,7 +52,7 @@ class Reporter:
     def note(self, message: str) -> None:
         """Print a line on stderr about this rank's memory, or a warning. A trial run prints nothing."""
         if message.startswith(WARNING):
-            self.warned.add(message.removeprefix(WARNING))
+            self._noted.add(message.removeprefix(WARNING))
         self._print(f"monetrun (rank {self.settings.rank})" if self.settings.world_size > 1 else "monetrun", message)
 
     def _print(self, who: str, message: str) -> None:
@@ -98,7 +99,7 @@ class Reporter:
         self._written = time.monotonic()
         if not self.settings.report_folder:
             return
-        report = {"rank": self.settings.rank, "warnings": sorted(self.warned), **findings}
+        report = {"rank": self.settings.rank, "warnings": sorted(self.warned | self._noted), **findings}
         path = Path(self.settings.report_folder) / f"rank{self.settings.rank}.json"
         part = path.with_suffix(f".{os.getpid()}")
         try:

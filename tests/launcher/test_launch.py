@@ -509,6 +509,13 @@ def not_ignored():
     signal.signal(signal.SIGUSR2, before_too)
 
 
+def test_a_signal_that_ends_a_launch_before_training_is_told(capfd):
+    with pytest.raises(SystemExit) as ended, exit_on_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
+    assert capfd.readouterr().err == "monetrun: stopped by SIGTERM\n"
+
+
 @pytest.mark.usefixtures("not_ignored")
 @pytest.mark.parametrize("when", ["they meet", "they plan"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])

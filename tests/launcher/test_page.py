@@ -102,7 +102,7 @@ def test_on_a_device_the_page_has_reserved_and_allocated_peaks(plan):
 def test_the_page_names_a_slow_rank_and_what_was_warned_of(tmp_path, plan):
     options, _ = launch_parser().parse_launch(["--report", str(tmp_path), "train.py"])
     ranks = RankFigures(0, 2000, 1990, 0.5, 0.1), RankFigures(1, 2000, 1980, 0.75, 0.1)
-    outcome = Outcome(plan, 1990, None, None, 0, 0.1, 3, ("a warning",), MEASURED, ranks=ranks)
+    outcome = Outcome(plan, 1990, None, None, 0, 0.1, 30, ("a warning",), MEASURED, ranks=ranks)
     write_report(options, outcome, replace(RECORD, unlike_eager=("Net: 1 of 1 results differ",)), node=0)
     notes = data_of((tmp_path / "report.html").read_text())["notes"]
     assert "rank 1 is slow: its calls take 1.50 times as long as the fastest rank's" in notes[0]

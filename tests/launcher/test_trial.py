@@ -172,8 +172,8 @@ def test_a_trial_does_not_wait_while_its_processes_end_unseen(tmp_path, monkeypa
 
 def test_a_trial_that_reads_or_writes_does_not_wait(tmp_path, monkeypatch):
     """As a slow download: the worker would find a part of the file."""
-    kib = 1 << 10
-    work = [(1.0, 900 * kib), (1.0, 960 * kib), (1.0, 1020 * kib), (1.0, 980 * kib), (1.0, 981 * kib)]
+    mib = 1 << 20
+    work = [(1.0, 90 * mib), (1.0, 96 * mib), (1.0, 102 * mib), (1.0, 98 * mib), (1.0, 98 * mib + mib // 3)]
     assert looks_until_it_waits(tmp_path, monkeypatch, work) == 5
 
 

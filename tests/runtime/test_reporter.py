@@ -7,7 +7,7 @@ import time
 import pytest
 
 from monetrun.launcher.report import read_outcome
-from monetrun.runtime.reporter import Reporter
+from monetrun.runtime.reporter import WARNING, Reporter
 from monetrun.runtime.settings import CHECK, PROBE, RUN, Settings
 
 
@@ -88,3 +88,12 @@ def test_what_takes_long_is_told_when_it_does_and_how_long_it_took(seconds, told
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == told // 2
     assert all(line.startswith("monetrun: compiling Net: 0.") for line in lines)
+
+
+def test_a_warning_about_this_ranks_memory_is_in_its_report(tmp_path, capsys):
+    reporter = Reporter(Settings(mode=RUN, report_folder=str(tmp_path), rank=1, world_size=2))
+    reporter.note("4.0 MiB more are held")
+    reporter.note(f"{WARNING}not enforced")
+    reporter.write({})
+    assert json.loads((tmp_path / "rank1.json").read_text())["warnings"] == ["not enforced"]
+    assert "monetrun (rank 1): warning: not enforced" in capsys.readouterr().err
