@@ -52,7 +52,6 @@ CASES = {
 }
 
 RANKS = {"imagenet.py": 2}
-NIGHTLY = ("imagenet.py", "gpt.py", "bert_trainer.py", "lightning_resnet.py", "lora.py")
 
 
 def weights(folder):
@@ -101,7 +100,7 @@ def test_a_training_recipe_imports_nothing_of_monetrun(script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [pytest.param(s, marks=pytest.mark.nightly if s in NIGHTLY else ()) for s in CASES])
+@pytest.mark.parametrize("script", CASES)
 def test_a_recipe_trains_alike_under_torchrun_and_within_a_budget(script, tmp_path, monkeypatch):
     packages, options = CASES[script]
     skip_without(packages)
