@@ -60,7 +60,9 @@ def events_of(
     now = sum(graph.tensors[t].nbytes for t in outputs if not graph.tensors[t].external)
     calls = [] if record is None else _calls_like(record, graph)
     if record is None or not calls:
-        return _in_between(_LOSS_HOLDS * now, _LOSS_TAKES * now)
+        given = {joint.storage[n] for n in joint.tangents if n in joint.storage}  # what is kept for later has none
+        loss = min(now, sum(graph.tensors[t].nbytes for t in given))
+        return _in_between(_LOSS_HOLDS * loss, _LOSS_TAKES * loss)
     k, number = calls[0 if place is None else min(place, len(calls) - 1)]
     known = record.graphs[k]
     recorded = sum(t.nbytes for t in known.tensors if t.id in outputs and not t.external)

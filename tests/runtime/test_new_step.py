@@ -37,6 +37,14 @@ def joint(batch):
     return captured(Net(), torch.randn(batch, WIDTH, requires_grad=True))
 
 
+class Remembers(Net):
+    """Gives its result, and one to remember, which no gradient comes for."""
+
+    def forward(self, x):
+        result = super().forward(x)
+        return result.mean(1), result.detach()
+
+
 def record_with(*events):
     small = joint(64)
     return StepRecord((small.graph,), (recorder.estimated(small),), events, 0, {}, "cpu", torch.__version__)
@@ -129,3 +137,11 @@ def test_gradients_that_the_loss_is_followed_by_the_freeing_of_are_not_scaled():
     assert found[3] == are_freed(640)
     assert found[2].delta_bytes == 4 * OUTPUT
     assert all(e.delta_bytes != -640 for e in events_at(256, record, 512))
+
+
+def test_no_loss_is_of_an_output_without_a_gradient():
+    """A module that keeps its last result: three times that was taken for what a loss holds."""
+    remembers = captured(Remembers(), torch.randn(64, WIDTH, requires_grad=True))
+    (loss,) = [e.peak_bytes for e in new_step.events_of(remembers, None, []) if e.kind == OUTSIDE and e.delta_bytes > 0]
+    assert loss < OUTPUT // 16
+    assert loss >= 64 * 4
