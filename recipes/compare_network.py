@@ -304,15 +304,16 @@ def rows_beside_inductor(
     eager_bytes = compared.plain.peak.bounded
     useful = cheapest(inductors, INDUCTOR_BUDGET)
     peaks = [Target(f"as {r['method']} {r['setting']}", min(bytes_of(r), eager_bytes)) for r in useful]
-    if wanted(FULL):
+    if wanted(FULL) and peaks:
         planned = Planned(compared, *settings)
         yield from (planned.row(FULL, target) for target in peaks)
         del planned  # would lie beside the next
     modules = compared.plain.trainer.model.modules()
     if sum(isinstance(m, torch.nn.Conv2d) for m in modules) < 2:  # one makes the patches of a transformer
         return
-    yield from compared.others([Method(EAGER_CHANNELS_LAST, "", channels_last)])
-    if wanted(CHANNELS_LAST):
+    if wanted(EAGER_CHANNELS_LAST):
+        yield from compared.others([Method(EAGER_CHANNELS_LAST, "", channels_last)])
+    if wanted(CHANNELS_LAST) and peaks:
         planned = Planned(compared, *settings, compared.make_channels_last)
         yield from (planned.row(CHANNELS_LAST, target) for target in peaks)
 

@@ -7,7 +7,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -67,7 +66,8 @@ def exit_on_signals(error: Callable[[int], BaseException] | None = None, *, name
             signal.signal(other, signal.SIG_IGN)
         if error is not None:
             raise error(number)
-        print(f"monetrun: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # there is no reader; what writes now may be what is interrupted
+            os.write(2, f"monetrun: stopped by {signal.Signals(number).name}\n".encode())
         raise SystemExit(128 + number)
 
     found = {number: signal.getsignal(number) for number in {*_ENDING_SIGNALS, *_numbers(named)}}

@@ -54,7 +54,7 @@ def forward_needs(record: StepRecord, schedules: Sequence[Schedule]) -> dict[int
         if event.kind == FORWARD:
             held = planned.start_bytes[i]
             start = plain.start_bytes[i]
-            saved, plain_saved = (t.start_bytes[i + 1] - t.start_bytes[i] for t in (planned, plain))
+            saved, plain_saved = (_left(t, i) for t in (planned, plain))
             more = dropped, saved, plain_saved, forward_plain - start
             need = ForwardNeed(held, most_planned - held, most_plain - start, *more)
             needs[event.graph] = (need, *needs.get(event.graph, ()))
@@ -85,7 +85,7 @@ def needs_by_place(record: StepRecord, schedules: Sequence[Schedule]) -> dict[in
     own: dict[int, list[int]] = {}
     for i, j in passes:
         k = record.events[i].graph
-        saved = (t.start_bytes[i + 1] - t.start_bytes[i] for t in (planned, plain))
+        saved = (_left(t, i) for t in (planned, plain))
         of_it = [_most(planned, i, j), _most(plain, i, j), *saved, _most(plain, i, j - 1)]
         own[k] = list(map(max, own.get(k, of_it), of_it))
     found: dict[int, tuple[ForwardNeed, ...]] = {k: () for k in own}
@@ -96,6 +96,12 @@ def needs_by_place(record: StepRecord, schedules: Sequence[Schedule]) -> dict[in
             need = ForwardNeed(held, max(most, later), max(most_plain, later_plain), sum(drops[i:]), *more)
             found[k] = (*found[k], need)
     return found
+
+
+def _left(timeline: StepTimeline, event: int) -> int:
+    """What an event leaves allocated; 0 of the last one, for which that is not told."""
+    start = timeline.start_bytes
+    return int(start[event + 1] - start[event]) if event + 1 < len(start) else 0
 
 
 def _most(timeline: StepTimeline, first: int, last: int) -> int:

@@ -48,14 +48,15 @@ def summary_lines(plan: Plan, title: str, record: StepRecord | None = None) -> l
     operators, runs = again(schedules, record)
     more = f" ({runs} runs)" if runs != operators else ""
     inexact = inexact_runs(plan, record)
-    bits = ", all with eager's bits" if kinds and not inexact else ""
+    unlike = () if record is None else record.unlike_eager
+    bits = ", all with eager's bits" if kinds and not inexact and not unlike else ""
     lines.append(f"  {operators} of {total} forward operators run again{more}; other implementations: {counts}{bits}")
     if not operators and plan.budget_bytes >= plain:
         lines.append("  the plain step fits the budget: a smaller one, such as 0.6x, saves memory")
     if inexact:
         lines.append(f"  {inexact} of these {ROUNDING}")
     lines += _kept_lines(plan, record)
-    lines += [f"  {told} (seen in the trial run): {CHECK}" for told in (() if record is None else record.unlike_eager)]
+    lines += [f"  {told} (seen in the trial run): {CHECK}" for told in unlike]
     if record is not None and record.others_share:
         lines.append(
             f"  overhead and bound may be far off: other processes took {record.others_share:.0%} of the CPU while"

@@ -55,6 +55,7 @@ def largest(value: int, record: StepRecord | None = None) -> int:
     keys = [f"{prefix}/{k}" for k in range(distributed.get_world_size())]
     agreed, found = f"{prefix}/agreed", 0
     if store.add(f"{prefix}/came", 1) == len(keys):  # the last one reads for all: of thousands, not each one thousands
+        store.delete_key(_IN_VAIN)
         found = max(int(exchange.read(store, key)) for key in keys)
     else:
         _wait_until(store, lambda: exchange.is_posted(store, agreed), record)
@@ -103,7 +104,8 @@ def plan_in_rank_0(
         if record is None or _is_of(record, plan):
             return plan
         return replace(make([budget]), keeps_parameters=plan.keeps_parameters)
-    _wait_until(store, lambda: exchange.are_posted(store, keys), record)
+    if _wait_until(store, lambda: exchange.are_posted(store, keys), record):
+        store.delete_key(_IN_VAIN)
     try:
         plan = make([exchange.read(store, key) for key in keys if exchange.is_posted(store, key)])
     except MonetrunError as error:
@@ -122,7 +124,7 @@ def _wait_until(
     Args:
         store: of the ranks.
         others_have_come: the condition.
-        record: of this rank's step: where nothing is reduced in it, others may train something else, or nothing.
+        record: of this rank's step: without DistributedDataParallel and FSDP2 others may train something else.
         surely: they come, though it may take long.
     """
     if surely:
@@ -130,20 +132,21 @@ def _wait_until(
     else:
         alone = record is not None and not record.reductions and record.sharding is None
         seconds = min(_PATIENCE_SECONDS, _QUIET_SECONDS if alone else _PATIENCE_SECONDS)
-        seconds = min(_AFTER_THAT_SECONDS if exchange.is_posted(store, _IN_VAIN) else seconds, _longest(store))
+        seconds = min(_AFTER_THAT_SECONDS if store.check([_IN_VAIN]) else seconds, _longest(store))
     if exchange.wait_until(others_have_come, min(_QUIET_SECONDS, seconds)):
         return True
     if seconds > _QUIET_SECONDS:
-        who = f"monetrun (rank {torch.distributed.get_rank()})"
-        print(f"{who}: waiting for the other ranks to plan, {seconds:.0f} s at most", file=sys.stderr, flush=True)
+        if (rank := torch.distributed.get_rank()) < 2:  # all others wait for rank 0 as rank 1 does
+            line = f"monetrun (rank {rank}): waiting for the other ranks to plan, {seconds:.0f} s at most"
+            print(line, file=sys.stderr, flush=True)
         if exchange.wait_until(others_have_come, seconds - _QUIET_SECONDS):
             return True
-    exchange.post(store, _IN_VAIN, "")
+    store.set(_IN_VAIN, "")
     return False
 
 
 def _longest(store: Any) -> float:
-    """Seconds that the script's collectives surely bear."""
+    """Seconds that collectives bear which wait as long as the store of the default group."""
     return float(store.timeout.total_seconds()) * _OF_TIMEOUT
 
 

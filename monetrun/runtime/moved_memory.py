@@ -279,7 +279,9 @@ def plan_with_more_held(
 
 
 # Much more is held than in the recorded step.
-_ALIVE = "; or free it before: a skipped step, or an evaluation with gradients, keeps its graph while its loss is there"
+_ALIVE = (
+    "; or free it before: a skipped step, or an evaluation with gradients, keeps its graph until its loss is deleted"
+)
 
 
 def refused_step(

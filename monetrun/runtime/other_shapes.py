@@ -188,7 +188,7 @@ class OtherShapes:
             shapes = adaptation.input_shapes(joint)
             within = f"within the plan's budget of {format_bytes(plan.budget_bytes)}"
             self.note(
-                f"the given plan has no inputs of {shapes}: they are planned here, {within}; figures are the plan's"
+                f"the given plan has no inputs of {shapes}: they are planned here, {within}; reports are of the plan's"
             )
         more = self._held_more.setdefault(graph.fingerprint, self._most_held)
         limit = moved_memory.limit_of(step, plan) - more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -67,6 +67,13 @@ def _one_by_one(record: StepRecord) -> bool:
     return all({a, b} == {FORWARD, BACKWARD} for a, b in pairwise(kinds))
 
 
+def _left(forwards: Iterable[_Open], most: int) -> tuple[int, int]:
+    """What forwards without a backward have left, as planned, but at most so many bytes, and in the plain step."""
+    there = [one for one in forwards if not one.storage.expired()]
+    left, plain = sum(one.nbytes for one in there), sum(one.plain_bytes for one in there)
+    return (left, plain) if left <= most else (most, plain * most // left)
+
+
 class Room:
     """Of one process. Only the first graph of a model's call is looked at: what has run cannot be taken back.
 
@@ -97,7 +104,7 @@ class Room:
         self._counts_outputs = True
         self._first = self._evaluated = False
         self._repeated = 0  # calls for which there was no room, one after the other
-        self._open: list[_Open] = []  # forwards whose backward has not run
+        self._open: dict[int, _Open] = {}  # forwards whose backward has not run, by the number of a storage
         self._one_by_one = False  # each forward's backward comes before the next one
 
     def plan_is(self, record: StepRecord | None, schedules: Mapping[str, Schedule], limit_bytes: int) -> None:
@@ -148,10 +155,11 @@ class Room:
 
     def saved(self, fingerprint: str, tensor: torch.Tensor) -> None:
         """A graph's forward has saved this for its backward, and nothing else holds it."""
-        self._open = [one for one in self._open if not one.storage.expired()]
+        self._open = {number: one for number, one in self._open.items() if not one.storage.expired()}
         if needs := self._needs.get(fingerprint):
             storage = StorageWeakRef(tensor.untyped_storage())
-            self._open.append(_Open(storage, needs[0].saved_bytes, needs[0].plain_saved_bytes))
+            once = storage.cdata not in self._open  # else it is a constant of the graph
+            self._open[storage.cdata] = _Open(storage, once * needs[0].saved_bytes, once * needs[0].plain_saved_bytes)
 
     def evaluates(self) -> None:
         """A planned model is evaluated, or called without gradients."""
@@ -245,10 +253,9 @@ class Room:
         if missing <= nothing or (not self._evaluated and abs(held - need.held_bytes) <= nothing):
             missing = 0
         self.excess_bytes = None if fingerprint in self._beyond else held + missing - need.held_bytes
-        there = [one for one in self._open if self._one_by_one and not one.storage.expired()]
-        left = min(sum(one.nbytes for one in there), max(0, held + missing - need.held_bytes))
-        plain_left = sum(one.plain_bytes for one in there) if left else 0
-        return Shortage(fingerprint, held + missing, need, missing, left, plain_left)
+        excess = held + missing - need.held_bytes
+        left = _left(self._open.values(), excess if self._one_by_one and excess > nothing else 0)
+        return Shortage(fingerprint, held + missing, need, missing, *left)
 
     def _need(self, fingerprint: str) -> ForwardNeed | None:
         """What the step of a forward that begins needs; None where it is not looked at."""

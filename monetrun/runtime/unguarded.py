@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -53,14 +54,23 @@ class Unguarded:
         return (*[get(name) for get, name in self._places], *attention_kernels(), _tensors_methods())
 
 
-_methods: list[tuple[Any, ...]] = [tuple(vars(torch.Tensor).values())]  # what they were, at last what they are
+_methods: list[tuple[Any, ...]] = [tuple(vars(torch.Tensor).values())]  # those of tensors, as each state had them
+_state = 0  # which of these is now
 
 
 def _tensors_methods() -> int:
-    """A number that changes with the methods of tensors."""
-    if (now := tuple(vars(torch.Tensor).values())) != _methods[-1]:
-        _methods.append(now)
-    return len(_methods)
+    """A number for what the methods of tensors are."""
+    global _state
+    now = tuple(vars(torch.Tensor).values())
+    if not _same(now, _methods[_state]):
+        _state = next((k for k, methods in enumerate(_methods) if _same(now, methods)), len(_methods))
+        if _state == len(_methods):
+            _methods.append(now)
+    return _state
+
+
+def _same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def attention_kernels() -> tuple[bool, ...]:

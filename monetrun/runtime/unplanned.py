@@ -19,14 +19,14 @@ class Optimizers(weakref.WeakSet[Optimizer]):
     """Optimizers while they are there.
 
     Attributes:
-        any: whether there was one.
+        had_one: whether there was one.
     """
 
-    any = False
+    had_one = False
 
     def add(self, item: Optimizer) -> None:
         """There is another one, or this one again."""
-        self.any = True
+        self.had_one = True
         super().add(item)
 
 

@@ -218,7 +218,9 @@ def page(document: Mapping[str, Any], figure: str, bounds: Mapping[str, int] = M
     timed = any("ratio" in r for rows in found.values() for r in rows)
     held = "what the allocator reserves" if document["device_type"] == "cuda" else "what the CPU's allocator counts"
     runs = len(document["commands"])
-    made = f"`{document['commands'][0]}`" + (f", in {runs} runs (`commands` in the results)" if runs > 1 else "")
+    made = f"`{document['commands'][0]}`" + (
+        " and runs of single networks (`commands` in the results)" if runs > 1 else ""
+    )
     text = f"""# Comparison
 
 Made by {made}, on {document["device"]} ({document["threads"]} threads), torch {document["torch"]},
@@ -237,10 +239,12 @@ Made by {made}, on {document["device"]} ({document["threads"]} threads), torch {
 - **Bitwise** are loss, gradients and buffers (running statistics) of a step from the same weights and seed; in brackets
   the 2-norm of the gradients' difference over their own: 1 is as far as gradients of other dropout masks are.
 - **No slower**: at the peak of a checkpointed or partitioned step, monetrun's peak is no higher, and its step at most
-  {NOISE:.0%} slower. Inductor's peaks are counted apart, since its kernels are others.
+  {NOISE:.0%} slower. Inductor's peaks are counted apart, since its kernels are others: those
+  with a budget; inductor without one is in the tables alone.
 - **Channels-last**: on a CPU inductor brings convolutions into this memory format, whatever the script's. A script does
-  so itself by `model.to(memory_format=torch.channels_last)`; with that line eager's and monetrun's steps are measured,
-  too, beside the eager step without it, and the column has at how many of inductor's peaks monetrun's is no slower.
+  so itself by `model.to(memory_format=torch.channels_last)`. Of networks where inductor was faster, eager's and
+  monetrun's steps were measured with that line, too, beside the eager step without it: the column has at how many of
+  inductor's peaks monetrun's is no slower, with the line or without. `-`: not measured.
 {BOUND if bounds else ""}
 {overview(found, bounds)}
 """

@@ -201,3 +201,13 @@ def test_a_run_too_short_for_its_extra_work_to_be_timed_says_so(steps, why, tmp_
     outcome = replace(read_outcome(tmp_path), measured_overhead=None)
     (line,) = [line for line in outcome_lines(outcome, 0) if line.startswith("  overhead")]
     assert line.endswith(why)
+
+
+def test_where_ranks_differ_the_figures_are_of_the_one_whose_plain_run_takes_most(tmp_path):
+    """Else a measured peak would seem to be beyond the budget: that of a rank with larger batches, which is larger."""
+    larger = replace(PLAN, plain_peak_bytes=2 * PLAN.plain_peak_bytes, budget_bytes=2 * PLAN.budget_bytes)
+    for rank, plan in enumerate((PLAN, larger)):
+        write_report(tmp_path, rank, plan=plan, measured_peak_bytes=plan.budget_bytes, exact=True)
+    found = outcome_json(read_outcome(tmp_path))
+    assert found["plain_peak_bytes"] == larger.plain_peak_bytes
+    assert found["measured_peak_bytes"] == found["budget_bytes"] == larger.budget_bytes

@@ -219,7 +219,9 @@ def test_the_questions_have_the_verdict_on_inductor():
     told = [v for rows in networks.values() for v in comparison.verdicts(rows, (INDUCTOR_BUDGET,), ours)]
     slower = max(v["ours"] / v["ratio"] - 1 for v in told)
     text = " ".join((DOCS / "faq.md").read_text(encoding="utf-8").split())
-    assert f"no slower for {sum(v['holds'] for v in told)} of {len(told)} networks" in text
+    as_it_is = [v for rows in networks.values() for v in comparison.verdicts(rows, (INDUCTOR_BUDGET,))]
+    assert f"no slower for {sum(v['holds'] for v in as_it_is)} of {len(told)} networks" in text
+    assert f"for {sum(v['holds'] for v in told)} where the script uses the memory format" in text
     assert f"at most {math.ceil(100 * slower)}% slower" in text
 
 

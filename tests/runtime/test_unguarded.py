@@ -13,6 +13,7 @@ from torch._dynamo.variables import nn_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from monetrun.capture import eager_answers
+from monetrun.runtime.unguarded import Unguarded
 from support.sessions import opened_session
 
 WIDTH, STEPS, CHANGES_AT = 32, 6, 3
@@ -120,6 +121,37 @@ def test_what_is_put_in_the_place_of_every_modules_call_is_called(name, from_the
             nn_module, {"__call__": "unpatched_nn_module_call"}.get(name, f"unpatched_nn_module{name}"), wrapper
         )
         check(blocks)
+
+
+class Flattens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh().flatten(1))
+
+
+def test_a_method_of_tensors_that_is_replaced_in_the_middle_of_training_is_called():
+    def twice(self, *args, own=torch.Tensor.flatten):
+        return own(self, *args) * 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        check(Flattens, lambda: patch.setattr(torch.Tensor, "flatten", twice), patch.undo)
+
+
+def test_a_method_of_tensors_that_comes_and_goes_has_nothing_compiled_again():
+    unguarded = Unguarded(Flattens())
+    seen = []
+    for _ in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "flatten", lambda self, *args: self)
+            unguarded.changed()
+            seen.append(unguarded.now)
+        unguarded.changed()
+        seen.append(unguarded.now)
+    assert len({*seen[1::2]}) == 1
+    assert not {*seen[::2]} & {*seen[1::2]}
 
 
 def step_of(model):
