@@ -84,13 +84,18 @@ def _of(args: Any, kwargs: Any) -> _Call:
 
 
 def _kind(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
+    if _has_sizes(value):
         return type(value), value.dtype, value.device, value.requires_grad, value.dim()
     return value if isinstance(value, _PLAIN) else (type(value), id(value))
 
 
 def _sizes(value: Any) -> Sequence[int]:
-    return value.shape if isinstance(value, torch.Tensor) else ()
+    return value.shape if _has_sizes(value) else ()
+
+
+def _has_sizes(value: Any) -> bool:
+    """Whether it is a tensor of which others may be smaller: a nested one's lengths are no numbers."""
+    return isinstance(value, torch.Tensor) and not value.is_nested
 
 
 def _autocast(leaves: Sequence[Any]) -> Any:

@@ -73,3 +73,19 @@ def test_calls_are_compared_in_all_that_decides_their_graph():
         assert not small(torch.zeros(7, 4), y)
     sizes.captured(["graph"], 1, (torch.zeros(2, 4), y), {})
     assert not small(torch.zeros(7, 4), y)  # nothing else is known any more
+
+
+def test_nested_tensors_are_neither_smaller_nor_larger_than_others():
+    def script():
+        torch.manual_seed(0)
+        model = Net()
+
+        def loss_of(texts):
+            return model(torch.nested.nested_tensor(texts, layout=torch.jagged)).values().square().mean()
+
+        texts = [[torch.randn(n, WIDTH) for n in lengths] for lengths in ((9, 30), (40, 12), (20, 20), (9, 30), (5, 3))]
+        return minimized(model, 0.05, loss_of, texts)
+
+    plain = script()
+    with opened_session(budget="1GiB", solver_seconds=0.5, implementations="exact"):
+        assert script() == plain
