@@ -85,6 +85,7 @@ def verdicts(rows: Sequence[Row], rivals: Sequence[str] = RIVALS, ours: Sequence
     """For each point of the rivals that one would use: our fastest step within its peak, and whether it is slower.
 
     ``ours`` is that step's ratio to eager, None where no plan is within the peak; ``holds`` is None without times.
+    ``bound`` is a ratio that no schedule is below, None where none was planned for that very peak.
     """
     found = []
     for method in rivals:
@@ -103,9 +104,16 @@ def verdicts(rows: Sequence[Row], rivals: Sequence[str] = RIVALS, ours: Sequence
                     "ours": None if best is None else best.get("ratio"),
                     "our_share": None if best is None else share(best, rows),
                     "holds": holds if timed else None,
+                    "bound": _bound_at(row, rows),
                 }
             )
     return found
+
+
+def _bound_at(row: Row, rows: Sequence[Row]) -> float | None:
+    """``bound_ratio`` of the plan that was made for the row's peak."""
+    place = (FULL, f"as {row['method']} {row['setting']}")
+    return next((r.get("bound_ratio") for r in rows if (r["method"], r["setting"]) == place), None)
 
 
 def share(row: Row, rows: Sequence[Row]) -> float:
