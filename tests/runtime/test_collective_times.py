@@ -39,7 +39,7 @@ def slow(monkeypatch):
             monkeypatch.setattr(dist, name, slowly(getattr(dist, name)))
     monkeypatch.setattr(dist, "reduce_scatter_tensor", reduce_scatter)
     monkeypatch.setattr(agreement, "plan_in_rank_0", lambda make, budget="", *_, **__: make([budget] * 4))
-    monkeypatch.setattr(agreement, "largest", lambda value: value)
+    monkeypatch.setattr(agreement, "largest", lambda value, record=None: value)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield seconds
     dist.destroy_process_group()
