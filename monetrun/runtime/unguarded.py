@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ _ALLOWED = (
 
 
 class Unguarded:
-    """The functions in the classes of a module and of the modules in it, of torch's own classes the forward and call.
+    """The classes of a module and of the modules in it, and their functions; of torch's own the forward and call.
 
     And the methods of tensors, and which kernels ``scaled_dot_product_attention`` may use, on a CPU too.
 
@@ -33,7 +34,9 @@ class Unguarded:
         self._look(module)
 
     def _look(self, module: nn.Module) -> None:
-        classes = {base: None for child in module.modules() for base in type(child).__mro__ if base is not object}
+        children = list(module.modules())
+        self._children = [(weakref.ref(child), type(child)) for child in children]
+        classes = {base: None for child in children for base in type(child).__mro__ if base is not object}
         self._places: list[tuple[Callable[[str], Any], str]] = [
             (vars(base).get, name) for base in classes for name in _names(base)
         ]
@@ -51,7 +54,9 @@ class Unguarded:
         return before != self.now
 
     def _read(self) -> tuple[Any, ...]:
-        return (*[get(name) for get, name in self._places], *attention_kernels(), _tensors_methods())
+        # torch 2.11 has no guard for these either; one that has left the model is as it was
+        classes = [before if (child := of()) is None else type(child) for of, before in self._children]
+        return (*[get(name) for get, name in self._places], *classes, *attention_kernels(), _tensors_methods())
 
 
 _methods: list[tuple[Any, ...]] = [tuple(vars(torch.Tensor).values())]  # those of tensors, as each state had them
