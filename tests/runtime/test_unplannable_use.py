@@ -447,3 +447,19 @@ def test_launches_of_scripts_that_train_in_children_or_differentiate_twice(optio
     plain = subprocess.run([sys.executable, "twice.py"], capture_output=True, text=True, check=True)
     assert done.stdout == plain.stdout * 2
     assert done.stderr.count("gradients of gradients") == 1
+
+
+def test_an_optimizer_that_is_gone_at_the_end_has_been_there(tmp_path):
+    """A script may keep it in a function; what it trained was no module's."""
+    session = Session(Settings(mode=RUN, report_folder=str(tmp_path)))
+    session.watch_process()
+    try:
+        weight = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], 0.1)
+        weight.sum().backward()
+        optimizer.step()
+        del optimizer
+        session.report()
+    finally:
+        session.close()
+    assert "train no parameters of a module" in json.loads((tmp_path / "rank0.json").read_text())["unplanned"]
