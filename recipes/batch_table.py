@@ -32,7 +32,7 @@ from monetrun.core.errors import InfeasibleBudget, NoPlanInTime, ScheduleError
 from monetrun.core.graph import BACKWARD, FORWARD
 from monetrun.core.options import Options, parse_kinds
 from monetrun.core.plan import StepSchedules
-from monetrun.core.step import OUTSIDE, Event, StepRecord, StepTimeline, replay
+from monetrun.core.step import OUTSIDE, SCRIPT, Event, StepRecord, StepTimeline, replay
 from monetrun.planning import planner
 from monetrun.planning.rescale import check_alike, rescaled
 
@@ -58,7 +58,7 @@ def step(batch: int, cost_model: str) -> StepRecord:
             "parameters": parameter_bytes,
             "gradients": parameter_bytes,
             "optimizer state": parameter_bytes,
-            "script (data, buffers, ...)": buffer_bytes + batch_bytes,
+            SCRIPT: buffer_bytes + batch_bytes,
         },
         device=cost_model,
         torch_version=torch.__version__,

@@ -27,6 +27,7 @@ from monetrun.launcher.failure import report_failure
 from monetrun.launcher.options import LaunchOptions
 from monetrun.launcher.process import (
     Stopped,
+    exit_of,
     exit_on_signals,
     restored_environment,
     restored_signal_handlers,
@@ -107,10 +108,6 @@ def launch(options: LaunchOptions, environment: Mapping[str, str], joined: Joine
     return 0
 
 
-def _exits(number: int) -> BaseException:
-    return SystemExit(128 + number)
-
-
 def _stopped(number: int) -> BaseException:
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -176,7 +173,7 @@ def _agreeing(options: LaunchOptions, joined: Joined | None, workers: Workers) -
                     return met
                 try:
                     # planning takes an Exception for a fault of monetrun's
-                    with exit_on_signals(_exits, named=options.torchrun.signals_to_handle):
+                    with exit_on_signals(exit_of, named=options.torchrun.signals_to_handle):
                         _restore(given, before)
                         ended = workers.exit_code(float(options.torchrun.monitor_interval))
                         variables = joined(met.store, met.rank, met.world_size, own.get_backend() == "static", ended)

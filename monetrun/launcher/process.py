@@ -50,25 +50,32 @@ def restored_signal_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+def exit_of(number: int) -> SystemExit:
+    """With the exit code of the signal with this number."""
+    return SystemExit(128 + number)
+
+
+def _told_exit_of(number: int) -> SystemExit:
+    with contextlib.suppress(OSError):  # there is no reader; what writes now may be what is interrupted
+        os.write(2, f"monetrun: stopped by {signal.Signals(number).name}\n".encode())
+    return exit_of(number)
+
+
 @contextlib.contextmanager
-def exit_on_signals(error: Callable[[int], BaseException] | None = None, *, named: str = "") -> Iterator[None]:
+def exit_on_signals(error: Callable[[int], BaseException] = _told_exit_of, *, named: str = "") -> Iterator[None]:
     """Raise an error on signals that end a process, so that what was begun is cleaned up, as it is on Ctrl-C.
 
     A signal that is ignored stays so (``nohup``). After the first one, no further one interrupts the cleaning up.
 
     Args:
-        error: gives it, from the signal's number; None: the exit code of the signal, which is told.
+        error: gives it, from the signal's number.
         named: further signals, as in ``--signals-to-handle``. Names that cannot be handled are left to torch's warning.
     """
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         for other in before:
             signal.signal(other, signal.SIG_IGN)
-        if error is not None:
-            raise error(number)
-        with contextlib.suppress(OSError):  # there is no reader; what writes now may be what is interrupted
-            os.write(2, f"monetrun: stopped by {signal.Signals(number).name}\n".encode())
-        raise SystemExit(128 + number)
+        raise error(number)
 
     found = {number: signal.getsignal(number) for number in {*_ENDING_SIGNALS, *_numbers(named)}}
     before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}

@@ -26,7 +26,7 @@ from monetrun.runtime.exchange import Refusal
 # that does not come trains nothing, or something else.
 _PATIENCE_SECONDS = 60.0
 
-# No longer than this part of what the script's own collectives wait for: another rank may stand in one meanwhile.
+# No longer than this part of what the group's store waits for, as its collectives do: another rank may stand in one.
 _OF_TIMEOUT = 0.25
 
 # Where a rank has waited in vain, ranks that still train together come to plan as near to each other as this.
@@ -131,8 +131,9 @@ def _wait_until(
         seconds = _PLANNING_SECONDS
     else:
         alone = record is not None and not record.reductions and record.sharding is None
-        seconds = min(_PATIENCE_SECONDS, _QUIET_SECONDS if alone else _PATIENCE_SECONDS)
-        seconds = min(_AFTER_THAT_SECONDS if store.check([_IN_VAIN]) else seconds, _longest(store))
+        patience = min(_QUIET_SECONDS, _PATIENCE_SECONDS) if alone else _PATIENCE_SECONDS
+        patience = _AFTER_THAT_SECONDS if store.check([_IN_VAIN]) else patience
+        seconds = min(patience, _OF_TIMEOUT * store.timeout.total_seconds())
     if exchange.wait_until(others_have_come, min(_QUIET_SECONDS, seconds)):
         return True
     if seconds > _QUIET_SECONDS:
@@ -143,11 +144,6 @@ def _wait_until(
             return True
     store.set(_IN_VAIN, "")
     return False
-
-
-def _longest(store: Any) -> float:
-    """Seconds that collectives bear which wait as long as the store of the default group."""
-    return float(store.timeout.total_seconds()) * _OF_TIMEOUT
 
 
 def _rank_0s(store: torch.distributed.Store, prefix: str, size: int) -> Plan:

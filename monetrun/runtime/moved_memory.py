@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -259,15 +260,11 @@ def plan_with_more_held(
         return Replanned(with_plain_peak_of(plan, made), more, frugal)
 
     def found() -> Replanned:
-        try:
-            return planned(generous)
-        except (InfeasibleBudget, NoPlanInTime):
-            if not shortage.left_bytes:
-                return planned(total)
-        try:
-            return planned(total)
-        except (InfeasibleBudget, NoPlanInTime):
-            return planned(total, shortage.left_bytes)
+        amounts = [(generous, 0), (total, 0), *[(total, left) for left in (shortage.left_bytes,) if left]]
+        for amount in amounts[:-1]:
+            with contextlib.suppress(InfeasibleBudget, NoPlanInTime):
+                return planned(*amount)
+        return planned(*amounts[-1])
 
     try:
         return found()

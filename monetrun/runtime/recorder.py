@@ -317,9 +317,7 @@ def _events(recorder: Recorder, costs: Sequence[Costs], gradients: Mapping[int, 
 
 def is_forgotten(recorder: object) -> TypeGuard[Recorder]:
     """Whether models were called, and the script has let go of what they gave: those calls are no training step."""
-    if not isinstance(recorder, Recorder) or any(s.kind == BACKWARD for s in recorder.stretches):
-        return False
-    return recorder._lifetimes.forgotten()
+    return isinstance(recorder, Recorder) and not recorder.complete and recorder._lifetimes.forgotten()
 
 
 def begun_anew(recorder: Recorder, other: Recorder) -> Recorder:

@@ -152,9 +152,7 @@ class Session:
     def report(self) -> None:
         """Leave what this rank measured for the launcher."""
         found = self.ended[1] if self.engine is None else self.engine.findings()
-        unsaid = unplanned.unsaid(
-            self.engine, bool(self.reporter.warned), self.optimizers.had_one, self.stepped.had_one
-        )
+        unsaid = unplanned.unsaid(self.engine, bool(self.reporter.warned), self.optimizers, self.stepped)
         self.reporter.write({**found, "short": self.short, "unplanned": unsaid})
 
     def trained_parameters(self) -> list[torch.Tensor]:

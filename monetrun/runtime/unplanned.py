@@ -59,6 +59,6 @@ def why(
     return "training ended before the plan is made: when the second step begins, or the third where outputs are held"
 
 
-def unsaid(engine: Engine | None, warned: bool, made: bool, stepped: bool) -> str:
-    """Why nothing was planned, where no warning has said it: whether optimizers were made, and any has stepped."""
-    return "" if engine or warned else unplannable_use.no_step(made, stepped)
+def unsaid(engine: Engine | None, warned: bool, optimizers: Optimizers, stepped: Optimizers) -> str:
+    """Why nothing was planned, where no warning has said it."""
+    return "" if engine or warned else unplannable_use.no_step(optimizers.had_one, stepped.had_one)

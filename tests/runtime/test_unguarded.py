@@ -102,13 +102,16 @@ def test_a_method_that_is_replaced_on_a_class_in_the_middle_of_training_is_calle
         check(blocks, lambda: patch.setattr(cls, method, other, raising=False), patch.undo)
 
 
+KNOWN_TO_DYNAMO = {"__call__": "unpatched_nn_module_call", "_call_impl": "unpatched_nn_module_call_impl"}
+
+
 def scaled_where_linear(call):
     """``call``, of modules, with its result scaled."""
     return lambda self, *args: call(self, *args) * (1.5 if isinstance(self, nn.Linear) else 1)
 
 
 @pytest.mark.parametrize("from_the_beginning", [False, True], ids=["in the middle", "before Dynamo was imported"])
-@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+@pytest.mark.parametrize("name", KNOWN_TO_DYNAMO)
 def test_what_is_put_in_the_place_of_every_modules_call_is_called(name, from_the_beginning):
     """Dynamo takes what it finds there when it is imported for torch's own, and calls the forward instead."""
     wrapper = scaled_where_linear(getattr(nn.Module, name))
@@ -117,9 +120,7 @@ def test_what_is_put_in_the_place_of_every_modules_call_is_called(name, from_the
             check(blocks, lambda: patch.setattr(nn.Module, name, wrapper), patch.undo)
             return
         patch.setattr(nn.Module, name, wrapper)
-        patch.setattr(
-            nn_module, {"__call__": "unpatched_nn_module_call"}.get(name, f"unpatched_nn_module{name}"), wrapper
-        )
+        patch.setattr(nn_module, KNOWN_TO_DYNAMO[name], wrapper)
         check(blocks)
 
 

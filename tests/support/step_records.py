@@ -7,7 +7,7 @@ from typing import Any
 
 from monetrun.core.allocator_settings import AllocatorSettings
 from monetrun.core.graph import BACKWARD, FORWARD, Costs, Graph, Implementation, Operator, Tensor
-from monetrun.core.step import OUTSIDE, DeviceMemory, Event, Segment, StepRecord
+from monetrun.core.step import OUTSIDE, SCRIPT, DeviceMemory, Event, Segment, StepRecord
 
 WEIGHT_BYTES = 500
 MIB = 1 << 20
@@ -87,7 +87,7 @@ def chain_record(
             "parameters": parameters,
             "gradients": parameters,
             "optimizer state": parameters,
-            "script (data, buffers, ...)": 8 * batch,
+            SCRIPT: 8 * batch,
         },
         device="cpu",
         torch_version="2.15.0",
